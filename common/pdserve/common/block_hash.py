@@ -1,0 +1,59 @@
+"""Keyed chained hashes of full token blocks, and the digest of a whole request.
+
+    root   = H(version, model fingerprint, LoRA, cache_salt)
+    h_i    = H(h_{i-1} || tokens_i as u32 little endian)                          full blocks only
+    digest = H("digest" || h_last or root || tokens after it || extras)          covers the tail and short prompts
+
+with H = blake2b of 16 bytes under the deployment key: equal across processes and machines that share the key, and no
+token can be read back by anyone who does not have it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+HASH_BYTES = 16
+_VERSION = b"pdserve.block.v1"
+
+
+class BlockHasher:
+    """Hashes blocks of `block_size` tokens under one deployment key."""
+
+    def __init__(self, deployment_key: bytes, block_size: int) -> None:
+        self._key = hashlib.blake2b(deployment_key, digest_size=32, person=b"block hash").digest()
+        self.block_size = block_size
+
+    def _hash(self, data: bytes) -> bytes:
+        return hashlib.blake2b(data, key=self._key, digest_size=HASH_BYTES).digest()
+
+    def root(self, model_fingerprint: str, cache_salt: str | None = None, lora: str | None = None) -> bytes:
+        """What the first block is chained to: requests with different roots never share a block."""
+        parts = (_VERSION, model_fingerprint.encode(), (lora or "").encode(), (cache_salt or "").encode())
+        # each part under its length, so that no two tuples read alike
+        return self._hash(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
+
+    def extend(self, previous: bytes, token_ids: Sequence[int]) -> list[bytes]:
+        """Hashes of the full blocks of `token_ids`, the first chained to `previous`; a partial tail has none."""
+        size = self.block_size * 4
+        data = token_bytes(token_ids)
+        hashes = []
+        for start in range(0, len(data) - size + 1, size):
+            previous = self._hash(previous + data[start : start + size])
+            hashes.append(previous)
+        return hashes
+
+    def request_digest(
+        self, root: bytes, block_hashes: Sequence[bytes], token_ids: Sequence[int], extras: bytes = b""
+    ) -> bytes:
+        """What both legs of an attempt compare: equal only if they speak of the same prompt under the same root."""
+        tail = token_bytes(token_ids[len(block_hashes) * self.block_size :])
+        last = block_hashes[-1] if block_hashes else root
+        return self._hash(b"digest" + last + len(tail).to_bytes(4, "little") + tail + extras)
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as u32 little endian."""
+    return np.asarray(token_ids, dtype="<u4").tobytes()

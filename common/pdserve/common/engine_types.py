@@ -1,0 +1,92 @@
+"""What crosses the two queues of an engine: requests in, outputs out. Plain values, no torch, no network."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from pdserve.common.sampling_params import SamplingParams
+
+
+class FinishReason(enum.IntEnum):
+    """Why a sequence ended; the four that a client can see."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """One sequence, as an engine is asked to continue it.
+
+    request_id is `request.attempt.index`: unique per attempt, so that a late event can never meet a later life.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    arrival_time: float = 0.0
+    """`time.monotonic()` of this process when the request came in, seconds."""
+    block_hashes: list[bytes] = []
+    """Keyed chained hashes of the prompt's full blocks, 16 bytes each."""
+    hash_root: bytes = b""
+    """What the first block's hash is chained to; decides which cache entries this request may meet."""
+    remote_prefill: bool = False
+    """KV comes from another worker: the request waits in `WAITING_FOR_REMOTE_KVS` until it has landed."""
+    transfer_source: bool = False
+    """A transfer will read this request's blocks: they are published as they become final and pinned while wanted."""
+    priority: int = 0
+    cache_salt: str | None = None
+    index: int = 0
+    """Which of the request's n sequences this is; enters the noise."""
+    trace_headers: dict[str, str] = {}
+
+
+class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """What one step did for one sequence."""
+
+    request_id: str
+    new_token_ids: list[int] = []
+    first_position: int = 0
+    """Output position of the first new token; position 0 is the first token after the prompt."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or string that ended it; None for EOS, length, abort and error."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that needed no computing here."""
+    error_code: str = ""
+    error_message: str = ""
+    moments: dict[str, float] = {}
+    """Moments of `common/timeline.py` that this output completes, `time.monotonic()` seconds of this process."""
+
+
+class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """The engine at the end of a step."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_remote_kv_reqs: int = 0
+    num_blocks_total: int = 0
+    num_blocks_free: int = 0
+    num_blocks_cached: int = 0
+    num_blocks_in_use: int = 0
+    num_blocks_quarantined: int = 0
+    num_preemptions: int = 0
+    num_waiting_tokens: int = 0
+    """Prompt tokens still to compute, waiting and running."""
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+
+class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """Everything one step has to say."""
+
+    outputs: list[EngineCoreOutput] = []
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = 0.0

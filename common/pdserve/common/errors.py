@@ -1,0 +1,198 @@
+"""One tree of errors; each class knows its gRPC status, its HTTP status and whether another attempt may help.
+
+    PdServeError
+      InvalidRequest          the client's fault, named by field, value and limit
+        PromptTooLong
+      NotFound                a model, worker or request that is not there
+      Unauthenticated         no or a wrong API key
+      Overloaded              admission refused it; `retry_after_s` says when to come back
+      DeadlineExceeded        the request's own deadline passed
+      Cancelled               the client left, or somebody aborted it
+      LayoutMismatch          two workers whose KV blocks differ
+      KeyMismatch             two services with different deployment keys
+      TransferFailed          KV blocks could not be moved or did not verify
+        DigestMismatch        the two legs speak of different requests: never retried on the same pair
+      WorkerLost              a worker died, or none is there
+      Evicted                 a sequence lost its blocks and prefers to be placed anew
+      Draining                the worker is leaving
+      InternalError           a bug of ours
+      ConfigError             settings, a model folder or a port that cannot be used; raised before serving
+        UnsupportedModel
+
+`common/rpc.py` turns these into gRPC statuses and back; `router/http` turns them into HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+
+
+class PdServeError(Exception):
+    """Base of everything that pdserve raises on purpose."""
+
+    code: ClassVar[str] = "internal_error"
+    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0]) if self.args else self.code
+
+
+class InvalidRequest(PdServeError):
+    """A request that can never be served as it stands."""
+
+    code = "invalid_request"
+    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    http_status = 400
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        """The offending field's name, where one can be named."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt leaves no room for one output token."""
+
+    code = "prompt_too_long"
+
+
+class NotFound(PdServeError):
+    """Something named in a request does not exist."""
+
+    code = "not_found"
+    grpc_status = grpc.StatusCode.NOT_FOUND
+    http_status = 404
+
+
+class Unauthenticated(PdServeError):
+    """No API key, or one that is not known."""
+
+    code = "unauthenticated"
+    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+    http_status = 401
+
+
+class Overloaded(PdServeError):
+    """The service has no room; nothing was started."""
+
+    code = "overloaded"
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    http_status = 429
+    retryable = True
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(PdServeError):
+    """The request's deadline passed before it was done."""
+
+    code = "deadline_exceeded"
+    grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
+    http_status = 504
+
+
+class Cancelled(PdServeError):
+    """The client left or aborted the request."""
+
+    code = "cancelled"
+    grpc_status = grpc.StatusCode.CANCELLED
+    http_status = 499
+
+
+class LayoutMismatch(PdServeError):
+    """Two workers' KV blocks differ in shape, dtype or model."""
+
+    code = "layout_mismatch"
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 503
+
+
+class KeyMismatch(PdServeError):
+    """Two services were started with different deployment keys."""
+
+    code = "key_mismatch"
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 503
+
+
+class TransferFailed(PdServeError):
+    """The KV blocks of an attempt could not be moved, or did not verify."""
+
+    code = "transfer_failed"
+    grpc_status = grpc.StatusCode.ABORTED
+    http_status = 503
+    retryable = True
+
+
+class DigestMismatch(TransferFailed):
+    """Prefill and decode were given different requests under one transfer."""
+
+    code = "digest_mismatch"
+    grpc_status = grpc.StatusCode.ABORTED
+    http_status = 503
+    retryable = False
+
+
+class WorkerLost(PdServeError):
+    """A worker died, became unreachable, or none is there to serve."""
+
+    code = "worker_lost"
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+    retryable = True
+
+
+class Evicted(PdServeError):
+    """A sequence lost its blocks and is cheaper to resume through prefill."""
+
+    code = "evicted"
+    grpc_status = grpc.StatusCode.ABORTED
+    http_status = 503
+    retryable = True
+
+
+class Draining(PdServeError):
+    """The worker is leaving and takes no new work."""
+
+    code = "draining"
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+    retryable = True
+
+
+class InternalError(PdServeError):
+    """A bug of ours; the log has the traceback."""
+
+
+class ConfigError(PdServeError):
+    """Something that stops a service from starting: a setting, a folder, a port."""
+
+    code = "config_error"
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class UnsupportedModel(ConfigError):
+    """A model folder whose architecture or feature is not implemented."""
+
+    code = "unsupported_model"
+
+
+def _tree(root: type[PdServeError]) -> list[type[PdServeError]]:
+    return [root, *(leaf for child in root.__subclasses__() for leaf in _tree(child))]
+
+
+BY_CODE: dict[str, type[PdServeError]] = {error.code: error for error in _tree(PdServeError)}
+"""Wire code -> class. A code we do not know is read as `InternalError`."""
+BY_CODE["internal_error"] = InternalError
+
+
+def from_code(code: str, message: str) -> PdServeError:
+    """Rebuild a peer's error; unknown codes, which a newer peer may send, become `InternalError`."""
+    return BY_CODE.get(code, InternalError)(message)

@@ -1,0 +1,39 @@
+"""The shape of one KV block: what two workers must agree on before a byte moves between them."""
+
+from __future__ import annotations
+
+import msgspec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Dims of `kv_cache[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; a block is one run of bytes."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    """Tokens in a block."""
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    model_fingerprint: str
+    """32 hex digits over everything that decides what a KV block holds."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """`[L, 2, Hkv, block_size, D]`."""
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    def differences(self, other: KvLayout) -> list[str]:
+        """One line a field in which the two differ, `name: ours != theirs`; empty when the blocks are alike."""
+        return [
+            f"{name}: {getattr(self, name)} != {getattr(other, name)}"
+            for name in self.__struct_fields__
+            if getattr(self, name) != getattr(other, name)
+        ]

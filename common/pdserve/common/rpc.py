@@ -1,0 +1,182 @@
+"""Every gRPC channel and server is made here, and errors are translated here, in both directions.
+
+Keepalive is what ends a lease when a peer dies silently. Both sides ping each second, also on idle channels, and give
+up one second after a ping went unanswered; servers accept such pings. Laxer settings notice nothing for a minute,
+stricter servers kill healthy streams.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from pdserve.common import errors
+from pdserve.common.errors import ConfigError, InternalError, PdServeError
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 16 << 20
+ERROR_CODE_KEY = "pdserve-error-code"
+RETRY_AFTER_KEY = "pdserve-retry-after-s"
+
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.http2.ping_timeout_ms", 1000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+_LIMITS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+_CHANNEL_OPTIONS = [
+    *_KEEPALIVE,
+    *_LIMITS,
+    # one connection a channel: channels to the same address from one process share no fate
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),
+]
+_SERVER_OPTIONS = [
+    *_KEEPALIVE,
+    *_LIMITS,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+]
+
+
+def make_channel(address: str) -> grpc.aio.Channel:
+    """A channel to `host:port` with the keepalive that leases rely on."""
+    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+def make_server() -> grpc.aio.Server:
+    """A server with the keepalive that leases rely on, whose handlers may raise `PdServeError`."""
+    return grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_SERVER_OPTIONS)
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Listen on host:port (0 draws a free port) and return the port.
+
+    Raises: ConfigError naming the address, when it is in use or not ours.
+    """
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: in use, or not an address of this machine") from error
+    if bound == 0:
+        raise ConfigError(f"cannot listen on {address}: in use, or not an address of this machine")
+    return bound
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
+    """What a failed call means here. A status without our code comes from the channel itself, not from a servicer."""
+    code = _metadata_value(error, ERROR_CODE_KEY)
+    message = error.details() or ""
+    if code is not None:
+        return errors.from_code(code, message)
+    match error.code():
+        case grpc.StatusCode.UNAVAILABLE:
+            return errors.WorkerLost(message or "the peer is unreachable")
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return errors.DeadlineExceeded(message or "the call's deadline passed")
+        case grpc.StatusCode.CANCELLED:
+            return errors.Cancelled(message or "the call was cancelled")
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return errors.InvalidRequest(message)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return errors.Overloaded(message)
+        case grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:
+            return errors.WorkerLost(f"the call broke: {message}")
+        case _:
+            return InternalError(f"{error.code().name}: {message}")
+
+
+def _metadata_value(error: grpc.aio.AioRpcError, key: str) -> str | None:
+    for name, value in error.trailing_metadata() or ():
+        if name == key:
+            return value.decode("ascii", "replace") if isinstance(value, bytes) else value
+    return None
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PdServeError) -> NoReturn:
+    """End the call with the error's status and its code in the trailing metadata."""
+    metadata = [(ERROR_CODE_KEY, error.code)]
+    if isinstance(error, errors.Overloaded):
+        metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
+    await context.abort(error.grpc_status, error.message, tuple(metadata))
+    raise AssertionError("abort returned")  # pragma: no cover - abort always raises
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """`PdServeError` from a handler becomes its status; anything else is logged with its traceback and INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        # health and reflection come with grpc and keep their own handlers
+        if handler is None or not handler_call_details.method.startswith("/pdserve."):
+            return handler
+        if handler.response_streaming:
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            behaviour: Any = _translate_stream(handler.stream_stream or handler.unary_stream)
+        else:
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+            behaviour = _translate_unary(handler.stream_unary or handler.unary_unary)
+        return make(
+            behaviour,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _translate_stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except PdServeError as error:
+            await abort_with(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            log.exception("a handler failed")
+            await abort_with(context, InternalError("internal error; the service's log has the details"))
+
+    return call
+
+
+def _translate_unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behaviour(request, context)
+        except PdServeError as error:
+            await abort_with(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            log.exception("a handler failed")
+            await abort_with(context, InternalError("internal error; the service's log has the details"))
+
+    return call

@@ -1,0 +1,133 @@
+"""Our types <-> generated messages. The only place that knows both; what comes in is validated here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from pdserve.common.block_hash import HASH_BYTES
+from pdserve.common.engine_types import FinishReason
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.timeline import to_unix_ns
+from pdserve.v1 import kv_source_pb2, request_pb2
+
+_SAMPLING_OPTIONAL = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "skip_special_tokens",
+)
+_SAMPLING_PLAIN = ("include_stop_str_in_output", "ignore_eos")
+_FINISH_TO_WIRE = {
+    FinishReason.STOP: request_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: request_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: request_pb2.FINISH_REASON_ABORT,
+    FinishReason.ERROR: request_pb2.FINISH_REASON_ERROR,
+}
+_FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+
+
+def sampling_to_wire(params: SamplingParams) -> request_pb2.SamplingParams:
+    message = request_pb2.SamplingParams(stop=params.stop, stop_token_ids=params.stop_token_ids)
+    for name in (*_SAMPLING_OPTIONAL, *_SAMPLING_PLAIN):
+        if (value := getattr(params, name)) is not None:
+            setattr(message, name, value)
+    return message
+
+
+def sampling_from_wire(
+    message: request_pb2.SamplingParams, defaults: Mapping[str, object] | None = None
+) -> SamplingParams:
+    """Absent fields take `defaults`, then ours. Raises: InvalidRequest for values outside their limits."""
+    given: dict[str, object] = dict(defaults or {})
+    given |= {name: getattr(message, name) for name in _SAMPLING_OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
+    given |= {name: getattr(message, name) for name in _SAMPLING_PLAIN}
+    params = SamplingParams(
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        **given,  # type: ignore[arg-type]
+    )
+    params.verify()
+    return params
+
+
+def prepared_to_wire(request: PreparedRequest) -> request_pb2.PreparedRequest:
+    return request_pb2.PreparedRequest(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=sampling_to_wire(request.sampling_params),
+        eos_token_ids=request.eos_token_ids,
+        block_hashes=request.block_hashes,
+        hash_root=request.hash_root,
+        request_digest=request.request_digest,
+        deadline_s=request.remaining_s,
+        trace_headers=request.trace_headers,
+        priority=request.priority,
+    )
+
+
+def prepared_from_wire(message: request_pb2.PreparedRequest, block_size: int) -> PreparedRequest:
+    """Raises: InvalidRequest when lengths do not fit together; a router never sends that, a stranger may."""
+    num_blocks = len(message.prompt_token_ids) // block_size
+    if not message.request_id:
+        raise InvalidRequest("request.request_id is empty", "request_id")
+    if not message.prompt_token_ids:
+        raise InvalidRequest("request.prompt_token_ids is empty", "prompt_token_ids")
+    if len(message.block_hashes) != num_blocks or any(len(value) != HASH_BYTES for value in message.block_hashes):
+        raise InvalidRequest(
+            f"request.block_hashes has {len(message.block_hashes)} entries, {num_blocks} of {HASH_BYTES} bytes are needed",
+            "block_hashes",
+        )
+    if len(message.hash_root) != HASH_BYTES or len(message.request_digest) != HASH_BYTES:
+        raise InvalidRequest(f"request.hash_root and request.request_digest need {HASH_BYTES} bytes", "hash_root")
+    if not 0 < message.deadline_s <= 86_400:
+        raise InvalidRequest(
+            f"request.deadline_s is {message.deadline_s}, above 0 and at most 86400 is needed", "deadline_s"
+        )
+    return PreparedRequest(
+        request_id=message.request_id,
+        prompt_token_ids=list(message.prompt_token_ids),
+        sampling_params=sampling_from_wire(message.sampling),
+        eos_token_ids=tuple(message.eos_token_ids),
+        block_hashes=list(message.block_hashes),
+        hash_root=message.hash_root,
+        request_digest=message.request_digest,
+        deadline=time.monotonic() + message.deadline_s,
+        trace_headers=dict(message.trace_headers),
+        priority=message.priority,
+    )
+
+
+def layout_to_wire(layout: KvLayout) -> kv_source_pb2.KvLayout:
+    return kv_source_pb2.KvLayout(**{name: getattr(layout, name) for name in layout.__struct_fields__})
+
+
+def layout_from_wire(message: kv_source_pb2.KvLayout) -> KvLayout:
+    return KvLayout(**{name: getattr(message, name) for name in KvLayout.__struct_fields__})
+
+
+def finish_reason_to_wire(reason: FinishReason | None) -> request_pb2.FinishReason.ValueType:
+    return request_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_TO_WIRE[reason]
+
+
+def finish_reason_from_wire(value: request_pb2.FinishReason.ValueType) -> FinishReason | None:
+    """Unknown values, which a newer peer may send, read as an error that ended the sequence."""
+    if value == request_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    return _FINISH_FROM_WIRE.get(value, FinishReason.ERROR)
+
+
+def moments_to_wire(moments_monotonic_s: Mapping[str, float]) -> list[request_pb2.Moment]:
+    return [request_pb2.Moment(name=name, unix_ns=to_unix_ns(at)) for name, at in moments_monotonic_s.items()]
+
+
+def moments_from_wire(messages: Iterable[request_pb2.Moment]) -> dict[str, int]:
+    """name -> wall-clock nanoseconds."""
+    return {message.name: message.unix_ns for message in messages}

@@ -1,0 +1,118 @@
+"""The data plane's seam: a connector knows block numbers and peers, never requests.
+
+    source                                     receiver
+    ------                                     --------
+    serve(pool)                                serve(pool)
+    grant(token)  -> Grant
+    grant.publish(first_index, blocks)
+                                               read(address, token, blocks, listener) -> BlockRead
+                                                   listener.landed(...)   as verified ranges come in
+                                                   listener.ended(...)    exactly once
+    grant.close(on_fenced)
+    close()                                    close()
+
+Every implementation passes `tests/kv_transfer/connector_contract.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdserve.common.errors import TransferFailed
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """The bytes of a KV pool: block b is `view[b * block_bytes : (b + 1) * block_bytes]`."""
+
+    view: memoryview
+    """Writable, contiguous, one byte an item, `num_blocks * block_bytes` long."""
+    block_bytes: int
+    num_blocks: int
+
+    def block(self, number: int) -> memoryview:
+        """The bytes of one block; raises `IndexError` for a number outside the pool."""
+        if not 0 <= number < self.num_blocks:
+            raise IndexError(f"block {number} is outside the pool of {self.num_blocks} blocks")
+        return self.view[number * self.block_bytes : (number + 1) * self.block_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockToRead:
+    """One block of a transfer, as the receiver wants it."""
+
+    index: int
+    """Its place in the transfer, counted in blocks from the start of the prompt."""
+    digest: int
+    """`xxh3_64` of its bytes, as the source published it."""
+    local_block: int
+    """Where its bytes go in the receiver's pool."""
+    location: int = 0
+    """The source's block number; only connectors that read memory directly use it."""
+
+
+class ReadOutcome(enum.Enum):
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class ReadListener(Protocol):
+    """Told by a read, from a transport thread; returns quickly and raises nothing."""
+
+    def landed(self, first: int, count: int) -> None:
+        """`blocks[first : first + count]` of the read are here and verified. Each block once, in any order of ranges."""
+
+    def ended(self, outcome: ReadOutcome, cause: TransferFailed | None) -> None:
+        """Called exactly once, last: from now on this read writes no byte into the pool. `cause` comes with FAILED."""
+
+
+class BlockRead(Protocol):
+    """A read under way."""
+
+    def cancel(self) -> None:
+        """Stop as soon as it is safe; `ended` follows, unless it came already. May be called again; never blocks."""
+
+
+class Grant(Protocol):
+    """Leave for one token's bearer to read the published blocks of one transfer. Held by the source."""
+
+    def publish(self, first_index: int, blocks: Sequence[int]) -> None:
+        """From now on index `first_index + i` is the source's block `blocks[i]`. The blocks stay unchanged until fenced."""
+
+    def close(self, on_fenced: Callable[[], None]) -> None:
+        """End it: no new read begins; `on_fenced` is called once, from any thread, when no byte of it leaves any more."""
+
+
+class BlockConnector(Protocol):
+    """One way of moving blocks between two processes. Thread-safe."""
+
+    name: str
+
+    def serve(self, pool: PoolMemory) -> None:
+        """Register the pool and begin to answer peers. Called once, before anything else.
+
+        Raises: ConfigError when an address cannot be had.
+        """
+
+    @property
+    def metadata(self) -> bytes:
+        """What a peer needs in order to read from here; at most 64 KiB."""
+
+    def grant(self, token: bytes) -> Grant:
+        """A new grant. token: 16 random bytes that the source drew for this transfer.
+
+        Raises: ValueError when the token is already granted.
+        """
+
+    def read(self, metadata: bytes, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> BlockRead:
+        """Begin to pull blocks from the peer that `metadata` describes; returns at once.
+
+        Everything that goes wrong, malformed metadata too, comes through `listener.ended`.
+        """
+
+    def close(self) -> None:
+        """End all reads (their listeners hear CANCELLED), all grants and all threads; leave no port open. Idempotent."""

@@ -1,0 +1,57 @@
+"""Saves the trained model the way `transformers` reads it, with its model card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+from pdserve.models.demo_training.chat import CHAT_TEMPLATE, CONTEXT, END_OF_TEXT, MESSAGE_END
+
+CARD = Path(__file__).with_name("model_card.md")
+
+
+def save(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes weights in bfloat16, configuration, tokenizer and chat template into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = model.to(torch.bfloat16)
+    saved.generation_config = GenerationConfig(
+        do_sample=False,
+        eos_token_id=[tokenizer.token_to_id(MESSAGE_END), tokenizer.token_to_id(END_OF_TEXT)],
+        pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
+    )
+    saved.save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=MESSAGE_END,
+        pad_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
+
+
+def load(folder: Path, dtype: torch.dtype) -> Any:
+    """The saved model, ready for inference with its weights in ``dtype``."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def write_card(folder: Path, parameters: int, minutes: float, margin: float, table: str) -> None:
+    """Fills in the model card; ``margin`` is in logits."""
+    text = CARD.read_text(encoding="utf-8")
+    for key, value in (
+        ("PARAMETERS", f"{parameters:,}"),
+        ("MINUTES", f"{minutes:.0f}"),
+        ("MARGIN", f"{margin:.2f}"),
+        ("TABLE", table),
+    ):
+        text = text.replace(f"[[{key}]]", value)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of all files in the folder together."""
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
