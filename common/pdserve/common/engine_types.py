@@ -41,6 +41,10 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     """KV comes from another worker: the request waits in `WAITING_FOR_REMOTE_KVS` until it has landed."""
     transfer_source: bool = False
     """A transfer will read this request's blocks: they are published as they become final and pinned while wanted."""
+    wanted_from: int | None = None
+    """Source side, when the transfer is wanted already: the first block index the receiver lacks."""
+    prefill_here: bool = False
+    """Prefill in this engine whatever the length: no prefill worker lives."""
     priority: int = 0
     cache_salt: str | None = None
     index: int = 0
@@ -60,6 +64,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     """The stop token id or string that ended it; None for EOS, length, abort and error."""
     num_cached_tokens: int = 0
     """Prompt tokens that needed no computing here."""
+    transfer_unwanted: bool = False
+    """Source side: it ended before anybody wanted its blocks; they are ordinary cache now."""
     error_code: str = ""
     error_message: str = ""
     moments: dict[str, float] = {}
@@ -80,6 +86,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
     num_preemptions: int = 0
     num_waiting_tokens: int = 0
     """Prompt tokens still to compute, waiting and running."""
+    num_computed_prompt_tokens: int = 0
+    """Prompt tokens computed here since start."""
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
 

@@ -1,0 +1,147 @@
+"""`Admission`: sequences that wait for a place in the batch, and the rule by which one gets it.
+
+Tried in this order: preempted (their work is half done), ready (their KV has landed and holds blocks already), wanted
+transfers (another worker has reserved room for them), the rest. A preempted or wanted sequence that does not fit keeps
+the rest waiting; a ready one always passes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from pdserve.common.errors import PdServeError
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache_manager import KVCacheManager
+from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.request_queue import RequestQueue
+
+
+class Refusal(enum.Enum):
+    NO_ROOM = "no blocks"
+    RUN_AHEAD = "nobody wants it yet, and the share for such is used up"
+
+
+class NeedsPrefill(PdServeError):
+    """More is uncached than this engine prefills for others; nothing was done."""
+
+    code = "needs_prefill"
+    retryable = True
+
+    def __init__(self, uncached_tokens: int) -> None:
+        super().__init__(str(uncached_tokens))
+
+
+class Admission:
+    """The waiting side of the scheduler."""
+
+    def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
+        self._config = config
+        self._kv = kv
+        self._preempted = RequestQueue()
+        self._ready = RequestQueue()
+        self._wanted = RequestQueue()
+        self._waiting = RequestQueue()
+        self._queues = (self._preempted, self._ready, self._wanted, self._waiting)
+        self.num_waiting_tokens = 0
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues)
+
+    @property
+    def num_ready(self) -> int:
+        """Sequences that hold blocks already and will want to grow."""
+        return len(self._ready)
+
+    def add(self, request: Request) -> None:
+        self._enter(self._wanted if request.is_pinned_source else self._waiting, request)
+
+    def add_ready(self, request: Request) -> None:
+        self._enter(self._ready, request)
+
+    def add_preempted(self, request: Request) -> None:
+        self.num_waiting_tokens += _uncomputed(request)
+        self._preempted.prepend(request)
+
+    def wanted(self, request: Request) -> None:
+        """A waiting transfer has found its receiver: it moves ahead of those that have not."""
+        if self._waiting.remove(request):
+            self._wanted.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Take it out, wherever it is; harmless when it is not here."""
+        if any(queue.remove(request) for queue in self._queues):
+            self.num_waiting_tokens -= _uncomputed(request)
+
+    def _enter(self, queue: RequestQueue, request: Request) -> None:
+        self.num_waiting_tokens += _uncomputed(request)
+        queue.append(request)
+
+    def candidates(self, after_preemption: bool) -> list[Request]:
+        """What this step may try, in order: bounded, however many wait.
+
+        after_preemption: blocks have just run out, so only sequences that hold theirs already may come in.
+        """
+        limit = self._config.max_num_seqs + self._config.look_ahead
+        ready = self._ready.first(limit)
+        if after_preemption:
+            return ready
+        return [*self._preempted.first(limit), *ready, *self._wanted.first(limit), *self._waiting.first(limit)]
+
+    def try_admit(
+        self, request: Request, budget: int, running: Mapping[str, Request], num_parked: int
+    ) -> int | Refusal | PdServeError:
+        """Give a sequence its blocks and take it off the queue.
+
+        Returns how many tokens it computes in this step, or why it cannot come in, or what ends it.
+        """
+        if self._kept_waiting_by_others(request):
+            return Refusal.NO_ROOM
+        if request in self._ready:
+            return self._admit_ready(request, budget)
+        computed = self._kv.get_computed_blocks(request, request.num_tokens - 1)
+        cached = len(computed) * self._config.block_size
+        uncached = request.num_tokens - cached
+        if request.status is RequestStatus.WAITING and self._too_long_for_here(request, uncached):
+            return NeedsPrefill(uncached)
+        room = request.num_tokens if self._config.reserve_whole_prompt else cached + min(uncached, budget)
+        if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
+            return Refusal.RUN_AHEAD
+        keep_free = 0 if request.core.transfer_source else len(running) + num_parked + self.num_ready
+        waiting_tokens = _uncomputed(request)
+        if self._kv.allocate_slots(request, room, computed, keep_free) is None:
+            return Refusal.NO_ROOM
+        self.num_waiting_tokens -= waiting_tokens
+        self._preempted.remove(request) or self._wanted.remove(request) or self._waiting.remove(request)
+        request.num_computed_tokens = cached
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = cached
+            self._kv.count_lookup(request.num_prompt_tokens, cached)
+        return min(uncached, budget)
+
+    def _admit_ready(self, request: Request, budget: int) -> int | Refusal:
+        if self._kv.allocate_slots(request, request.num_tokens) is None:
+            return Refusal.NO_ROOM
+        self.num_waiting_tokens -= _uncomputed(request)
+        self._ready.remove(request)
+        return min(_uncomputed(request), budget)
+
+    def _kept_waiting_by_others(self, request: Request) -> bool:
+        """New work stays out while a preempted sequence, or a wanted transfer ahead of an unwanted one, has no room."""
+        if request in self._ready or request in self._preempted:
+            return False
+        if len(self._preempted) > 0:
+            return True
+        return request.is_unwanted_source and len(self._wanted) > 0
+
+    def _too_long_for_here(self, request: Request, uncached: int) -> bool:
+        cap = self._config.max_local_prefill_tokens
+        return cap is not None and uncached > cap and not request.core.transfer_source and not request.core.prefill_here
+
+    def _may_run_ahead(self, request: Request, room: int, running: Mapping[str, Request]) -> bool:
+        used = sum(self._kv.num_blocks(other) for other in running.values() if other.is_unwanted_source)
+        return used + self._config.blocks_for(room) <= self._config.run_ahead_share * self._config.num_blocks
+
+
+def _uncomputed(request: Request) -> int:
+    return request.num_tokens - request.num_computed_tokens

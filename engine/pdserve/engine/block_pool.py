@@ -1,0 +1,171 @@
+"""`BlockPool`: which block is free, which holds a known prefix, who uses it. Only the engine thread touches it.
+
+A block is, at any time, exactly one of
+
+    free      nobody uses it, content unknown
+    cached    nobody uses it, content known by its hash: found again, or reused when free ones run out (least recent first)
+    in use    at least one sequence or hold refers to it
+
+and free + cached + in use == total (I2).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class PoolCorrupt(RuntimeError):
+    """The pool's books do not add up: a bug."""
+
+
+class KVCacheBlock:
+    """One block's bookkeeping; its bytes are row `block_id` of the pool's tensor."""
+
+    __slots__ = ("block_hash", "block_id", "ref_cnt")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.block_hash: bytes | None = None
+
+    def __repr__(self) -> str:
+        return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
+
+
+class BlockHold:
+    """A move-only list of blocks: whoever has it owns one reference to each, and gives it up exactly once.
+
+    Made by the pool, handed to the transfer, returned to the pool through `HoldReturned`. Other threads read only
+    `block_ids`.
+    """
+
+    __slots__ = ("_blocks", "block_ids")
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._blocks: list[KVCacheBlock] | None = list(blocks)
+        self.block_ids: tuple[int, ...] = tuple(block.block_id for block in blocks)
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    def split(self, count: int) -> tuple[BlockHold, BlockHold]:
+        """Give this hold up for two: its first `count` blocks, and the rest."""
+        blocks = self.give_up()
+        return BlockHold(blocks[:count]), BlockHold(blocks[count:])
+
+    def give_up(self) -> list[KVCacheBlock]:
+        """The blocks, once. Raises: PoolCorrupt when it was given up before."""
+        if self._blocks is None:
+            raise PoolCorrupt(f"a hold on blocks {self.block_ids} was given up twice")
+        blocks, self._blocks = self._blocks, None
+        return blocks
+
+
+class BlockPool:
+    """Hands out blocks and finds them again by hash."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        # unused blocks, next to be taken first: free ones, then cached ones from the least recently used
+        self._unused: OrderedDict[int, KVCacheBlock] = OrderedDict((block.block_id, block) for block in self.blocks)
+        self._by_hash: dict[bytes, KVCacheBlock] = {}
+        self.num_cached = 0
+        """Unused blocks whose content is known."""
+
+    @property
+    def num_total(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out: free and cached."""
+        return len(self._unused)
+
+    @property
+    def num_in_use(self) -> int:
+        return len(self.blocks) - len(self._unused)
+
+    def find(self, block_hash: bytes) -> KVCacheBlock | None:
+        """The block that holds this prefix, used or not."""
+        return self._by_hash.get(block_hash)
+
+    def allocate(self, count: int) -> list[KVCacheBlock]:
+        """`count` blocks of unknown content, one reference each. Raises: PoolCorrupt when so many are not available."""
+        if count > len(self._unused):
+            raise PoolCorrupt(f"{count} blocks asked for, {len(self._unused)} available")
+        taken = []
+        for _ in range(count):
+            _, block = self._unused.popitem(last=False)
+            self.num_cached -= block.block_hash is not None
+            self._forget(block)
+            block.ref_cnt = 1
+            taken.append(block)
+        return taken
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """One more reference to each."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                del self._unused[block.block_id]
+                self.num_cached -= block.block_hash is not None
+            block.ref_cnt += 1
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """One reference less to each. Later blocks of a sequence are reused first: a prefix is worth more than its end."""
+        for block in reversed(blocks):
+            if block.ref_cnt <= 0:
+                raise PoolCorrupt(f"block {block.block_id} released more often than taken")
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self._unused[block.block_id] = block
+                if block.block_hash is None:
+                    self._unused.move_to_end(block.block_id, last=False)
+                else:
+                    self.num_cached += 1
+
+    def hold(self, blocks: Sequence[KVCacheBlock]) -> BlockHold:
+        """A hold on blocks that are in use, with references of its own."""
+        self.touch(blocks)
+        return BlockHold(blocks)
+
+    def take_back(self, hold: BlockHold) -> None:
+        """The end of a hold. Raises: PoolCorrupt when it was given up before."""
+        self.release(hold.give_up())
+
+    def remember(self, block: KVCacheBlock, block_hash: bytes) -> None:
+        """From now on `find(block_hash)` finds it, unless another block with the same content is known already."""
+        if block.block_hash is None and block_hash not in self._by_hash:
+            block.block_hash = block_hash
+            self._by_hash[block_hash] = block
+
+    def forget_cached(self) -> int:
+        """Drop what is known of unused blocks; returns how many."""
+        unused = [block for block in self._by_hash.values() if block.ref_cnt == 0]
+        for block in unused:
+            self._forget(block)
+            self.num_cached -= 1
+            self._unused.move_to_end(block.block_id, last=False)
+        return len(unused)
+
+    def _forget(self, block: KVCacheBlock) -> None:
+        if block.block_hash is not None:
+            del self._by_hash[block.block_hash]
+            block.block_hash = None
+
+    def check(self, references: dict[int, int] | None = None) -> None:
+        """Add everything up again. references: block id -> how many sequences and holds refer to it, when known.
+
+        Raises: PoolCorrupt naming the first block that is wrong.
+        """
+        for block in self.blocks:
+            if (block.ref_cnt == 0) != (block.block_id in self._unused):
+                raise PoolCorrupt(f"{block} is in the wrong list")
+            if block.block_hash is not None and self._by_hash.get(block.block_hash) is not block:
+                raise PoolCorrupt(f"{block} is not where its hash leads")
+            if references is not None and references.get(block.block_id, 0) != block.ref_cnt:
+                raise PoolCorrupt(f"{block} should have {references.get(block.block_id, 0)} references")
+        if self.num_cached != sum(block.ref_cnt == 0 for block in self._by_hash.values()):
+            raise PoolCorrupt(f"num_cached is {self.num_cached}, which is not what the blocks say")
+        if any(self._by_hash[block_hash].block_hash != block_hash for block_hash in self._by_hash):
+            raise PoolCorrupt("a hash leads to a block of another content")

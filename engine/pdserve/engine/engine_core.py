@@ -1,0 +1,106 @@
+"""`EngineCore`: scheduler and model runner under one `step`. Lives in one thread; knows no queue and no network."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.engine_types import EngineCoreOutputs, EngineCoreRequest
+from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.sampling_params import SamplingParams, verify_token_ids
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.model_runner import DecoderModel, ModelRunner
+from pdserve.engine.remote_kv import IntoEngine, KVConnector, NoTransfers
+from pdserve.engine.scheduler import Scheduler
+
+
+class EngineCore:
+    """add_request, step, step, ... until every request has finished."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: DecoderModel,
+        kv_cache: Tensor,
+        hasher: BlockHasher,
+        vocab_size: int,
+        connector: KVConnector | None = None,
+    ) -> None:
+        self.config = config
+        self.vocab_size = vocab_size
+        self.tick = 0
+        """Advances at each turn of the loop and before each layer: whoever watches sees progress within a step."""
+        self.scheduler = Scheduler(config, hasher, connector or NoTransfers())
+        self.runner = ModelRunner(config, model, kv_cache, vocab_size, before_layer=self.beat)
+
+    def beat(self) -> None:
+        self.tick += 1
+
+    def verify(self, request: EngineCoreRequest) -> None:
+        """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
+        request.sampling_params.verify(self.vocab_size)
+        num_tokens = len(request.prompt_token_ids)
+        if num_tokens == 0:
+            raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")
+        if num_tokens >= self.config.max_model_len:
+            raise InvalidRequest(
+                f"prompt_token_ids has {num_tokens} tokens, at most {self.config.max_model_len - 1} leave room for one more",
+                "prompt_token_ids",
+            )
+        verify_token_ids("prompt_token_ids", request.prompt_token_ids, self.vocab_size)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Take in a request that `verify` has passed."""
+        self.scheduler.add_request(request)
+
+    def abort_request(self, request_id: str) -> None:
+        """End it; harmless when it has ended."""
+        self.scheduler.abort_request(request_id)
+
+    def apply(self, event: IntoEngine) -> None:
+        """An event from the transfer side."""
+        self.scheduler.apply(event)
+
+    def fail_all(self, cause: PdServeError) -> None:
+        """End every request with an error."""
+        self.scheduler.fail_all(cause)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> EngineCoreOutputs:
+        """Schedule, compute, book. Cheap when nothing can run."""
+        self.beat()
+        scheduled = self.scheduler.schedule()
+        if scheduled.num_scheduled_tokens:
+            computed = self.runner.execute(scheduled, self.scheduler.kv.block_ids)
+            self.scheduler.update_from_output(scheduled, computed)
+        else:
+            self.scheduler.keep_left(scheduled)
+        return EngineCoreOutputs(
+            outputs=self.scheduler.take_outputs(), scheduler_stats=self.scheduler.stats(), timestamp=time.monotonic()
+        )
+
+    def warm_up(self) -> None:
+        """Run every path once, so that the first request meets no first-time cost; leaves nothing behind."""
+        length = min(self.config.max_model_len - 3, 2 * self.config.block_size + 1)
+        if length < 1:
+            return
+        for greedy in (True, False):
+            params = SamplingParams(
+                temperature=0.0 if greedy else 1.0, seed=0, max_tokens=3, ignore_eos=True, top_p=0.9
+            )
+            self.add_request(
+                EngineCoreRequest(
+                    request_id=f"warm-up-{greedy}",
+                    prompt_token_ids=[0] * length,
+                    sampling_params=params,
+                    prefill_here=True,
+                )
+            )
+        while self.has_work:
+            self.step()
+        self.scheduler.forget_history()

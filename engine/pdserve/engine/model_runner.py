@@ -1,0 +1,132 @@
+"""`ModelRunner`: turns a step's plan into tensors, runs the decoder and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.input_batch import InputBatch
+from pdserve.engine.request import Request
+from pdserve.engine.sampler import Sampler
+from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pdserve.kernels.attention_batch import AttentionBatch, PrefillChunk
+
+
+class DecoderModel(Protocol):
+    """What the runner needs of a model."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        kv_cache: Tensor,
+        before_layer: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """`[T]` -> hidden `[T, H]`; writes K and V of all T tokens into the cache."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """`[N, H]` -> `[N, V]` float32."""
+
+
+class ModelRunner:
+    """One model, one KV pool, one device."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: DecoderModel,
+        kv_cache: Tensor,
+        vocab_size: int,
+        before_layer: Callable[[], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._kv_cache = kv_cache
+        self._device = kv_cache.device
+        self._before_layer = before_layer
+        self._sampler = Sampler()
+        self.batch = InputBatch(config, vocab_size)
+
+    @torch.inference_mode()
+    def execute(self, scheduled: SchedulerOutput, block_ids_of: Callable[[Request], list[int]]) -> ModelRunnerOutput:
+        """Compute one step. block_ids_of: the whole block table of a sequence that enters the batch."""
+        self._update_batch(scheduled, block_ids_of)
+        rows, counts = self._decodes_first(scheduled)
+        token_ids, attention = self._inputs(rows, counts)
+        hidden = self._model.forward(token_ids, attention, self._kv_cache, self._before_layer)
+        self.batch.num_computed[rows] += counts
+
+        ends = np.cumsum(counts) - 1
+        complete = np.flatnonzero(self.batch.num_computed[rows] == self.batch.num_tokens[rows])
+        if len(complete) == 0:
+            return ModelRunnerOutput([], [])
+        logits = self._model.compute_logits(hidden[torch.from_numpy(ends[complete]).to(self._device)])
+        sampled_rows = rows[complete]
+        sampled = self._sampler(logits, self.batch.sampling_metadata(sampled_rows)).sampled_token_ids
+        self.batch.append_tokens(sampled_rows, sampled)
+        requests = self.batch.requests
+        return ModelRunnerOutput([requests[row].request_id for row in sampled_rows.tolist()], sampled.tolist())
+
+    def _update_batch(self, scheduled: SchedulerOutput, block_ids_of: Callable[[Request], list[int]]) -> None:
+        for request_id in scheduled.finished_req_ids:
+            self.batch.remove(request_id)
+        for request in scheduled.scheduled_new_reqs:
+            self.batch.add(request, block_ids_of(request))
+        for request_id, block_ids in scheduled.new_block_ids.items():
+            self.batch.add_blocks(request_id, block_ids)
+
+    def _decodes_first(self, scheduled: SchedulerOutput) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows and their token counts, `[S]` each; rows with one token come first, as attention wants them."""
+        rows = np.fromiter((self.batch.rows[request_id] for request_id in scheduled.num_scheduled_tokens), np.int64)
+        counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int64)
+        order = np.argsort(counts > 1, kind="stable")
+        return rows[order], counts[order]
+
+    def _inputs(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[Tensor, AttentionBatch]:
+        """Token ids `[T]` and where each attends and is stored."""
+        batch, block_size = self.batch, self._config.block_size
+        computed = batch.num_computed[rows]
+        row_of_token = np.repeat(rows, counts)
+        starts = np.cumsum(counts) - counts
+        positions = np.arange(counts.sum()) - np.repeat(starts - computed, counts)
+        token_ids = batch.token_ids[row_of_token, positions]
+        slots = batch.block_table[row_of_token, positions // block_size] * block_size + positions % block_size
+
+        num_decodes = int((counts == 1).sum())
+        seq_lens = computed[:num_decodes] + 1
+        max_seq_len = int(seq_lens.max()) if num_decodes else 0
+        tables = batch.block_table[rows[:num_decodes], : self._config.blocks_for(max_seq_len)]
+        # entries past a sequence's end may be an earlier row's: 0 is what attention expects there
+        tables = np.where(np.arange(tables.shape[1]) * block_size < seq_lens[:, None], tables, 0)
+        prefills = tuple(
+            PrefillChunk(
+                query_start=int(starts[place]),
+                num_tokens=int(counts[place]),
+                context_len=int(computed[place]),
+                block_table=self._tensor(
+                    batch.block_table[
+                        rows[place], : self._config.blocks_for(int(computed[place] + counts[place]))
+                    ].copy()
+                ),
+            )
+            for place in range(num_decodes, len(rows))
+        )
+        return self._tensor(token_ids), AttentionBatch(
+            positions=self._tensor(positions),
+            slot_mapping=self._tensor(slots),
+            num_decodes=num_decodes,
+            block_tables=self._tensor(tables),
+            seq_lens=self._tensor(seq_lens),
+            max_seq_len=max_seq_len,
+            prefills=prefills,
+        )
+
+    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)

@@ -1,0 +1,164 @@
+"""`RemoteReceives`: sequences whose KV comes from another worker, from reservation to the moment they can run.
+
+    unreserved --reserve--> receiving --landed, finished, holds back--> ready
+        |                       |
+        +------- stop ----------+------- fail
+
+Parked sequences cost a step nothing: only events touch them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from pdserve.common.errors import DigestMismatch, TransferFailed
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.hold_ledger import HoldLedger
+from pdserve.engine.kv_cache_manager import KVCacheManager
+from pdserve.engine.remote_kv import KVConnector, ReceiveFailed, ReceiveInto, SourceFinished, StopReceiving
+from pdserve.engine.request import Request
+from pdserve.engine.request_queue import RequestQueue
+
+log = logging.getLogger(__name__)
+
+
+Ready = tuple[Request, int]
+"""A request that has everything it waited for, and its first output token, sampled at the source."""
+
+
+@dataclass(slots=True)
+class Receive:
+    """One sequence's blocks on their way in."""
+
+    request: Request
+    first_index: int
+    """Blocks before it were in this engine's prefix cache."""
+    num_blocks: int
+    """Blocks to receive, the partial last one included."""
+    held: set[int]
+    """Block ids the transfer may still write."""
+    num_landed: int = 0
+    finished: SourceFinished | None = field(default=None)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.finished is not None and self.num_landed >= self.num_blocks and not self.held
+
+
+class RemoteReceives:
+    """The receiving side of the seam, inside the scheduler."""
+
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, holds: HoldLedger, connector: KVConnector) -> None:
+        self._config = config
+        self._kv = kv
+        self._holds = holds
+        self._connector = connector
+        self._unreserved = RequestQueue()
+        self._receiving: dict[str, Receive] = {}
+
+    def __len__(self) -> int:
+        return len(self._unreserved) + len(self._receiving)
+
+    @property
+    def num_unreserved(self) -> int:
+        return len(self._unreserved)
+
+    @property
+    def num_parked(self) -> int:
+        """Sequences that hold blocks and will want to grow."""
+        return len(self._receiving)
+
+    def add(self, request: Request) -> None:
+        self._unreserved.append(request)
+
+    def reserve(self, num_growing: int) -> None:
+        """Reserve room, first come first served, passing over at most `look_ahead` sequences that do not fit yet.
+
+        num_growing: sequences outside this class that may need a further block; one is kept free for each, and for
+        each parked one, so that what was promised to them cannot be given away here.
+        """
+        for request in self._unreserved.first(self._config.look_ahead + 1):
+            computed = self._kv.get_computed_blocks(request, request.num_prompt_tokens)
+            room = self._kv.allocate_slots(
+                request, request.num_prompt_tokens, computed, keep_free=num_growing + self.num_parked
+            )
+            if room is None:
+                continue
+            self._unreserved.remove(request)
+            self._kv.count_lookup(request.num_prompt_tokens, len(computed) * self._config.block_size)
+            request.num_cached_tokens = len(computed) * self._config.block_size
+            request.mark("kv_reserved")
+            hold = self._holds.out(self._kv.hold(request, len(computed), len(room)))
+            self._receiving[request.request_id] = Receive(request, len(computed), len(hold), set(hold.block_ids))
+            self._connector.send(ReceiveInto(request.request_id, len(computed), hold))
+
+    def landed(self, request_id: str, num_blocks: int) -> Ready | None:
+        """More is here; returns the request if that completes it."""
+        receive = self._receiving.get(request_id)
+        if receive is None:
+            return None
+        receive.request.mark("kv_first_landed")
+        receive.num_landed = max(receive.num_landed, num_blocks)
+        return self._ready(receive)
+
+    def source_finished(self, event: SourceFinished) -> Ready | ReceiveFailed | None:
+        """The source is done; returns the request if that completes it, or a failure if the counts disagree."""
+        receive = self._receiving.get(event.request_id)
+        if receive is None:
+            return None
+        if event.num_tokens != receive.request.num_prompt_tokens or len(event.token_ids) != 1:
+            text = f"the source computed {event.num_tokens} tokens, the prompt has {receive.request.num_prompt_tokens}"
+            return ReceiveFailed(event.request_id, DigestMismatch(text))
+        receive.finished = event
+        return self._ready(receive)
+
+    def returned(self, request_id: str, block_ids: tuple[int, ...]) -> Ready | None:
+        """Blocks came back from the transfer; returns the request if that completes it."""
+        receive = self._receiving.get(request_id)
+        if receive is None:
+            return None
+        receive.held.difference_update(block_ids)
+        return self._ready(receive)
+
+    def need_blocks(self, request_id: str, first_index: int, num_blocks: int) -> None:
+        """Give the rest of a stalled read other blocks; the old ones are quarantined until their hold is back."""
+        receive = self._receiving.get(request_id)
+        if receive is None:
+            return
+        end = receive.first_index + receive.num_blocks
+        if num_blocks < 1 or first_index < receive.first_index or first_index + num_blocks > end:
+            log.warning(
+                "blocks [%d, +%d) asked for %s, which receives others: dropped", first_index, num_blocks, request_id
+            )
+            return
+        old = set(self._kv.block_ids(receive.request)[first_index : first_index + num_blocks])
+        new = self._kv.replace(receive.request, first_index, num_blocks)
+        if new is None:
+            self._connector.send(StopReceiving(request_id))
+            return
+        self._holds.quarantine(old & receive.held)
+        receive.held = (receive.held - old) | set(new)
+        hold = self._holds.out(self._kv.hold(receive.request, first_index, first_index + num_blocks))
+        self._connector.send(ReceiveInto(request_id, first_index, hold))
+
+    def stop(self, request: Request, cause: Exception | None = None) -> None:
+        """The request ends while it waits. Verified full blocks enter the cache unless the digests disagreed."""
+        receive = self._receiving.pop(request.request_id, None)
+        if receive is None:
+            self._unreserved.remove(request)
+        else:
+            self._holds.quarantine(receive.held)
+            if isinstance(cause, TransferFailed) and not isinstance(cause, DigestMismatch):
+                self._kv.remember_received(request, receive.first_index + receive.num_landed)
+        self._connector.send(StopReceiving(request.request_id))
+
+    def _ready(self, receive: Receive) -> Ready | None:
+        if not receive.is_complete or receive.finished is None:
+            return None
+        request = receive.request
+        del self._receiving[request.request_id]
+        request.mark("kv_landed")
+        request.num_computed_tokens = request.num_prompt_tokens
+        self._kv.remember_received(request, receive.first_index + receive.num_blocks)
+        return request, receive.finished.token_ids[0]

@@ -1,0 +1,149 @@
+"""`Request`: one sequence in the engine, a small state machine whose fields cannot disagree."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import time
+
+from pdserve.common.engine_types import EngineCoreRequest, FinishReason
+
+_arrivals = itertools.count()
+
+
+class RequestStatus(enum.Enum):
+    """vLLM's states; which may follow which stands in `LEGAL_MOVES`."""
+
+    WAITING = enum.auto()
+    WAITING_FOR_FSM = enum.auto()
+    WAITING_FOR_REMOTE_KVS = enum.auto()
+    WAITING_FOR_STREAMING_REQ = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_IGNORED = enum.auto()
+    FINISHED_ERROR = enum.auto()
+
+    @property
+    def is_finished(self) -> bool:
+        return self in FINISHED
+
+
+FINISHED = frozenset(status for status in RequestStatus if status.name.startswith("FINISHED"))
+
+LEGAL_MOVES: dict[RequestStatus, frozenset[RequestStatus]] = {
+    RequestStatus.WAITING: FINISHED | {RequestStatus.RUNNING},
+    RequestStatus.WAITING_FOR_FSM: FINISHED | {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING},
+    RequestStatus.WAITING_FOR_REMOTE_KVS: FINISHED | {RequestStatus.WAITING},
+    RequestStatus.WAITING_FOR_STREAMING_REQ: FINISHED | {RequestStatus.WAITING},
+    RequestStatus.RUNNING: FINISHED | {RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_STREAMING_REQ},
+    RequestStatus.PREEMPTED: FINISHED | {RequestStatus.RUNNING},
+    **{status: frozenset() for status in FINISHED},
+}
+
+FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_IGNORED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+}
+
+
+class IllegalMove(RuntimeError):
+    """A status change that is not in `LEGAL_MOVES`: a bug in the engine, never a peer's doing."""
+
+
+class Wait(enum.Enum):
+    """What a request may wait for before it can be scheduled, in the order in which its status names it."""
+
+    GRAMMAR = RequestStatus.WAITING_FOR_FSM
+    REMOTE_KV = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+class Request:
+    """One sequence. Only the engine thread touches it."""
+
+    def __init__(self, core: EngineCoreRequest) -> None:
+        self.core = core
+        self.request_id = core.request_id
+        self.sampling_params = core.sampling_params
+        self.token_ids = list(core.prompt_token_ids)
+        """Prompt, then output."""
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        """Tokens whose KV is in this engine's pool: done, never planned or promised."""
+        self.num_cached_tokens = 0
+        """Prompt tokens found in the prefix cache or received, at first admission."""
+        self.block_hashes = list(core.block_hashes)
+        """Of full blocks, prompt first; grows as output fills blocks."""
+        self.waits_for: set[Wait] = {Wait.REMOTE_KV} if core.remote_prefill else set()
+        self.status = self._first_status()
+        self.stop_reason: int | None = None
+        self.wanted_from: int | None = core.wanted_from
+        """Source side: first block index that the receiver wants; None while nobody wants the transfer."""
+        self.num_settled_blocks = 0
+        """Source side: blocks given to the transfer so far, counted from block 0."""
+        self.arrival = next(_arrivals)
+        """Order of arrival in this engine."""
+        self.num_preemptions = 0
+        self.has_emitted = False
+        """Whether an output of this sequence has left the engine."""
+        self.moments: dict[str, float] = {"queued": core.arrival_time or time.monotonic()}
+
+    def _first_status(self) -> RequestStatus:
+        for wait in Wait:
+            if wait in self.waits_for:
+                return wait.value
+        return RequestStatus.WAITING
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_unwanted_source(self) -> bool:
+        """A transfer that nobody has asked for yet: it runs ahead, and is the first to give way."""
+        return self.core.transfer_source and self.wanted_from is None
+
+    @property
+    def is_pinned_source(self) -> bool:
+        """A wanted transfer waits for compute and wire alone: it is never a victim."""
+        return self.core.transfer_source and self.wanted_from is not None
+
+    def move_to(self, status: RequestStatus) -> None:
+        """The one way to change the status. Raises: IllegalMove."""
+        if status not in LEGAL_MOVES[self.status]:
+            raise IllegalMove(f"{self.request_id}: {self.status.name} -> {status.name}")
+        self.status = status
+
+    def settle_wait(self, wait: Wait) -> None:
+        """One thing it waited for has come; the status then names the next, or WAITING."""
+        self.waits_for.discard(wait)
+        status = self._first_status()
+        if status is not self.status:
+            self.move_to(status)
+
+    def mark(self, moment: str) -> None:
+        """Record a moment, once."""
+        self.moments.setdefault(moment, time.monotonic())
+
+    def append_output(self, token_id: int, max_model_len: int) -> RequestStatus | None:
+        """Add a sampled or received token; returns the status it ends with, or None to go on."""
+        self.token_ids.append(token_id)
+        params = self.sampling_params
+        if self.num_output_tokens >= params.min_tokens:
+            if not params.ignore_eos and token_id in self.core.eos_token_ids:
+                return RequestStatus.FINISHED_STOPPED
+            if token_id in params.stop_token_ids:
+                self.stop_reason = token_id
+                return RequestStatus.FINISHED_STOPPED
+        if self.num_output_tokens >= params.max_tokens or self.num_tokens >= max_model_len:
+            return RequestStatus.FINISHED_LENGTH_CAPPED
+        return None

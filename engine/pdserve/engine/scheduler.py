@@ -1,0 +1,364 @@
+"""`Scheduler`: what runs in the next step. Its loop: apply events, reserve, run the running, admit the waiting."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, SchedulerStats
+from pdserve.common.errors import Evicted, PdServeError
+from pdserve.engine.admission import Admission, Refusal
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.hold_ledger import HoldLedger
+from pdserve.engine.kv_cache_manager import KVCacheManager
+from pdserve.engine.remote_kv import (
+    HoldReturned,
+    IntoEngine,
+    KVConnector,
+    Landed,
+    NeedBlocks,
+    ReceiveFailed,
+    Revoke,
+    SourceFinished,
+    Want,
+)
+from pdserve.engine.remote_receives import RemoteReceives
+from pdserve.engine.request import FINISH_REASONS, Request, RequestStatus, Wait
+from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.source_publishing import SourcePublishing
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step being put together."""
+
+    budget: int
+    output: SchedulerOutput = field(default_factory=SchedulerOutput)
+    preempted: bool = False
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix caching, preemption by recompute, and remote KV.
+
+    Cost per step grows with what is scheduled, not with what waits (I10).
+    """
+
+    def __init__(self, config: EngineConfig, hasher: BlockHasher, connector: KVConnector) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self.kv = KVCacheManager(self.pool, hasher)
+        self.holds = HoldLedger(self.pool)
+        self.receives = RemoteReceives(config, self.kv, self.holds, connector)
+        self.sources = SourcePublishing(self.kv, self.holds, connector)
+        self.admission = Admission(config, self.kv)
+        self.requests: dict[str, Request] = {}
+        self.running: dict[str, Request] = {}
+        self.num_preemptions = 0
+        self.num_dropped_events = 0
+        self.num_computed_prompt_tokens = 0
+        self._left_batch: list[str] = []
+        self._outputs: list[EngineCoreOutput] = []
+
+    # ---- requests come and go
+
+    def add_request(self, core: EngineCoreRequest) -> None:
+        """Take a validated request in. A second one of the same id is dropped and counted."""
+        if core.request_id in self.requests:
+            self.num_dropped_events += 1
+            return
+        request = Request(core)
+        self.requests[request.request_id] = request
+        if Wait.REMOTE_KV in request.waits_for:
+            self.receives.add(request)
+        else:
+            self.admission.add(request)
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request in whatever state it is; harmless when it has ended."""
+        if (request := self.requests.get(request_id)) is not None:
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
+
+    def fail_all(self, cause: PdServeError) -> None:
+        """End every request with an error."""
+        for request in list(self.requests.values()):
+            self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step might compute something now. Parked requests wait for events, not for steps."""
+        return bool(self.running) or len(self.admission) > 0 or self.receives.num_unreserved > 0
+
+    # ---- events from the transfer side
+
+    def apply(self, event: IntoEngine) -> None:
+        """One event. Late, repeated and unknown ones are counted and dropped (I9)."""
+        if isinstance(event, HoldReturned):
+            self.holds.back(event.hold)
+            self._run_if_ready(self.receives.returned(event.request_id, event.hold.block_ids))
+            return
+        request = self.requests.get(event.request_id)
+        if request is None:
+            self.num_dropped_events += 1
+            return
+        match event:
+            case Landed():
+                self._run_if_ready(self.receives.landed(event.request_id, event.num_blocks))
+            case SourceFinished():
+                outcome = self.receives.source_finished(event)
+                if isinstance(outcome, ReceiveFailed):
+                    self._fail_receive(request, outcome.cause)
+                else:
+                    self._run_if_ready(outcome)
+            case ReceiveFailed():
+                self._fail_receive(request, event.cause)
+            case NeedBlocks():
+                self.receives.need_blocks(event.request_id, event.first_index, event.num_blocks)
+            case Want():
+                self._want(request, event.first_index)
+            case Revoke():
+                self._finish(request, RequestStatus.FINISHED_ABORTED)
+
+    def _want(self, request: Request, first_index: int) -> None:
+        if not request.core.transfer_source or request.wanted_from is not None:
+            self.num_dropped_events += 1
+            return
+        self.sources.want(request, first_index)
+        self.admission.wanted(request)
+
+    def _fail_receive(self, request: Request, cause: PdServeError) -> None:
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+        else:
+            self.num_dropped_events += 1
+
+    def _run_if_ready(self, ready: tuple[Request, int] | None) -> None:
+        if ready is None:
+            return
+        request, first_token = ready
+        request.settle_wait(Wait.REMOTE_KV)
+        ended_with = request.append_output(first_token, self.config.max_model_len)
+        if ended_with is not None:
+            self._finish(request, ended_with)
+        else:
+            self.admission.add_ready(request)
+
+    # ---- one step
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose what the next step computes. Changes block tables; `update_from_output` must follow a step."""
+        step = _Step(self.config.max_num_batched_tokens)
+        self.receives.reserve(num_growing=len(self.running) + self.admission.num_ready)
+        self._schedule_running(step)
+        self._schedule_waiting(step)
+        step.output.finished_req_ids, self._left_batch = self._left_batch, []
+        return step.output
+
+    def _schedule_running(self, step: _Step) -> None:
+        # sequences that decode come before those that still prefill: a long prompt must not stall every stream
+        growing = [
+            request for request in self.running.values() if request.num_tokens - request.num_computed_tokens == 1
+        ]
+        filling = [request for request in self.running.values() if request.num_tokens - request.num_computed_tokens > 1]
+        for request in (*growing, *filling):
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
+            if num_tokens <= 0 or request.status is not RequestStatus.RUNNING:
+                continue
+            added = self._make_room(step, request, request.num_computed_tokens + num_tokens)
+            if added is not None:
+                self._put(step, request, num_tokens)
+                if added:
+                    step.output.new_block_ids[request.request_id] = added
+
+    def _make_room(self, step: _Step, request: Request, num_tokens: int) -> list[int] | None:
+        """Allocate for a running sequence, preempting others as needed; None when it was itself the victim."""
+        while (added := self.kv.allocate_slots(request, num_tokens)) is None:
+            victim = self._victim()
+            if victim is None:
+                return None  # only pinned sources run: it goes on when one of them is done
+            self._preempt(step, victim)
+            if victim is request:
+                return None
+        return added
+
+    def _victim(self) -> Request | None:
+        """Transfers nobody wants yet first, then least work lost, then newest; never a wanted transfer."""
+        candidates = [request for request in self.running.values() if not request.is_pinned_source]
+        return min(
+            candidates,
+            key=lambda request: (not request.is_unwanted_source, request.num_computed_tokens, -request.arrival),
+            default=None,
+        )
+
+    def _preempt(self, step: _Step, request: Request) -> None:
+        step.preempted = True
+        step.budget += step.output.num_scheduled_tokens.pop(request.request_id, 0)
+        step.output.new_block_ids.pop(request.request_id, None)
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        self._leave_batch(request)
+        self.kv.free(request)
+        request.num_computed_tokens = 0
+        cap = self.config.max_local_prefill_tokens
+        if cap is not None and not request.core.transfer_source and not request.core.prefill_here:
+            cached = len(self.kv.get_computed_blocks(request, request.num_tokens - 1)) * self.config.block_size
+            if (uncached := request.num_tokens - cached) > cap:
+                cause = Evicted(f"{uncached} tokens would have to be recomputed here, at most {cap} are")
+                self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+                return
+        request.move_to(RequestStatus.PREEMPTED)
+        self.admission.add_preempted(request)
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        for request in self.admission.candidates(after_preemption=step.preempted):
+            if step.budget <= 0 or len(self.running) >= self.config.max_num_seqs:
+                return
+            admitted = self.admission.try_admit(request, step.budget, self.running, self.receives.num_parked)
+            if admitted is Refusal.NO_ROOM and request.is_pinned_source and self._give_way(step):
+                admitted = self.admission.try_admit(request, step.budget, self.running, self.receives.num_parked)
+            if isinstance(admitted, PdServeError):
+                self._finish(request, RequestStatus.FINISHED_ERROR, cause=admitted)
+            elif not isinstance(admitted, Refusal):
+                request.move_to(RequestStatus.RUNNING)
+                request.mark("scheduled")
+                self.running[request.request_id] = request
+                step.output.scheduled_new_reqs.append(request)
+                self._put(step, request, admitted)
+                self.sources.publish(request)
+
+    def _give_way(self, step: _Step) -> bool:
+        """Preempt every running transfer that nobody wants yet; whether there was one."""
+        unwanted = [request for request in self.running.values() if request.is_unwanted_source]
+        for request in unwanted:
+            self._preempt(step, request)
+            if request in step.output.scheduled_new_reqs:
+                step.output.scheduled_new_reqs.remove(request)
+        return bool(unwanted)
+
+    def _put(self, step: _Step, request: Request, num_tokens: int) -> None:
+        step.output.num_scheduled_tokens[request.request_id] = num_tokens
+        step.budget -= num_tokens
+
+    # ---- what came of it
+
+    def update_from_output(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
+        """Book a step's result: KV computed, blocks published, tokens appended, sequences ended."""
+        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            if request.num_computed_tokens < request.num_prompt_tokens:
+                self.num_computed_prompt_tokens += num_tokens
+            request.num_computed_tokens += num_tokens
+            self.kv.remember_computed(request)
+            if request.is_pinned_source:
+                self.sources.publish(request)
+        for request_id, token_id in zip(computed.req_ids, computed.sampled_token_ids, strict=True):
+            self._append(self.requests[request_id], token_id)
+
+    def _append(self, request: Request, token_id: int) -> None:
+        ended_with = request.append_output(token_id, self.config.max_model_len)
+        request.mark("first_token")
+        if ended_with is not None:
+            self._finish(request, ended_with, new_token_ids=[token_id])
+        elif request.core.transfer_source:
+            # the rest is decoded elsewhere: for this engine the sequence is done, though its text is not
+            self._emit(request, [token_id], None)
+            self._forget(request, RequestStatus.FINISHED_STOPPED)
+        else:
+            self._emit(request, [token_id], None)
+
+    def keep_left(self, unused: SchedulerOutput) -> None:
+        """A step that computed nothing was not seen by the runner: what it was to be told is told next time."""
+        self._left_batch = unused.finished_req_ids + self._left_batch
+
+    def forget_history(self) -> None:
+        """Start the counters and the prefix cache anew."""
+        self.pool.forget_cached()
+        self.num_computed_prompt_tokens = self.kv.num_queried_tokens = self.kv.num_hit_tokens = 0
+
+    def take_outputs(self) -> list[EngineCoreOutput]:
+        """What has happened since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _emit(
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        status: RequestStatus | None,
+        cause: PdServeError | None = None,
+    ) -> None:
+        if status is not None:
+            request.mark("finished")
+        first_or_last = status is not None or not request.has_emitted
+        request.has_emitted = True
+        self._outputs.append(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=new_token_ids,
+                first_position=request.num_output_tokens - len(new_token_ids),
+                finish_reason=None if status is None else FINISH_REASONS[status],
+                stop_reason=request.stop_reason,
+                num_cached_tokens=request.num_cached_tokens,
+                transfer_unwanted=request.is_unwanted_source,
+                error_code=cause.code if cause is not None else "",
+                error_message=cause.message if cause is not None else "",
+                moments=dict(request.moments) if first_or_last else {},
+            )
+        )
+
+    def _finish(
+        self,
+        request: Request,
+        status: RequestStatus,
+        *,
+        new_token_ids: list[int] | None = None,
+        cause: PdServeError | None = None,
+    ) -> None:
+        self._emit(request, new_token_ids or [], status, cause)
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.receives.stop(request, cause)
+        self._forget(request, status)
+
+    def _forget(self, request: Request, status: RequestStatus) -> None:
+        self.admission.remove(request)
+        self._leave_batch(request)
+        self.kv.free(request)
+        del self.requests[request.request_id]
+        request.move_to(status)
+
+    def _leave_batch(self, request: Request) -> None:
+        if self.running.pop(request.request_id, None) is not None:
+            self._left_batch.append(request.request_id)
+
+    # ---- how it does
+
+    def stats(self) -> SchedulerStats:
+        """The state now; costs no more than what runs."""
+        filling = sum(request.num_tokens - request.num_computed_tokens for request in self.running.values())
+        return SchedulerStats(
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(self.admission),
+            num_remote_kv_reqs=len(self.receives),
+            num_blocks_total=self.pool.num_total,
+            num_blocks_free=self.pool.num_available - self.pool.num_cached,
+            num_blocks_cached=self.pool.num_cached,
+            num_blocks_in_use=self.pool.num_in_use,
+            num_blocks_quarantined=self.holds.num_quarantined,
+            num_preemptions=self.num_preemptions,
+            num_waiting_tokens=self.admission.num_waiting_tokens + filling,
+            num_computed_prompt_tokens=self.num_computed_prompt_tokens,
+            prefix_cache_queries=self.kv.num_queried_tokens,
+            prefix_cache_hits=self.kv.num_hit_tokens,
+        )
+
+    def check(self, *, idle: bool = False) -> None:
+        """The pool check (I2). idle: nothing may be in use. Raises: PoolCorrupt."""
+        references = self.kv.references()
+        for block, count in self.holds.references().items():
+            references[block] = references.get(block, 0) + count
+        self.pool.check(references)
+        if idle and (self.requests or self.pool.num_in_use):
+            raise RuntimeError(f"idle with {len(self.requests)} requests and {self.pool.num_in_use} blocks in use")

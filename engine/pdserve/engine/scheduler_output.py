@@ -1,0 +1,34 @@
+"""What one step computes, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdserve.engine.request import Request
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step's work, by vLLM's field names."""
+
+    scheduled_new_reqs: list[Request] = field(default_factory=list)
+    """Sequences that enter the batch, new or after preemption; their block tables are read once, now."""
+    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    """Blocks added to sequences that are in the batch already."""
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    """request_id -> tokens to compute, at least 1 each."""
+    finished_req_ids: list[str] = field(default_factory=list)
+    """Sequences that left the batch since the last step: finished or preempted."""
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """One step's result."""
+
+    req_ids: list[str]
+    """Sequences whose last known token was computed: each has one new token."""
+    sampled_token_ids: list[int]
