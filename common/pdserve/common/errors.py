@@ -14,6 +14,7 @@
         DigestMismatch        the two legs speak of different requests: never retried on the same pair
       WorkerLost              a worker died, or none is there
       Evicted                 a sequence lost its blocks and prefers to be placed anew
+      NeedsPrefill            decode asks for a prefill worker first
       Draining                the worker is leaving
       InternalError           a bug of ours
       ConfigError             settings, a model folder or a port that cannot be used; raised before serving
@@ -156,6 +157,19 @@ class Evicted(PdServeError):
     grpc_status = grpc.StatusCode.ABORTED
     http_status = 503
     retryable = True
+
+
+class NeedsPrefill(PdServeError):
+    """More is uncached than this worker prefills itself; nothing was done. The message is the number of tokens."""
+
+    code = "needs_prefill"
+    grpc_status = grpc.StatusCode.ABORTED
+    http_status = 503
+    retryable = True
+
+    @property
+    def uncached_tokens(self) -> int:
+        return int(self.message)
 
 
 class Draining(PdServeError):

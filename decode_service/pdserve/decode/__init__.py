@@ -1,0 +1,1 @@
+"""The decode role: receives KV blocks, or prefills itself, and streams tokens."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from pdserve.common.errors import PdServeError
+from pdserve.common.errors import NeedsPrefill, PdServeError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
@@ -20,16 +20,6 @@ from pdserve.engine.request_queue import RequestQueue
 class Refusal(enum.Enum):
     NO_ROOM = "no blocks"
     RUN_AHEAD = "nobody wants it yet, and the share for such is used up"
-
-
-class NeedsPrefill(PdServeError):
-    """More is uncached than this engine prefills for others; nothing was done."""
-
-    code = "needs_prefill"
-    retryable = True
-
-    def __init__(self, uncached_tokens: int) -> None:
-        super().__init__(str(uncached_tokens))
 
 
 class Admission:
@@ -103,7 +93,7 @@ class Admission:
         cached = len(computed) * self._config.block_size
         uncached = request.num_tokens - cached
         if request.status is RequestStatus.WAITING and self._too_long_for_here(request, uncached):
-            return NeedsPrefill(uncached)
+            return NeedsPrefill(str(uncached))
         room = request.num_tokens if self._config.reserve_whole_prompt else cached + min(uncached, budget)
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
             return Refusal.RUN_AHEAD

@@ -1,0 +1,1 @@
+"""The prefill role: computes prompts and keeps their KV blocks for one transfer each."""

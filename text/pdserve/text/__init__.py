@@ -1,0 +1,1 @@
+"""Text in and out: tokenizer, chat template, detokenizer, stop strings, `OutputProcessor`. Imports no torch."""

@@ -1,0 +1,136 @@
+"""`DecodeServicer`: the decode leg of an attempt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+
+from pdserve.common import timeline
+from pdserve.common.deployment_key import is_loopback
+from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.errors import InvalidRequest, NeedsPrefill
+from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.wire import finish_reason_to_wire, moments_to_wire, prepared_from_wire
+from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
+from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
+from pdserve.worker.engine_client import OutputStream
+from pdserve.worker.engine_request import make_engine_request
+from pdserve.worker.worker import Worker
+
+TRANSFER_ID_BYTES = 16
+_REMOTE_MOMENTS = {
+    "queued": (timeline.DECODE_QUEUED,),
+    "kv_reserved": (timeline.KV_RESERVED,),
+    "kv_first_landed": (timeline.KV_FIRST_LANDED,),
+    "kv_landed": (timeline.KV_LANDED,),
+    "scheduled": (timeline.DECODE_STARTED,),
+    "finished": (timeline.DECODE_FINISHED,),
+}
+_LOCAL_MOMENTS = {
+    "queued": (timeline.PREFILL_QUEUED,),
+    "scheduled": (timeline.PREFILL_STARTED,),
+    "first_token": (timeline.PREFILL_COMPUTED, timeline.DECODE_STARTED),
+    "finished": (timeline.DECODE_FINISHED,),
+}
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """Serves `DecodeService`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Generate(
+        self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        worker = self._worker
+        prepared = prepared_from_wire(request.request, worker.settings.block_size)
+        remote = request.HasField("source")
+        engine_request = make_engine_request(
+            prepared, request.attempt.number, remote_prefill=remote, prefill_here=request.attempt.prefill_here
+        )
+        worker.engine.core.verify(engine_request)
+        landed = self._receive(request.source, prepared, engine_request) if remote else None
+        stream = None
+        try:
+            stream = worker.engine.submit(engine_request)
+            moment = timeline.DECODE_QUEUED if remote else timeline.PREFILL_QUEUED
+            yield decode_pb2.DecodeEvent(
+                admitted=prefill_pb2.Admitted(moments=moments_to_wire({moment: engine_request.arrival_time}))
+            )
+            names = _REMOTE_MOMENTS if remote else _LOCAL_MOMENTS
+            async for event in _events(stream, landed, worker.model.layout.block_bytes, names):
+                yield event
+        except NeedsPrefill as refusal:
+            needs = decode_pb2.NeedsPrefill(uncached_tokens=refusal.uncached_tokens)
+            yield decode_pb2.DecodeEvent(needs_prefill=needs)
+        finally:
+            if stream is not None:
+                worker.engine.release(stream)
+            else:
+                worker.adapter.stop_receiving(engine_request.request_id)
+
+    def _receive(
+        self, source: decode_pb2.Source, prepared: PreparedRequest, engine_request: EngineCoreRequest
+    ) -> asyncio.Future[ReceiverTransfer]:
+        if len(source.transfer_id) != TRANSFER_ID_BYTES:
+            raise InvalidRequest(
+                f"source.transfer_id has {len(source.transfer_id)} bytes, not {TRANSFER_ID_BYTES}", "source.transfer_id"
+            )
+        if not source.address or (is_loopback(self._worker.settings.host) and not is_loopback(source.address)):
+            raise InvalidRequest(
+                f"source.address {source.address!r} cannot be reached from a worker on loopback", "source.address"
+            )
+        ref = SourceRef(source.worker_id, source.epoch, source.address, source.transfer_id, prepared.request_digest)
+        worker = self._worker
+        return worker.adapter.receive(
+            engine_request.request_id, ref, worker.receiving, worker.peers.get(source.address)
+        )
+
+
+async def _events(
+    stream: OutputStream,
+    landed: asyncio.Future[ReceiverTransfer] | None,
+    block_bytes: int,
+    names: Mapping[str, tuple[str, ...]],
+) -> AsyncIterator[decode_pb2.DecodeEvent]:
+    """`Landed`, once, as soon as it is known; then outputs until the last."""
+    outputs = aiter(stream)
+    if landed is not None:
+        first = asyncio.ensure_future(anext(outputs))
+        waiters: set[asyncio.Future[Any]] = {first, landed}
+        try:
+            await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
+            if landed.done() and not landed.cancelled():
+                yield decode_pb2.DecodeEvent(landed=_landed(landed.result(), block_bytes))
+            output = await first
+        finally:
+            first.cancel()
+        yield decode_pb2.DecodeEvent(outputs=_outputs(output, names))
+        if output.finish_reason is not None:
+            return
+    async for output in outputs:
+        yield decode_pb2.DecodeEvent(outputs=_outputs(output, names))
+
+
+def _landed(transfer: ReceiverTransfer, block_bytes: int) -> decode_pb2.Landed:
+    return decode_pb2.Landed(
+        num_blocks=transfer.num_blocks,
+        transfer_bytes=transfer.num_blocks * block_bytes,
+        connector=transfer.connector_name,
+    )
+
+
+def _outputs(output: EngineCoreOutput, names: Mapping[str, tuple[str, ...]]) -> request_pb2.Outputs:
+    moments = {wire: at for name, at in output.moments.items() for wire in names.get(name, ())}
+    return request_pb2.Outputs(
+        first_position=output.first_position,
+        token_ids=output.new_token_ids,
+        finish_reason=finish_reason_to_wire(output.finish_reason),
+        stop_token_id=output.stop_reason if isinstance(output.stop_reason, int) else None,
+        num_cached_tokens=output.num_cached_tokens,
+        moments=moments_to_wire(moments) if moments else (),
+    )

@@ -1,0 +1,192 @@
+"""`AttachServicer`: the control stream at the source, over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from pdserve.common.errors import LayoutMismatch, PdServeError, TransferFailed
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.wire import layout_from_wire
+from pdserve.kv_transfer.connector import BlockConnector
+from pdserve.kv_transfer.digest import XXH3_64
+from pdserve.kv_transfer.source_transfer import PeerId, PublishedRange, SourceResult, SourceTransfer
+from pdserve.kv_transfer.source_transfers import SourceTransfers
+from pdserve.kv_transfer.transfer_state import SourceState
+from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, request_pb2
+
+log = logging.getLogger(__name__)
+
+ALIVE_EVERY_S = 1.0
+TICK_STALLED_S = 3.0
+OPEN_TIMEOUT_S = 5.0
+MAX_DIGESTS_A_MESSAGE = 65_536
+
+
+class TickWatch:
+    """Notices a peer whose engine stands still although its process answers."""
+
+    def __init__(self) -> None:
+        self._tick = -1
+        self._since = time.monotonic()
+
+    def saw(self, tick: int) -> None:
+        if tick != self._tick:
+            self._tick, self._since = tick, time.monotonic()
+
+    @property
+    def stalled(self) -> bool:
+        return time.monotonic() - self._since > TICK_STALLED_S
+
+
+class _EventQueue:
+    """A `SourceStream` that puts what it hears into a queue of messages; None ends the stream."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[kv_source_pb2.AttachEvent | None] = asyncio.Queue()
+
+    def published(self, blocks: PublishedRange) -> None:
+        for start in range(0, len(blocks.digests), MAX_DIGESTS_A_MESSAGE):
+            end = start + MAX_DIGESTS_A_MESSAGE
+            message = kv_source_pb2.Published(
+                first_index=blocks.first_index + start,
+                digests=blocks.digests[start:end],
+                locations=blocks.block_ids[start:end],
+            )
+            self.messages.put_nowait(kv_source_pb2.AttachEvent(published=message))
+
+    def finished(self, result: SourceResult, request_digest: bytes) -> None:
+        outputs = request_pb2.Outputs(token_ids=result.token_ids)
+        message = kv_source_pb2.Finished(
+            num_tokens=result.num_tokens, request_digest=request_digest, first_outputs=[outputs]
+        )
+        self.messages.put_nowait(kv_source_pb2.AttachEvent(finished=message))
+
+    def ended(self, state: SourceState, cause: PdServeError | None) -> None:
+        if state is SourceState.REVOKED:
+            revoked = kv_source_pb2.Revoked(cause=cause.message if cause else "")
+            self.messages.put_nowait(kv_source_pb2.AttachEvent(revoked=revoked))
+        elif state is not SourceState.RELEASED:
+            self.messages.put_nowait(failed_event(cause or TransferFailed("the source's request was cancelled")))
+        self.messages.put_nowait(None)
+
+
+def failed_event(error: PdServeError) -> kv_source_pb2.AttachEvent:
+    wire = request_pb2.Error(code=error.code, message=error.message, retryable=error.retryable)
+    return kv_source_pb2.AttachEvent(failed=kv_source_pb2.Failed(error=wire))
+
+
+class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
+    """Serves `KvSourceService` over the transfers of this worker."""
+
+    def __init__(
+        self,
+        transfers: SourceTransfers,
+        connector: BlockConnector,
+        layout: KvLayout,
+        epoch: int,
+        engine_tick: Callable[[], int],
+    ) -> None:
+        self._transfers = transfers
+        self._connector = connector
+        self._layout = layout
+        self._epoch = epoch
+        self._engine_tick = engine_tick
+
+    async def Attach(
+        self,
+        requests: AsyncIterator[kv_source_pb2.AttachRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[kv_source_pb2.AttachEvent]:
+        stream = _EventQueue()
+        incoming = aiter(requests)
+        try:
+            transfer = await self._open(incoming, stream)
+        except PdServeError as error:
+            log.warning("an attach was refused: %s", error.message)
+            yield failed_event(error)
+            return
+        yield self._accepted(transfer)
+        reader = asyncio.create_task(self._read(incoming, transfer, stream), name="attach reader")
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(ALIVE_EVERY_S):
+                        message = await stream.messages.get()
+                except TimeoutError:
+                    message = kv_source_pb2.AttachEvent(alive=kv_source_pb2.Alive(engine_tick=self._engine_tick()))
+                if message is None:
+                    return
+                yield message
+        finally:
+            reader.cancel()
+            transfer.detach(stream, "it was closed")
+
+    async def _open(self, requests: AsyncIterator[kv_source_pb2.AttachRequest], stream: _EventQueue) -> SourceTransfer:
+        """Check the first message and find its transfer. Raises: PdServeError."""
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                first = await anext(requests)
+        except (TimeoutError, StopAsyncIteration):
+            raise TransferFailed("no Open came") from None
+        if first.WhichOneof("message") != "open":
+            raise TransferFailed("the first message is not Open")
+        request = first.open
+        if request.source_epoch != self._epoch:
+            raise TransferFailed("the transfer belongs to another life of this worker")
+        if differences := self._layout.differences(layout_from_wire(request.layout)):
+            raise LayoutMismatch(f"KV layouts differ (source != receiver): {'; '.join(differences)}")
+        if XXH3_64 not in request.digest_algorithms:
+            raise TransferFailed(f"no common digest algorithm: {XXH3_64} here, {list(request.digest_algorithms)} there")
+        if self._connector.name not in request.connectors:
+            raise TransferFailed(f"no common connector: {self._connector.name} here, {list(request.connectors)} there")
+        receiver = PeerId(request.receiver.worker_id, request.receiver.epoch)
+        return await self._transfers.attach(request.transfer_id, receiver, request.request_digest, stream, request.have)
+
+    def _accepted(self, transfer: SourceTransfer) -> kv_source_pb2.AttachEvent:
+        accepted = kv_source_pb2.Accepted(
+            connector=self._connector.name,
+            digest_algorithm=XXH3_64,
+            metadata=self._connector.metadata,
+            token=transfer.token,
+        )
+        return kv_source_pb2.AttachEvent(accepted=accepted)
+
+    async def _read(
+        self, requests: AsyncIterator[kv_source_pb2.AttachRequest], transfer: SourceTransfer, stream: _EventQueue
+    ) -> None:
+        """Hear the receiver until it releases, leaves or stalls; then end the stream."""
+        ticks = TickWatch()
+        why = "the receiver closed it"
+        try:
+            while True:
+                async with asyncio.timeout(TICK_STALLED_S):
+                    message = await anext(requests)
+                match message.WhichOneof("message"):
+                    case "want":
+                        transfer.want(message.want.first_index, message.want.num_blocks)
+                    case "landed":
+                        transfer.landed(message.landed.num_blocks)
+                    case "alive":
+                        ticks.saw(message.alive.engine_tick)
+                    case "release":
+                        transfer.release()
+                        return
+                    case other:
+                        log.warning("an unexpected %s came from %s: dropped", other, transfer.expected.receiver)
+                if ticks.stalled:
+                    why = f"the receiver's engine has stood still for {TICK_STALLED_S:.0f} s"
+                    break
+        except StopAsyncIteration:
+            pass
+        except TimeoutError:
+            why = f"nothing came for {TICK_STALLED_S:.0f} s"
+        except Exception as error:  # whatever gRPC raises when the peer is gone: it ends this stream and nothing else
+            why = f"it broke: {type(error).__name__}"
+        transfer.detach(stream, why)
+        stream.messages.put_nowait(None)

@@ -1,0 +1,27 @@
+"""Neighbouring blocks of a pool as single views: one buffer of a vectored call instead of one a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.kv_transfer.connector import PoolMemory
+
+
+def block_runs(pool: PoolMemory, blocks: Sequence[int]) -> list[memoryview]:
+    """The blocks' bytes in the order given, with blocks that follow each other in memory merged into one view.
+
+    Raises `IndexError` for a number outside the pool.
+    """
+    views: list[memoryview] = []
+    size = pool.block_bytes
+    position = 0
+    while position < len(blocks):
+        first = blocks[position]
+        length = 1
+        while position + length < len(blocks) and blocks[position + length] == first + length:
+            length += 1
+        if first < 0 or first + length > pool.num_blocks:
+            raise IndexError(f"blocks {first} to {first + length - 1} are not all in the pool of {pool.num_blocks}")
+        views.append(pool.view[first * size : (first + length) * size])
+        position += length
+    return views

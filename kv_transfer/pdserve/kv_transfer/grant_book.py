@@ -1,0 +1,177 @@
+"""What a source allows its peers to read: the grants of one connector, and the sends under way on each.
+
+open -> [publish ...] -> close -> (sends under way end, or are interrupted after fence_after_s) -> fenced
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Sequence
+
+from pdserve.kv_transfer.event_thread import EventThread
+
+TOKEN_BYTES = 16
+
+
+class Refusal(enum.Enum):
+    """Why a source does not answer a read with blocks. The numbers go over the wire; 0 is reserved for 'granted'."""
+
+    UNKNOWN_TOKEN = 1
+    UNPUBLISHED = 2
+    TOO_MANY = 3
+    WRONG_BLOCK_BYTES = 4
+
+    @property
+    def explanation(self) -> str:
+        return _EXPLANATIONS[self]
+
+
+_EXPLANATIONS = {
+    Refusal.UNKNOWN_TOKEN: "its token is unknown or no longer granted",
+    Refusal.UNPUBLISHED: "it asked for a block that is not published",
+    Refusal.TOO_MANY: "it asked for too many blocks at once",
+    Refusal.WRONG_BLOCK_BYTES: "its blocks have another size",
+}
+
+
+class Sending:
+    """Blocks that are being read out of the pool for one peer; they may not be reused before `GrantBook.end`."""
+
+    __slots__ = ("blocks", "grant", "interrupt")
+
+    def __init__(self, grant: BookedGrant, blocks: list[int], interrupt: Callable[[], None]) -> None:
+        self.grant = grant
+        self.blocks = blocks
+        self.interrupt = interrupt
+
+
+class BookedGrant:
+    """A `Grant` of a `GrantBook`."""
+
+    def __init__(self, book: GrantBook, token: bytes) -> None:
+        self._book = book
+        self.token = token
+        self.blocks: dict[int, int] = {}
+        self.sendings: set[Sending] = set()
+        self.waiting: list[Callable[[], None]] = []
+        self.closed = False
+
+    def publish(self, first_index: int, blocks: Sequence[int]) -> None:
+        """As `Grant.publish`; without effect once the grant is closed, for its connector may close it at any time.
+
+        Raises: IndexError for a block outside the pool, ValueError for an index that already is another block.
+        """
+        self._book.publish(self, first_index, blocks)
+
+    def close(self, on_fenced: Callable[[], None]) -> None:
+        """As `Grant.close`. Of several calls each call-back is called once."""
+        self._book.close_grant(self, on_fenced)
+
+
+class GrantBook:
+    """Thread-safe. Call-backs run on the event thread."""
+
+    def __init__(self, num_blocks: int, events: EventThread, fence_after_s: float) -> None:
+        self._num_blocks = num_blocks
+        self._events = events
+        self._fence_after_s = fence_after_s
+        self._lock = threading.Lock()
+        # A dict lookup tells an attacker nothing by its duration: bytes are compared only after their keyed 64-bit
+        # hashes are equal, and what is guessed is 128 random bits.
+        self._grants: dict[bytes, BookedGrant] = {}
+        self._closed = False
+
+    def open(self, token: bytes) -> BookedGrant:
+        """A new grant; one that never allows anything when the book is closed. Raises ValueError as `grant` does."""
+        if len(token) != TOKEN_BYTES:
+            raise ValueError(f"a token has {TOKEN_BYTES} bytes, not {len(token)}")
+        grant = BookedGrant(self, bytes(token))
+        with self._lock:
+            if token in self._grants:
+                raise ValueError("the token is already granted")
+            if self._closed:
+                grant.closed = True
+            else:
+                self._grants[grant.token] = grant
+        return grant
+
+    def publish(self, grant: BookedGrant, first_index: int, blocks: Sequence[int]) -> None:
+        for number in blocks:
+            if not 0 <= number < self._num_blocks:
+                raise IndexError(f"block {number} is outside the pool of {self._num_blocks} blocks")
+        if first_index < 0:
+            raise ValueError(f"the first index is {first_index}, and cannot be negative")
+        with self._lock:
+            if grant.closed:
+                return
+            for index, number in enumerate(blocks, first_index):
+                if grant.blocks.get(index, number) != number:
+                    raise ValueError(f"index {index} is already published as block {grant.blocks[index]}")
+            grant.blocks.update(enumerate(blocks, first_index))
+
+    def begin(self, token: bytes, first_index: int, count: int, interrupt: Callable[[], None]) -> Sending | Refusal:
+        """Leave to read `count` blocks out of the pool, until `end`.
+
+        interrupt: called from any thread, maybe more than once and only before `end`, when the reading must stop
+            soon; it never blocks and calls nothing of this book.
+        """
+        with self._lock:
+            grant = self._grants.get(token)
+            if grant is None:
+                return Refusal.UNKNOWN_TOKEN
+            try:
+                blocks = [grant.blocks[index] for index in range(first_index, first_index + count)]
+            except KeyError:
+                return Refusal.UNPUBLISHED
+            sending = Sending(grant, blocks, interrupt)
+            grant.sendings.add(sending)
+            return sending
+
+    def end(self, sending: Sending) -> None:
+        """No byte of these blocks is read any more on behalf of this sending."""
+        grant = sending.grant
+        with self._lock:
+            grant.sendings.discard(sending)
+            fenced = self._take_fenced(grant)
+        self._call(fenced)
+
+    def close_grant(self, grant: BookedGrant, on_fenced: Callable[[], None]) -> None:
+        with self._lock:
+            self._forget(grant)
+            grant.waiting.append(on_fenced)
+            fenced = self._take_fenced(grant)
+        self._call(fenced)
+        if not fenced:
+            self._events.call_later(self._fence_after_s, lambda: self._interrupt(grant))
+
+    def close(self) -> None:
+        """Close every grant and interrupt every sending at once. Idempotent."""
+        with self._lock:
+            self._closed = True
+            grants = list(self._grants.values())
+            for grant in grants:
+                self._forget(grant)
+        for grant in grants:
+            self._interrupt(grant)
+
+    def _forget(self, grant: BookedGrant) -> None:
+        grant.closed = True
+        if self._grants.get(grant.token) is grant:
+            del self._grants[grant.token]
+
+    def _take_fenced(self, grant: BookedGrant) -> list[Callable[[], None]]:
+        if not grant.closed or grant.sendings:
+            return []
+        fenced, grant.waiting = grant.waiting, []
+        return fenced
+
+    def _call(self, fenced: list[Callable[[], None]]) -> None:
+        for call in fenced:
+            self._events.call_soon(call)
+
+    def _interrupt(self, grant: BookedGrant) -> None:
+        # Under the lock: a sending that ended meanwhile may have left its socket to another transfer.
+        with self._lock:
+            for sending in grant.sendings:
+                sending.interrupt()

@@ -1,0 +1,219 @@
+"""Blocks within one process: the connector for tests and for two roles in one process, with faults on demand."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+
+from pdserve.common.errors import TransferFailed
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
+from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.grant_book import GrantBook, Refusal, Sending
+from pdserve.kv_transfer.lanes import LaneLimits, ReadCounters, WireBroken
+from pdserve.kv_transfer.read_desk import ReadDesk
+
+_IDLE_CLOSE_S = 60.0
+_FENCE_AFTER_S = 1.0
+
+
+class LocalSource:
+    """What one connector gives to its network, and how it fails. Fields change under `LocalNetwork.changed`."""
+
+    def __init__(self, pool: PoolMemory, grants: GrantBook) -> None:
+        self.pool = pool
+        self.grants = grants
+        self.is_closed = False
+        self.blocks_to_serve: int | None = None
+        """So many blocks go out, then it is silent; None: no end."""
+        self.blocks_to_flip = 0
+        """So many blocks arrive with one bit turned over."""
+
+
+class LocalNetwork:
+    """The connectors that reach each other; those of another network are not there. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        """Guards the sources; told when one of them goes on, ends, or when a wire is interrupted."""
+        self._sources: dict[str, LocalSource] = {}
+        self._numbers = itertools.count()
+
+    def join(self, source: LocalSource) -> str:
+        """Make a source reachable under the address that is returned."""
+        with self.changed:
+            address = f"local:{next(self._numbers)}"
+            self._sources[address] = source
+            return address
+
+    def leave(self, address: str) -> None:
+        """End a source: what is being read from it breaks. Idempotent."""
+        with self.changed:
+            source = self._sources.pop(address, None)
+            if source is not None:
+                source.is_closed = True
+                self.changed.notify_all()
+
+    def find(self, address: str) -> LocalSource:
+        """Raises TransferFailed when nobody is there."""
+        with self.changed:
+            source = self._sources.get(address)
+        if source is None:
+            raise TransferFailed(f"nobody serves at {address!r} in this process")
+        return source
+
+
+class LocalConnector:
+    """A `BlockConnector` whose peers are the members of one `LocalNetwork`. The receiver's thread copies the bytes.
+
+    read_stall_s: a read that gets no block for so long fails.
+    request_bytes: most bytes copied before another read from the same source has its turn.
+    """
+
+    name = "local"
+
+    def __init__(self, network: LocalNetwork, *, read_stall_s: float = 1.0, request_bytes: int = 1 << 20) -> None:
+        self._network = network
+        self._read_stall_s = read_stall_s
+        self._request_bytes = request_bytes
+        self._events = EventThread("local-events")
+        self._started: tuple[str, LocalSource, ReadDesk[str]] | None = None
+
+    def serve(self, pool: PoolMemory) -> None:
+        """As `BlockConnector.serve`."""
+        if self._started is not None:
+            raise RuntimeError("a connector serves once")
+        window_blocks = max(1, self._request_bytes // pool.block_bytes)
+        limits = LaneLimits(
+            max_lanes=1, window_blocks=window_blocks, in_flight_blocks=window_blocks, idle_close_s=_IDLE_CLOSE_S
+        )
+        source = LocalSource(pool, GrantBook(pool.num_blocks, self._events, _FENCE_AFTER_S))
+
+        def connect(address: str) -> _LocalWire:
+            return _LocalWire(self._network, address, pool, self._read_stall_s)
+
+        reads = ReadDesk[str]("local-read", pool, limits, self._events, connect)
+        self._started = (self._network.join(source), source, reads)
+
+    @property
+    def metadata(self) -> bytes:
+        """The address within the network, in ASCII."""
+        return self._require_started()[0].encode()
+
+    @property
+    def read_counters(self) -> ReadCounters:
+        return self._require_started()[2].counters
+
+    def grant(self, token: bytes) -> Grant:
+        """As `BlockConnector.grant`."""
+        return self._require_started()[1].grants.open(token)
+
+    def read(self, metadata: bytes, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> BlockRead:
+        """As `BlockConnector.read`."""
+        return self._require_started()[2].read(lambda: _address(metadata), token, blocks, listener)
+
+    def close(self) -> None:
+        """As `BlockConnector.close`."""
+        if self._started is not None:
+            address, source, reads = self._started
+            self._network.leave(address)
+            reads.close()
+            source.grants.close()
+        self._events.close()
+
+    def pause(self) -> None:
+        """As a source, be silent from now on, like a stopped process; readers' deadlines go on."""
+        self.serve_only(0)
+
+    def serve_only(self, num_blocks: int) -> None:
+        """As a source, serve so many more blocks, then be silent."""
+        self._set_blocks_to_serve(num_blocks)
+
+    def resume(self) -> None:
+        """End `pause` and `serve_only`."""
+        self._set_blocks_to_serve(None)
+
+    def flip_bits(self, num_blocks: int) -> None:
+        """As a source, turn one bit over in each of the next blocks, on their way."""
+        with self._network.changed:
+            self._require_started()[1].blocks_to_flip = num_blocks
+
+    def _set_blocks_to_serve(self, num_blocks: int | None) -> None:
+        with self._network.changed:
+            self._require_started()[1].blocks_to_serve = num_blocks
+            self._network.changed.notify_all()
+
+    def _require_started(self) -> tuple[str, LocalSource, ReadDesk[str]]:
+        if self._started is None:
+            raise RuntimeError("serve() comes first")
+        return self._started
+
+
+class _LocalWire:
+    """A `Wire` that copies from a member's pool."""
+
+    def __init__(self, network: LocalNetwork, address: str, pool: PoolMemory, read_stall_s: float) -> None:
+        self._network = network
+        self._address = address
+        self._pool = pool
+        self._read_stall_s = read_stall_s
+        self._source = network.find(address)
+        self._is_interrupted = False
+
+    def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
+        """As `Wire.fetch`."""
+        sending = self._begin(token, blocks)
+        if isinstance(sending, Refusal):
+            raise TransferFailed(
+                f"{self._address} refused to send blocks {blocks[0].index} to {blocks[-1].index}: {sending.explanation}"
+            )
+        try:
+            for count, (block, number) in enumerate(zip(blocks, sending.blocks, strict=True), 1):
+                flipped = self._wait_for_block(block.index)
+                target = self._pool.block(block.local_block)
+                target[:] = self._source.pool.block(number)
+                target[0] ^= flipped
+                yield count
+        finally:
+            self._source.grants.end(sending)
+
+    def interrupt(self) -> None:
+        """As `Wire.interrupt`; for both sides."""
+        # The flag is read before each block; whoever waits for a silent source wakes for it.
+        self._is_interrupted = True
+        with self._network.changed:
+            self._network.changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _begin(self, token: bytes, blocks: Sequence[BlockToRead]) -> Sending | Refusal:
+        if self._source.pool.block_bytes != self._pool.block_bytes:
+            return Refusal.WRONG_BLOCK_BYTES
+        return self._source.grants.begin(token, blocks[0].index, len(blocks), self.interrupt)
+
+    def _wait_for_block(self, index: int) -> int:
+        """Wait until the source serves one more block; the bits to turn over in its first byte."""
+        source = self._source
+        with self._network.changed:
+            if not self._network.changed.wait_for(self._may_go_on, self._read_stall_s):
+                raise WireBroken(f"reading block {index} from {self._address}: nothing for {self._read_stall_s:g} s")
+            if self._is_interrupted or source.is_closed:
+                why = "cut off" if self._is_interrupted else "closed by the peer"
+                raise WireBroken(f"reading block {index} from {self._address}: {why}")
+            if source.blocks_to_serve is not None:
+                source.blocks_to_serve -= 1
+            if not source.blocks_to_flip:
+                return 0
+            source.blocks_to_flip -= 1
+            return 1
+
+    def _may_go_on(self) -> bool:
+        return self._is_interrupted or self._source.is_closed or self._source.blocks_to_serve != 0
+
+
+def _address(metadata: bytes) -> str:
+    try:
+        return metadata.decode("ascii")
+    except UnicodeDecodeError as error:
+        raise TransferFailed("the source's metadata is no local address") from error

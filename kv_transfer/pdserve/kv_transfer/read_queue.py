@@ -1,0 +1,222 @@
+"""Reads from one peer: cut into windows, served round robin, ended exactly once.
+
+blocks of a read   |-- window --|-- window --|-- window --|      a window: consecutive indexes, <= window_bytes
+queue of a peer    read A, read B, read C, A, B, C ...           one window each turn, so none waits for another
+
+READING --(all landed)--------------------------------> ENDED  (DONE)
+READING --(cancel, failure)--> DRAINING --(no window in flight)--> ENDED  (CANCELLED, FAILED)
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdserve.common.errors import InternalError, TransferFailed
+from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOutcome
+from pdserve.kv_transfer.event_thread import run_guarded
+
+
+class ReadState(enum.Enum):
+    READING = "reading"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+LEGAL_MOVES: dict[ReadState, frozenset[ReadState]] = {
+    ReadState.READING: frozenset({ReadState.DRAINING, ReadState.ENDED}),
+    ReadState.DRAINING: frozenset({ReadState.ENDED}),
+    ReadState.ENDED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Consecutive blocks of one read that travel in one answer."""
+
+    read: QueuedRead
+    first: int
+    """Position of its first block in `read.blocks`."""
+    count: int
+    is_reread: bool = False
+    """Its blocks came before with bytes that did not match; they get no third chance."""
+
+    @property
+    def blocks(self) -> Sequence[BlockToRead]:
+        return self.read.blocks[self.first : self.first + self.count]
+
+
+class QueuedRead:
+    """A `BlockRead` of a `ReadQueue`. Its fields change under the queue's lock only."""
+
+    def __init__(self, queue: ReadQueue, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> None:
+        self._queue = queue
+        self.token = token
+        self.blocks = blocks
+        self.listener = listener
+        self.state = ReadState.READING
+        self.outcome = ReadOutcome.DONE
+        self.cause: TransferFailed | None = None
+        self.pending: deque[Window] = deque()
+        self.in_flight = 0
+
+    def cancel(self) -> None:
+        """As `BlockRead.cancel`."""
+        self._queue.cancel(self)
+
+    def move(self, to: ReadState) -> None:
+        if to not in LEGAL_MOVES[self.state]:
+            raise InternalError(f"a read cannot go from {self.state.value} to {to.value}")
+        self.state = to
+
+
+class ReadQueue:
+    """The reads from one peer. Thread-safe; listeners are called on the lanes' threads or by `call_soon`, never locked.
+
+    window_blocks: most blocks in one window.
+    in_flight_blocks: most blocks of one read in flight; a read with none in flight may always begin a window.
+    interrupt: tells whoever moves a window of this read to stop soon; called under the queue's lock, never blocks.
+    call_soon: runs a call on another thread.
+    """
+
+    def __init__(
+        self,
+        window_blocks: int,
+        in_flight_blocks: int,
+        interrupt: Callable[[QueuedRead], None],
+        call_soon: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.changed = threading.Condition()
+        self._window_blocks = window_blocks
+        self._in_flight_blocks = in_flight_blocks
+        self._interrupt = interrupt
+        self._call_soon = call_soon
+        self._turns: deque[QueuedRead] = deque()
+        self._reads: set[QueuedRead] = set()
+
+    @property
+    def num_pending(self) -> int:
+        """Windows that nobody has taken. Asked under the lock."""
+        return sum(len(read.pending) for read in self._turns)
+
+    def add(self, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> QueuedRead:
+        """Begin a read of at least one block. Called under the lock."""
+        read = QueuedRead(self, token, blocks, listener)
+        read.pending.extend(self._windows(read))
+        self._reads.add(read)
+        self._turns.append(read)
+        self.changed.notify(len(read.pending))
+        return read
+
+    def take(self) -> Window | None:
+        """The next window to move, or None when none may begin. Called under the lock."""
+        for _ in range(len(self._turns)):
+            read = self._turns.popleft()
+            window = read.pending[0]
+            if read.in_flight and read.in_flight + window.count > self._in_flight_blocks:
+                self._turns.append(read)
+                continue
+            read.pending.popleft()
+            read.in_flight += window.count
+            if read.pending:
+                self._turns.append(read)
+            return window
+        return None
+
+    def give_back(self, window: Window) -> None:
+        """The window did not begin: not a byte of it came. It is next in its read, unless the read is over."""
+        self._settle(window, [window], None)
+
+    def finish(self, window: Window, landed: Sequence[tuple[int, int]], unmatched: Sequence[Window]) -> None:
+        """The window came: report what landed, read again what did not match."""
+        for first, count in landed:
+            self._report(window.read, first, count)
+        self._settle(window, unmatched, None)
+
+    def fail(self, window: Window, landed: Sequence[tuple[int, int]], cause: TransferFailed) -> None:
+        """The window did not come, or not all of it; nobody writes into its blocks any more."""
+        for first, count in landed:
+            self._report(window.read, first, count)
+        self._settle(window, (), cause)
+
+    def fail_pending(self, cause: TransferFailed) -> None:
+        """The peer cannot be reached: end every read that still waits for a window."""
+        with self.changed:
+            ended = [read for read in list(self._turns) if self._drain(read, ReadOutcome.FAILED, cause)]
+        for read in ended:
+            self._tell_end(read)
+
+    def cancel(self, read: QueuedRead) -> None:
+        """End a read; without effect when it is ending already."""
+        with self.changed:
+            ended = self._drain(read, ReadOutcome.CANCELLED, None)
+        if ended:
+            self._call_soon(lambda: self._tell_end(read))
+
+    def cancel_all(self) -> None:
+        with self.changed:
+            reads = list(self._reads)
+        for read in reads:
+            self.cancel(read)
+
+    def _windows(self, read: QueuedRead) -> list[Window]:
+        windows: list[Window] = []
+        first = 0
+        for position in range(1, len(read.blocks) + 1):
+            at_end = position == len(read.blocks)
+            if (
+                at_end
+                or position - first == self._window_blocks
+                or read.blocks[position].index != read.blocks[position - 1].index + 1
+            ):
+                windows.append(Window(read, first, position - first))
+                first = position
+        return windows
+
+    def _report(self, read: QueuedRead, first: int, count: int) -> None:
+        # A read that drains has said that it wants no more; without a lock, for a late report does no harm.
+        if read.state is ReadState.READING or read.outcome is ReadOutcome.FAILED:
+            run_guarded(lambda: read.listener.landed(first, count))
+
+    def _settle(self, window: Window, again: Sequence[Window], cause: TransferFailed | None) -> None:
+        read = window.read
+        with self.changed:
+            read.in_flight -= window.count
+            ended = False
+            if cause is not None:
+                ended = self._drain(read, ReadOutcome.FAILED, cause)
+            elif again and read.state is ReadState.READING:
+                if not read.pending:
+                    self._turns.append(read)
+                read.pending.extendleft(reversed(again))
+            if not ended:
+                ended = self._end_if_over(read)
+            if self._turns:
+                # What was put back, or a window of this read that waited for room in flight.
+                self.changed.notify_all()
+        if ended:
+            self._tell_end(read)
+
+    def _drain(self, read: QueuedRead, outcome: ReadOutcome, cause: TransferFailed | None) -> bool:
+        if read.state is not ReadState.READING:
+            return False
+        read.move(ReadState.DRAINING)
+        read.outcome, read.cause = outcome, cause
+        if read.pending:
+            self._turns.remove(read)
+            read.pending.clear()
+        self._interrupt(read)
+        return self._end_if_over(read)
+
+    def _end_if_over(self, read: QueuedRead) -> bool:
+        if read.state is ReadState.ENDED or read.in_flight or read.pending:
+            return False
+        read.move(ReadState.ENDED)
+        self._reads.discard(read)
+        return True
+
+    def _tell_end(self, read: QueuedRead) -> None:
+        run_guarded(lambda: read.listener.ended(read.outcome, read.cause))

@@ -1,0 +1,261 @@
+"""`ReceiverTransfer`: one transfer at the worker that decodes. Lives in the asyncio thread.
+
+It opens the control stream when the request arrives, says `Want` when the engine has reserved room, pulls what is
+published while later chunks still compute, and tells the engine side what has landed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdserve.common.errors import DigestMismatch, PdServeError, TransferFailed
+from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, ReadOutcome
+from pdserve.kv_transfer.transfer_state import RECEIVER_MOVES, ReceiverState, has_ended, move
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRef:
+    """Where the blocks are; single use, bound to one life of the source."""
+
+    worker_id: str
+    epoch: int
+    address: str
+    transfer_id: bytes
+    request_digest: bytes
+
+
+class ReceiverEvents(Protocol):
+    """What the owner of the blocks hears; all in the asyncio thread."""
+
+    def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
+        """The first `num_blocks` wanted blocks are here, verified; grows."""
+
+    def source_finished(self, transfer: ReceiverTransfer, num_tokens: int, token_ids: tuple[int, ...]) -> None:
+        """Count and digest agree with what was asked for."""
+
+    def failed(self, transfer: ReceiverTransfer, cause: PdServeError) -> None:
+        """No more will come; `fenced` follows."""
+
+    def fenced(self, transfer: ReceiverTransfer) -> None:
+        """No read of this transfer writes any more: all blocks may go back. Called once, if there was room."""
+
+
+class ControlStream(Protocol):
+    """The receiver's half of the control stream."""
+
+    def want(self, first_index: int, num_blocks: int) -> None: ...
+
+    def landed(self, num_blocks: int) -> None: ...
+
+    def release(self) -> None:
+        """The last word."""
+
+    def close(self) -> None:
+        """Leave without a word: the source's grace or cancellation ends it there."""
+
+
+class ReceiverTransfer:
+    """What has come, what is on its way, and who must hear of it."""
+
+    def __init__(self, request_id: str, source: SourceRef, connector: BlockConnector, events: ReceiverEvents) -> None:
+        self.request_id = request_id
+        self.source = source
+        self.state = ReceiverState.ATTACHING
+        self.num_landed = 0
+        """Wanted blocks here without a gap from the first."""
+        self._connector = connector
+        self._events = events
+        self._stream: ControlStream | None = None
+        self._metadata = b""
+        self._token = b""
+        self._first_index = 0
+        self._local_blocks: tuple[int, ...] | None = None
+        self._landed: list[bool] = []
+        self._asked: list[bool] = []
+        self._reads: dict[int, BlockRead] = {}
+        self._num_reads = 0
+        self._source_finished = False
+        self._ends_as: ReceiverState | None = None
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def has_ended(self) -> bool:
+        return has_ended(RECEIVER_MOVES, self.state)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the control stream is not needed any more; reads may still be draining."""
+        return self._ends_as is not None or self.has_ended
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether it ended, or is ending, before everything had landed."""
+        return self._ends_as is not None
+
+    @property
+    def connector_name(self) -> str:
+        return self._connector.name
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks wanted; 0 until the engine has reserved room."""
+        return len(self._local_blocks or ())
+
+    # ---- the engine side
+
+    def room(self, first_index: int, local_blocks: Sequence[int]) -> None:
+        """The engine has reserved room: blocks from `first_index` on go into `local_blocks`."""
+        if self.is_ending:
+            self._events.fenced(self)
+            return
+        self._first_index = first_index
+        self._local_blocks = tuple(local_blocks)
+        self._landed = [False] * len(local_blocks)
+        self._asked = [False] * len(local_blocks)
+        self._want()
+
+    def stop(self) -> None:
+        """The request has ended: read no more."""
+        self._end(ReceiverState.CANCELLED)
+
+    # ---- the control stream
+
+    def attached(self, stream: ControlStream, metadata: bytes, token: bytes) -> None:
+        """The source has accepted, for the first time or again after a break."""
+        if self.is_ending:
+            stream.close()
+            return
+        self._stream, self._metadata, self._token = stream, metadata, token
+        if self.state is ReceiverState.ATTACHING:
+            self.state = move(RECEIVER_MOVES, self.state, ReceiverState.ATTACHED)
+        self._want()
+
+    def detached(self, stream: ControlStream) -> None:
+        """The stream broke; reads under way go on, and a re-attach changes no state."""
+        if self._stream is stream:
+            self._stream = None
+
+    def _want(self) -> None:
+        if self._stream is None or self._local_blocks is None:
+            return
+        self._stream.want(self._first_index, len(self._local_blocks))
+        if self.state is ReceiverState.ATTACHED and self._local_blocks:
+            self.state = move(RECEIVER_MOVES, self.state, ReceiverState.RECEIVING)
+        self._finish_if_done()
+
+    def published(self, first_index: int, digests: Sequence[int], locations: Sequence[int]) -> None:
+        """The source has final blocks: pull those that are wanted and were not asked for yet."""
+        if self.state is not ReceiverState.RECEIVING or self._local_blocks is None:
+            return
+        if len(locations) not in (0, len(digests)):
+            self.fail(TransferFailed(f"{len(digests)} digests came with {len(locations)} locations"))
+            return
+        blocks = []
+        for offset, digest in enumerate(digests):
+            place = first_index + offset - self._first_index
+            if 0 <= place < len(self._asked) and not self._asked[place]:
+                self._asked[place] = True
+                location = locations[offset] if locations else 0
+                blocks.append(BlockToRead(first_index + offset, digest, self._local_blocks[place], location))
+        if blocks:
+            number = self._num_reads
+            self._num_reads += 1
+            listener = _ReadToLoop(self, number, [block.index - self._first_index for block in blocks])
+            self._reads[number] = self._connector.read(self._metadata, self._token, blocks, listener)
+
+    def finished(self, num_tokens: int, request_digest: bytes, token_ids: tuple[int, ...]) -> None:
+        """The source is done."""
+        if self._source_finished or self.is_ending:
+            return
+        if request_digest != self.source.request_digest:
+            self.fail(DigestMismatch("the source computed another request: the digests differ"))
+            return
+        self._source_finished = True
+        self._events.source_finished(self, num_tokens, token_ids)
+        self._finish_if_done()
+
+    def fail(self, cause: PdServeError) -> None:
+        """It cannot go on. Harmless when it has ended."""
+        if not self.is_ending:
+            self._events.failed(self, cause)
+            self._end(ReceiverState.FAILED)
+
+    # ---- reads, told by `_ReadToLoop` in the asyncio thread
+
+    def read_landed(self, places: Sequence[int]) -> None:
+        for place in places:
+            self._landed[place] = True
+        before = self.num_landed
+        while self.num_landed < len(self._landed) and self._landed[self.num_landed]:
+            self.num_landed += 1
+        if self.num_landed > before and self._ends_as is None:
+            self._events.landed(self, self.num_landed)
+            if self._stream is not None:
+                self._stream.landed(self.num_landed)
+
+    def read_ended(self, number: int, outcome: ReadOutcome, cause: TransferFailed | None) -> None:
+        self._reads.pop(number, None)
+        if outcome is not ReadOutcome.DONE and self._ends_as is None:
+            self.fail(cause or TransferFailed("a read was cancelled"))
+        self._finish_if_done()
+
+    def _finish_if_done(self) -> None:
+        """Everything here: release. Ending, and the last read over: fenced."""
+        if self._ends_as is not None:
+            self._fence_if_quiet()
+            return
+        everything = self._local_blocks is not None and self.num_landed == len(self._local_blocks)
+        if everything and not self._reads and self._source_finished and not self.has_ended:
+            if self.state is ReceiverState.ATTACHING:
+                return
+            self.state = move(RECEIVER_MOVES, self.state, ReceiverState.LANDED)
+            if self._stream is not None:
+                self._stream.release()
+            self._events.fenced(self)
+
+    def _end(self, state: ReceiverState) -> None:
+        if self.is_ending:
+            return
+        self._ends_as = state
+        if self.state is ReceiverState.RECEIVING:
+            self.state = move(RECEIVER_MOVES, self.state, ReceiverState.DRAINING)
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        for read in list(self._reads.values()):
+            read.cancel()
+        self._fence_if_quiet()
+
+    def _fence_if_quiet(self) -> None:
+        if not self._reads and not self.has_ended and self._ends_as is not None:
+            self.state = move(RECEIVER_MOVES, self.state, self._ends_as)
+            if self._local_blocks is not None:
+                self._events.fenced(self)
+
+    def call_soon(self, callback: object, *args: object) -> None:
+        """From a transport thread into the asyncio thread; a closed loop has nobody left to tell."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)  # type: ignore[arg-type]
+        except RuntimeError:
+            log.debug("the event loop has closed before a read ended")
+
+
+class _ReadToLoop:
+    """A `ReadListener` that carries what transport threads say into the asyncio thread."""
+
+    def __init__(self, transfer: ReceiverTransfer, number: int, places: list[int]) -> None:
+        self._transfer = transfer
+        self._number = number
+        self._places = places
+
+    def landed(self, first: int, count: int) -> None:
+        self._transfer.call_soon(self._transfer.read_landed, self._places[first : first + count])
+
+    def ended(self, outcome: ReadOutcome, cause: TransferFailed | None) -> None:
+        self._transfer.call_soon(self._transfer.read_ended, self._number, outcome, cause)

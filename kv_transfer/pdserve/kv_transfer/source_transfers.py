@@ -1,0 +1,92 @@
+"""`SourceTransfers`: all transfers of one source, and the ids of those that have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+
+from pdserve.common.errors import PdServeError, TransferFailed
+from pdserve.kv_transfer.connector import BlockConnector
+from pdserve.kv_transfer.source_transfer import (
+    ExpectedTransfer,
+    LeaseLimits,
+    PeerId,
+    SourceEvents,
+    SourceStream,
+    SourceTransfer,
+)
+
+
+class SourceTransfers:
+    """Lives in the asyncio thread. Attach may come before or after the prefill leg: each waits for the other."""
+
+    def __init__(self, connector: BlockConnector, limits: LeaseLimits, events: SourceEvents) -> None:
+        self._connector = connector
+        self._limits = limits
+        self._events = events
+        self._transfers: dict[bytes, SourceTransfer] = {}
+        self._awaited: dict[bytes, asyncio.Future[SourceTransfer]] = {}
+        # an id is used once: tombstones outlive every attach that may still be under way
+        self._tombstones: OrderedDict[bytes, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def expect(self, expected: ExpectedTransfer) -> SourceTransfer:
+        """The prefill leg is here. Raises: TransferFailed when the id was used before."""
+        self._bury()
+        if expected.transfer_id in self._transfers or expected.transfer_id in self._tombstones:
+            raise TransferFailed("the transfer id was used before")
+        transfer = SourceTransfer(expected, self._connector, self._limits, self._events)
+        self._transfers[expected.transfer_id] = transfer
+        transfer.over.add_done_callback(lambda _: self._ended(expected.transfer_id))
+        if (awaited := self._awaited.pop(expected.transfer_id, None)) is not None and not awaited.done():
+            awaited.set_result(transfer)
+        return transfer
+
+    async def attach(
+        self, transfer_id: bytes, receiver: PeerId, request_digest: bytes, stream: SourceStream, have: int
+    ) -> SourceTransfer:
+        """A receiver's control stream is here; waits for the prefill leg if need be.
+
+        Raises: TransferFailed when the reference is stale, forged, of another receiver or another request (I8), or when
+        no prefill leg comes within `attach_timeout_s`.
+        """
+        self._bury()
+        if transfer_id in self._tombstones:
+            raise TransferFailed("the transfer has ended")
+        transfer = self._transfers.get(transfer_id) or await self._wait_for(transfer_id)
+        if receiver != transfer.expected.receiver:
+            raise TransferFailed(f"the transfer is for another receiver, not for {receiver}")
+        if request_digest != transfer.expected.request_digest:
+            raise TransferFailed("the transfer is of another request: the digests differ")
+        if transfer.has_ended:
+            raise TransferFailed("the transfer has ended")
+        transfer.attach(stream, have)
+        return transfer
+
+    async def _wait_for(self, transfer_id: bytes) -> SourceTransfer:
+        awaited = self._awaited.setdefault(transfer_id, asyncio.get_running_loop().create_future())
+        try:
+            async with asyncio.timeout(self._limits.attach_timeout_s):
+                return await asyncio.shield(awaited)
+        except TimeoutError:
+            raise TransferFailed("no such transfer") from None
+        finally:
+            if self._awaited.get(transfer_id) is awaited and not awaited.done():
+                del self._awaited[transfer_id]
+
+    def revoke_all(self, cause: PdServeError) -> None:
+        """The source is leaving."""
+        for transfer in list(self._transfers.values()):
+            transfer.revoke(cause)
+
+    def _ended(self, transfer_id: bytes) -> None:
+        self._transfers.pop(transfer_id, None)
+        self._tombstones[transfer_id] = time.monotonic() + self._limits.attach_timeout_s + self._limits.max_s
+
+    def _bury(self) -> None:
+        now = time.monotonic()
+        while self._tombstones and next(iter(self._tombstones.values())) < now:
+            self._tombstones.popitem(last=False)

@@ -1,0 +1,179 @@
+"""The source's side of the TCP connector: one thread accepts, one thread a connection answers."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from pdserve.kv_transfer.block_runs import block_runs
+from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.grant_book import BookedGrant, GrantBook, Refusal, Sending
+from pdserve.kv_transfer.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
+from pdserve.kv_transfer.tcp_settings import TcpSettings
+from pdserve.kv_transfer.tcp_stream import Listener, StreamBroken, TcpStream
+
+logger = logging.getLogger(__name__)
+
+_WARN_EACH_S = 60.0
+_WARNED_PEERS = 256
+_ACCEPT_RETRY_S = 0.1
+
+
+@dataclass(slots=True)
+class SourceCounters:
+    """What a source gave and refused, counted up. Thread-safe."""
+
+    blocks_sent: int = 0
+    refused_reads: int = 0
+    malformed_frames: int = 0
+    refused_connections: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, *, sent: int = 0, refused: int = 0, malformed: int = 0, connections: int = 0) -> None:
+        with self._lock:
+            self.blocks_sent += sent
+            self.refused_reads += refused
+            self.malformed_frames += malformed
+            self.refused_connections += connections
+
+
+class TcpSource:
+    """Answers peers' reads from the pool, as far as its grants allow. Listens from construction until `close`.
+
+    Raises: ConfigError when the address cannot be had.
+    """
+
+    def __init__(self, pool: PoolMemory, settings: TcpSettings, events: EventThread) -> None:
+        self.counters = SourceCounters()
+        self._pool = pool
+        self._settings = settings
+        self._grants = GrantBook(pool.num_blocks, events, settings.fence_after_s)
+        self._listener = Listener(settings.host, settings.port)
+        self.port = self._listener.port
+        self._lock = threading.Lock()
+        self._closed = False
+        self._connections: dict[TcpStream, threading.Thread] = {}
+        self._warned_at: dict[str, float] = {}
+        self._accepting = threading.Thread(target=self._accept, name=f"tcp-accept-{self.port}", daemon=True)
+        self._accepting.start()
+
+    def grant(self, token: bytes) -> BookedGrant:
+        return self._grants.open(token)
+
+    def close(self) -> None:
+        """End all grants and connections, join all threads, free the port. Idempotent."""
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+        if was_closed:
+            return
+        self._listener.wake()
+        self._accepting.join()
+        self._listener.close()
+        self._grants.close()
+        with self._lock:
+            threads = list(self._connections.values())
+            for stream in self._connections:
+                stream.shutdown()
+        for thread in threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted = self._listener.accept()
+            except OSError as error:
+                # No more descriptors, most likely: connections that end bring some back.
+                logger.warning("cannot accept a connection: %s", error)
+                time.sleep(_ACCEPT_RETRY_S)
+                continue
+            if accepted is None:
+                return
+            self._welcome(*accepted)
+
+    def _welcome(self, sock: socket.socket, peer: str) -> None:
+        with self._lock:
+            if self._closed or len(self._connections) >= self._settings.max_connections:
+                sock.close()
+                self.counters.add(connections=1)
+                return
+            try:
+                stream = TcpStream(sock, self._settings.first_request_s, self._settings.send_stall_s)
+            except OSError as error:  # the peer has gone already
+                logger.debug("connection from %s: %s", peer, error)
+                sock.close()
+                return
+            thread = threading.Thread(
+                target=self._serve, args=(stream, peer), name=f"tcp-serve-{self.port}-{peer}", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("no thread for a connection from %s: %s", peer, error)
+                stream.close()
+                return
+            self._connections[stream] = thread
+
+    def _serve(self, stream: TcpStream, peer: str) -> None:
+        frame = bytearray(ReadRequest.NUM_BYTES)
+        patience_s = self._settings.first_request_s
+        try:
+            while stream.wait_readable(patience_s):
+                stream.receive([memoryview(frame)])
+                self._answer(stream, ReadRequest.decode(frame))
+                patience_s = 2 * self._settings.idle_close_s
+        except StreamBroken as error:
+            logger.debug("connection from %s: %s", peer, error)
+        except MalformedFrame as error:
+            self._count_malformed(peer, error)
+        except Exception:
+            logger.exception("connection from %s", peer)
+        finally:
+            with self._lock:
+                del self._connections[stream]
+                # Under the lock: nobody may shut down a descriptor that is somebody else's by now.
+                stream.close()
+
+    def _answer(self, stream: TcpStream, request: ReadRequest) -> None:
+        allowed = self._allow(stream, request)
+        if isinstance(allowed, Refusal):
+            self.counters.add(refused=1)
+            stream.send([memoryview(ReadAnswer.to_request(request, allowed).encode())])
+            return
+        try:
+            header = memoryview(ReadAnswer.to_request(request).encode())
+            stream.send([header, *block_runs(self._pool, allowed.blocks)])
+        finally:
+            self._grants.end(allowed)
+        self.counters.add(sent=request.count)
+
+    def _allow(self, stream: TcpStream, request: ReadRequest) -> Sending | Refusal:
+        block_bytes = self._pool.block_bytes
+        if request.count > max(1, self._settings.max_request_bytes // block_bytes):
+            return Refusal.TOO_MANY
+        sending = self._grants.begin(request.token, request.first_index, request.count, stream.shutdown)
+        if isinstance(sending, Sending) and request.block_bytes != block_bytes:
+            # Only a bearer of a token learns about the pool.
+            self._grants.end(sending)
+            return Refusal.WRONG_BLOCK_BYTES
+        return sending
+
+    def _count_malformed(self, peer: str, error: MalformedFrame) -> None:
+        self.counters.add(malformed=1)
+        now = time.monotonic()
+        with self._lock:
+            if now - self._warned_at.get(peer, float("-inf")) < _WARN_EACH_S:
+                return
+            if len(self._warned_at) >= _WARNED_PEERS:
+                self._warned_at.clear()
+            self._warned_at[peer] = now
+        logger.warning(
+            "%s sent what is no frame of ours (%s); its connection is closed. More from there within %g s is only "
+            "counted.",
+            peer,
+            error,
+            _WARN_EACH_S,
+        )

@@ -1,0 +1,172 @@
+"""A TCP connection that moves bytes between buffers, with a bound on each stall, and can be cut from another thread.
+
+Sockets are made and used in this file alone. TLS belongs here: `dial` and `Listener` would wrap the socket in a context
+of theirs, and a second stream class would move the bytes with `SSLSocket.recv_into` and `send`, which know no vectors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+from pdserve.common.errors import ConfigError
+
+_IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
+_LISTEN_BACKLOG = 128
+
+
+class StreamBroken(Exception):
+    """Closed by the peer, cut by `shutdown`, stalled, or failed; of no more use.
+
+    num_bytes: moved by the failed call before that. is_stall: the peer did nothing, and might still.
+    """
+
+    def __init__(self, message: str, num_bytes: int = 0, is_stall: bool = False) -> None:
+        super().__init__(message)
+        self.num_bytes = num_bytes
+        self.is_stall = is_stall
+
+
+class TcpStream:
+    """One thread sends and receives; any thread may `shutdown`.
+
+    stall_s: without a byte received for so long, `receive` raises. send_stall_s: the same for `send`.
+    """
+
+    def __init__(self, sock: socket.socket, stall_s: float, send_stall_s: float) -> None:
+        self._sock = sock
+        self._stall_s = stall_s
+        self._send_stall_s = send_stall_s
+        self._is_shut = False
+        # Blocking calls with the kernel's own timeouts: one call then moves megabytes without the GIL, where a socket
+        # with a Python timeout would return at each packet. A call returns at least four times in stall_s, so a stall
+        # is noticed after at most 1.25 * stall_s.
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(stall_s / 4))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_stall_s / 4))
+
+    def send(self, views: Sequence[memoryview]) -> None:
+        """Send all bytes of all views, in order. Raises StreamBroken."""
+        self._move(views, self._sock.sendmsg, self._send_stall_s)
+
+    def receive(self, views: Sequence[memoryview]) -> None:
+        """Fill all views, in order. Raises StreamBroken; what came before is in the views."""
+        self._move(views, self._receive_some, self._stall_s)
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Wait for a byte or the stream's end; False when neither came in time. Raises StreamBroken."""
+        return _wait_readable([self._sock], timeout_s)
+
+    def shutdown(self) -> None:
+        """Wake whoever sends or receives here, with StreamBroken. From any thread; may be called again."""
+        self._is_shut = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the socket back. By the thread that uses it."""
+        self._sock.close()
+
+    def _receive_some(self, views: Sequence[memoryview]) -> int:
+        if len(views) == 1:
+            return self._sock.recv_into(views[0], 0, socket.MSG_WAITALL)
+        return self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+
+    def _move(
+        self, views: Sequence[memoryview], move_some: Callable[[Sequence[memoryview]], int], stall_s: float
+    ) -> None:
+        rest = list(views)
+        position = num_moved = 0
+        last_progress = time.monotonic()
+        while position < len(rest):
+            if self._is_shut:
+                # The kernel hands out what it had received even after a shutdown.
+                raise StreamBroken("cut off", num_moved)
+            try:
+                num_bytes = move_some(rest[position : position + _IOV_MAX])
+            except BlockingIOError:
+                if time.monotonic() - last_progress >= stall_s:
+                    raise StreamBroken(f"no byte moved for {stall_s:g} s", num_moved, is_stall=True) from None
+                continue
+            except OSError as error:
+                raise StreamBroken("cut off" if self._is_shut else str(error), num_moved) from error
+            if num_bytes == 0:
+                raise StreamBroken("cut off" if self._is_shut else "closed by the peer", num_moved)
+            last_progress = time.monotonic()
+            num_moved += num_bytes
+            while position < len(rest) and num_bytes >= len(rest[position]):
+                num_bytes -= len(rest[position])
+                position += 1
+            if num_bytes:
+                rest[position] = rest[position][num_bytes:]
+
+
+def dial(host: str, port: int, connect_timeout_s: float, stall_s: float, send_stall_s: float) -> TcpStream:
+    """Connect. Raises StreamBroken. The time-out counts for each address of a name; resolving has its own."""
+    try:
+        sock = socket.create_connection((host, port), connect_timeout_s)
+    except (OSError, UnicodeError) as error:
+        raise StreamBroken(str(error)) from error
+    return TcpStream(sock, stall_s, send_stall_s)
+
+
+class Listener:
+    """A listening socket, whose `accept` any thread can end."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Raises ConfigError when the address cannot be had."""
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._sock = socket.create_server((host, port), family=family, backlog=_LISTEN_BACKLOG)
+        except (OSError, UnicodeError, OverflowError) as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+        self._sock.setblocking(False)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+
+    @property
+    def port(self) -> int:
+        port: int = self._sock.getsockname()[1]
+        return port
+
+    def accept(self) -> tuple[socket.socket, str] | None:
+        """The next connection and its peer's host; None after `wake`. Raises OSError when this one failed."""
+        while True:
+            _wait_readable([self._sock, self._wake_receiver], None)
+            if _wait_readable([self._wake_receiver], 0):
+                return None
+            try:
+                sock, address = self._sock.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                continue
+            return sock, str(address[0])
+
+    def wake(self) -> None:
+        """End `accept`, now and for ever."""
+        with contextlib.suppress(OSError):
+            self._wake_sender.send(b"\0")
+
+    def close(self) -> None:
+        """Free the port; by whoever knows that nobody accepts any more."""
+        self._sock.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
+
+
+def _wait_readable(socks: Sequence[socket.socket], timeout_s: float | None) -> bool:
+    poll = select.poll()
+    try:
+        for sock in socks:
+            poll.register(sock, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+    except (OSError, ValueError) as error:
+        raise StreamBroken(str(error)) from error
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1_000_000))

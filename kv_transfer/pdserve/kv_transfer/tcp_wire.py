@@ -1,0 +1,72 @@
+"""The reader's side of one TCP connection: asks for blocks and receives them straight into the pool."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from pdserve.common.errors import TransferFailed
+from pdserve.kv_transfer.block_runs import block_runs
+from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
+from pdserve.kv_transfer.lanes import WireBroken
+from pdserve.kv_transfer.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
+from pdserve.kv_transfer.tcp_settings import TcpAddress, TcpSettings
+from pdserve.kv_transfer.tcp_stream import StreamBroken, TcpStream, dial
+
+_STEP_BYTES = 512 << 10
+"""Received in one call, then digested: small enough to be in the processor's cache still."""
+
+
+class TcpWire:
+    """A `Wire` over one connection. Raises TransferFailed from construction when the peer cannot be reached."""
+
+    def __init__(self, address: TcpAddress, pool: PoolMemory, settings: TcpSettings) -> None:
+        self._peer = str(address)
+        self._pool = pool
+        self._step_blocks = max(1, _STEP_BYTES // pool.block_bytes)
+        self._serials = itertools.count(1)
+        self._has_served = False
+        self._header = bytearray(ReadAnswer.NUM_BYTES)
+        try:
+            self._stream: TcpStream = dial(
+                address.host, address.port, settings.connect_timeout_s, settings.read_stall_s, settings.send_stall_s
+            )
+        except StreamBroken as error:
+            raise TransferFailed(f"no connection to {self._peer}: {error}") from error
+
+    def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
+        """As `Wire.fetch`."""
+        request = ReadRequest(next(self._serials), token, blocks[0].index, len(blocks), self._pool.block_bytes)
+        answer = self._ask(request)
+        if answer.refusal is not None:
+            raise TransferFailed(
+                f"{self._peer} refused to send blocks {request.first_index} to "
+                f"{request.first_index + request.count - 1}: {answer.refusal.explanation}"
+            )
+        for first in range(0, len(blocks), self._step_blocks):
+            step = blocks[first : first + self._step_blocks]
+            try:
+                self._stream.receive(block_runs(self._pool, [block.local_block for block in step]))
+            except StreamBroken as error:
+                raise WireBroken(f"reading block {step[0].index} and on from {self._peer}: {error}") from error
+            yield first + len(step)
+
+    def interrupt(self) -> None:
+        self._stream.shutdown()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _ask(self, request: ReadRequest) -> ReadAnswer:
+        try:
+            self._stream.send([memoryview(request.encode())])
+            self._stream.receive([memoryview(self._header)])
+            answer = ReadAnswer.decode(self._header, request)
+        except StreamBroken as error:
+            # A kept connection may have outlived its peer. One that stalls has not, and a new one proved nothing yet.
+            is_stale = self._has_served and not error.is_stall and error.num_bytes == 0
+            raise WireBroken(f"asking {self._peer} for block {request.first_index}: {error}", is_stale) from error
+        except MalformedFrame as error:
+            raise WireBroken(f"asking {self._peer} for block {request.first_index}: {error}") from error
+        self._has_served = True
+        return answer

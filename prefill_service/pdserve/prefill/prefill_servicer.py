@@ -1,0 +1,107 @@
+"""`PrefillServicer`: the prefill leg of an attempt."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from pdserve.common import timeline
+from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.wire import finish_reason_to_wire, moments_to_wire, prepared_from_wire
+from pdserve.kv_transfer.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
+from pdserve.kv_transfer.transfer_state import SourceState
+from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
+from pdserve.worker.engine_request import make_engine_request
+from pdserve.worker.worker import Worker
+
+TRANSFER_ID_BYTES = 16
+_MOMENTS = {
+    "queued": timeline.PREFILL_QUEUED,
+    "scheduled": timeline.PREFILL_STARTED,
+    "first_token": timeline.PREFILL_COMPUTED,
+}
+_ENDED = {
+    SourceState.RELEASED: prefill_pb2.Ended.RELEASED,
+    SourceState.REVOKED: prefill_pb2.Ended.REVOKED,
+    SourceState.EXPIRED: prefill_pb2.Ended.EXPIRED,
+}
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """Serves `PrefillService`. The call lives as long as its transfer, and takes it along when it goes."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        worker = self._worker
+        prepared = prepared_from_wire(request.request, worker.settings.block_size)
+        if len(request.transfer_id) not in (0, TRANSFER_ID_BYTES):
+            raise InvalidRequest(
+                f"transfer_id has {len(request.transfer_id)} bytes, not {TRANSFER_ID_BYTES}", "transfer_id"
+            )
+        engine_request = make_engine_request(
+            prepared, request.attempt.number, transfer_source=bool(request.transfer_id)
+        )
+        worker.engine.core.verify(engine_request)
+        transfer = self._expect(request, prepared, engine_request) if request.transfer_id else None
+        stream = None
+        try:
+            stream = worker.engine.submit(engine_request)
+            yield prefill_pb2.PrefillEvent(admitted=_admitted(engine_request))
+            output = await stream.get()
+            if output.new_token_ids:
+                yield prefill_pb2.PrefillEvent(computed=_computed(prepared, output))
+            if transfer is not None:
+                state = await transfer.over
+                if transfer.cause is not None and state not in _ENDED:
+                    raise transfer.cause
+                cause = transfer.cause.message if transfer.cause is not None else ""
+                how = _ENDED.get(state, prefill_pb2.Ended.HOW_UNSPECIFIED)
+                yield prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=how, cause=cause))
+        finally:
+            if stream is not None:
+                worker.engine.release(stream)
+            if transfer is not None:
+                transfer.cancel()
+
+    def _expect(
+        self, request: prefill_pb2.PrefillRequest, prepared: PreparedRequest, engine_request: EngineCoreRequest
+    ) -> SourceTransfer:
+        expected = ExpectedTransfer(
+            transfer_id=request.transfer_id,
+            request_id=engine_request.request_id,
+            receiver=PeerId(request.receiver.worker_id, request.receiver.epoch),
+            request_digest=prepared.request_digest,
+            lease_s=prepared.remaining_s,
+        )
+        transfer = self._worker.transfers.expect(expected)
+        self._worker.adapter.source(engine_request, transfer)
+        return transfer
+
+
+def _admitted(request: EngineCoreRequest) -> prefill_pb2.Admitted:
+    return prefill_pb2.Admitted(moments=moments_to_wire({timeline.PREFILL_QUEUED: request.arrival_time}))
+
+
+def _computed(prepared: PreparedRequest, output: EngineCoreOutput) -> prefill_pb2.Computed:
+    moments = {_MOMENTS[name]: at for name, at in output.moments.items() if name in _MOMENTS}
+    outputs = request_pb2.Outputs(
+        first_position=output.first_position,
+        token_ids=output.new_token_ids,
+        finish_reason=finish_reason_to_wire(output.finish_reason),
+        stop_token_id=output.stop_reason if isinstance(output.stop_reason, int) else None,
+        num_cached_tokens=output.num_cached_tokens,
+    )
+    return prefill_pb2.Computed(
+        num_tokens=len(prepared.prompt_token_ids),
+        request_digest=prepared.request_digest,
+        first_outputs=[outputs],
+        moments=moments_to_wire(moments),
+    )

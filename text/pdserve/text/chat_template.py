@@ -1,0 +1,187 @@
+"""Chat messages to prompt text, by the model's own Jinja template in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from pdserve.common.errors import ConfigError, InvalidRequest
+
+FIELD = "messages"
+_MAX_DEPTH = 64
+
+
+class ChatTemplate:
+    """One compiled template. Rendering is safe from any thread.
+
+    Source: the environment (whitespace control, filters, globals, `generation` blocks) is that of transformers'
+    `apply_chat_template`, so that a model's template gives the text the model was trained on.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
+        """special_tokens: variables such as `bos_token`. origin: the file, for messages.
+
+        Raises: ConfigError when the template does not compile.
+        """
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"{origin}: chat template, line {error.lineno}: {error.message}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. variables: the client's own for this template, such as `enable_thinking`.
+
+        Raises: InvalidRequest when the messages are malformed or the template refuses them.
+        """
+        given = {
+            "documents": None,
+            **_plain(dict(variables or {}), "chat_template_kwargs"),
+            # After the client's, which replace none of these.
+            **self._special_tokens,
+            "messages": [plain_message(message, place) for place, message in enumerate(messages)],
+            "tools": _plain(tools, "tools"),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if not given["messages"]:
+            raise InvalidRequest("messages must hold at least one message", FIELD)
+        try:
+            return self._template.render(given)
+        except Exception as error:
+            # A template is a program over the client's values: whatever it stumbles on is about this request.
+            raise InvalidRequest(f"the model's chat template refused the messages: {error}", FIELD) from error
+
+
+def plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """One message in plain JSON types, its content flattened to one string, as text-only templates expect.
+
+    Text parts are joined by newlines (as vLLM does); absent content becomes empty. Other fields pass through.
+    Raises: InvalidRequest naming the part type that is not text, or what is malformed.
+    """
+    where = f"{FIELD}[{place}]"
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{where} must be an object, not {type(message).__name__}", FIELD)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequest(f"{where}.role must be a non-empty string, not {role!r}", FIELD)
+    plain: dict[str, Any] = _plain(message, where)
+    plain["content"] = _flatten(plain.get("content"), f"{where}.content")
+    return plain
+
+
+def _flatten(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a string or a list of parts, not {type(content).__name__}", FIELD)
+    return "\n".join(_part_text(part, f"{where}[{place}]") for place, part in enumerate(content))
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text":
+        raise InvalidRequest(f"{where} has type {kind!r}; this model takes only text", FIELD)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where}.text must be a string, not {type(text).__name__}", FIELD)
+    return text
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy in exact JSON types: the sandbox cannot vouch for the methods of anything else."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if depth >= _MAX_DEPTH:
+        raise InvalidRequest(f"{where} is nested deeper than {_MAX_DEPTH} levels", FIELD)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, where, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where, depth + 1) for item in value]
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise InvalidRequest(f"{where} holds a {type(value).__name__}, which is not a JSON value", FIELD)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` marks a training mask; for serving it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class _GuardedNamespace(Namespace):
+    """Jinja's `namespace()`, without names that reach into Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # Without a named first parameter, so that a template may store a `self`.
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _refuse_internal(name)
+        Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_internal(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_internal(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace must not hold {name!r}")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_new_dict, namespace=_GuardedNamespace
+    )
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as models saw it in training; Jinja's own filter escapes `<`, `>` and `&` for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """A function instead of the type, whose attributes a template could walk."""
+    return dict(*args, **kwargs)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)

@@ -1,0 +1,296 @@
+"""`OutputProcessor`: from engine outputs, named by position, to one client's stream of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pdserve.common.engine_types import FinishReason
+from pdserve.common.errors import InternalError
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.text.detokenizer import IncrementalDetokenizer
+from pdserve.text.stop_strings import StopAutomaton, StopStringMatcher
+from pdserve.text.tokenizer import Tokenizer
+
+
+class PositionConflict(InternalError):
+    """An engine speaks of another continuation than the one the client has: another token at a position it was sent,
+    an end before its last token, or an unknown sequence. The attempt has failed; the next resumes from the ledger."""
+
+    code = "position_conflict"
+    retryable = True
+
+
+class PositionGap(InternalError):
+    """An output begins after the next position: a token is missing. The attempt has failed; the next resumes."""
+
+    code = "position_gap"
+    retryable = True
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One sequence of a request: a delta from `process`, or everything from `request_output`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    """"stop", "length", "abort" or "error"; set in the sequence's last delta."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string; None for EOS, length, abort and error."""
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """A request and its sequences, as offline callers and response formatters read them."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int | None = None
+
+
+class RequestState:
+    """One sequence: its ledger of tokens, its text, and whether it has ended."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_matcher",
+        "_min_tokens",
+        "_silent_ids",
+        "_texts",
+        "finish_reason",
+        "index",
+        "output_token_ids",
+        "stop_reason",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: IncrementalDetokenizer,
+        matcher: StopStringMatcher | None,
+        min_tokens: int,
+        silent_ids: frozenset[int],
+    ) -> None:
+        """silent_ids: tokens without text where they end the sequence; they count as tokens all the same."""
+        self.index = index
+        self.output_token_ids: list[int] = []
+        """What the client was sent: the truth that a resumed attempt continues."""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._detokenizer = detokenizer
+        self._matcher = matcher
+        self._min_tokens = min_tokens
+        self._silent_ids = silent_ids
+        self._texts: list[str] = []
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def next_position(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def text(self) -> str:
+        """All text released so far."""
+        return "".join(self._texts)
+
+    def process(
+        self,
+        first_position: int,
+        token_ids: Sequence[int],
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+    ) -> CompletionOutput | None:
+        """See `OutputProcessor.process`."""
+        if self.finish_reason is not None:
+            return None
+        token_ids = self._unseen(first_position, token_ids, finish_reason)
+        if not token_ids and finish_reason is None:
+            return None
+        num_spoken = len(token_ids)
+        if finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self._silent_ids:
+            num_spoken -= 1
+        if self._matcher is None:
+            text = self._detokenizer.add(token_ids[:num_spoken])
+            if finish_reason is not None:
+                text += self._detokenizer.flush()
+        else:
+            text, num_matched = self._until_stop(self._matcher, token_ids[:num_spoken], finish_reason is not None)
+            if self._matcher.matched is not None:
+                token_ids = token_ids[:num_matched]
+                finish_reason, stop_reason = FinishReason.STOP, self._matcher.matched
+        return self._commit(text, token_ids, finish_reason, stop_reason)
+
+    def _unseen(
+        self, first_position: int, token_ids: Sequence[int], finish_reason: FinishReason | None
+    ) -> Sequence[int]:
+        """Drop the tokens the ledger has. Raises: PositionGap, PositionConflict."""
+        ledger = self.output_token_ids
+        num_seen = len(ledger) - first_position
+        if num_seen == 0 or not token_ids:
+            if num_seen < 0:
+                raise PositionGap(f"sequence {self.index} ends at {first_position}, but {len(ledger)} is next")
+            return token_ids
+        if num_seen < 0:
+            raise PositionGap(f"sequence {self.index} goes on at {first_position}, but {len(ledger)} is next")
+        if first_position < 0:
+            raise PositionConflict(f"sequence {self.index} has no position {first_position}")
+        for position, (known, given) in enumerate(
+            zip(ledger[first_position:], token_ids, strict=False), first_position
+        ):
+            if known != given:
+                raise PositionConflict(f"sequence {self.index} has token {known} at {position}, then came {given}")
+        if num_seen > len(token_ids) and finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            end = first_position + len(token_ids)
+            raise PositionConflict(f"sequence {self.index} ends after {end} tokens, but has {len(ledger)}")
+        return token_ids[num_seen:]
+
+    def _until_stop(self, matcher: StopStringMatcher, token_ids: Sequence[int], last: bool) -> tuple[str, int]:
+        """(text released, tokens up to and with the one that completed a stop string).
+
+        A token at a time, because the ledger ends with that very token.
+        """
+        released = []
+        num_before = len(self.output_token_ids)
+        for count, token_id in enumerate(token_ids, 1):
+            text = self._detokenizer.add((token_id,))
+            released.append(matcher.feed(text, suppressed=num_before + count <= self._min_tokens))
+            if matcher.matched is not None:
+                return "".join(released), count
+        if last:
+            released.append(matcher.feed(self._detokenizer.flush()))
+            released.append(matcher.flush())
+        return "".join(released), len(token_ids)
+
+    def _commit(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+    ) -> CompletionOutput:
+        self.output_token_ids.extend(token_ids)
+        self.finish_reason = finish_reason
+        self.stop_reason = stop_reason
+        if text:
+            self._texts.append(text)
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=list(token_ids),
+            finish_reason=None if finish_reason is None else str(finish_reason),
+            stop_reason=stop_reason,
+        )
+
+
+class OutputProcessor:
+    """The stream of one client: n sequences, each by output position. Not shared between tasks.
+
+    Whatever attempts come and go behind it, the client gets every position once: what it has is dropped, so that two
+    legs may report the same token and a resumed attempt may repeat.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        num_sequences: int = 1,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        """eos_token_ids: those given to the engines, if they differ from the tokenizer's."""
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens that needed no computing; set by whoever hears of it."""
+        params = sampling_params
+        automaton = StopAutomaton(params.stop) if params.stop else None
+        include = params.include_stop_str_in_output
+        stop_ids = {*params.stop_token_ids, *(tokenizer.eos_token_ids if eos_token_ids is None else eos_token_ids)}
+        self._states = tuple(
+            RequestState(
+                index,
+                tokenizer.detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens),
+                None if automaton is None else StopStringMatcher(automaton, include),
+                params.min_tokens,
+                frozenset() if include else frozenset(stop_ids),
+            )
+            for index in range(num_sequences)
+        )
+
+    def process(
+        self,
+        index: int,
+        first_position: int,
+        token_ids: Sequence[int],
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+    ) -> CompletionOutput | None:
+        """Take one engine output of sequence `index`; return what is new for the client, None if nothing is.
+
+        Text lags behind its tokens while it may be half a character or the beginning of a stop string; with a finish
+        reason, given or found here, all of it is released. A stop string ends the sequence (STOP, the string) and wins
+        over the engine's own reason; tokens after the one that completed it are dropped. It counts only if completed
+        after the first `min_tokens` tokens. Once finished, outputs are ignored.
+        Raises: PositionGap, PositionConflict; nothing of that output was taken then.
+        """
+        if not 0 <= index < len(self._states):
+            raise PositionConflict(f"there is no sequence {index} among {len(self._states)}")
+        return self._states[index].process(first_position, token_ids, finish_reason, stop_reason)
+
+    @property
+    def states(self) -> tuple[RequestState, ...]:
+        return self._states
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence has ended, so that the caller may cancel both legs."""
+        return all(state.finished for state in self._states)
+
+    @property
+    def unfinished_indices(self) -> list[int]:
+        return [state.index for state in self._states if not state.finished]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all sequences, as usage counts them."""
+        return sum(state.next_position for state in self._states)
+
+    def output_token_ids(self, index: int) -> list[int]:
+        """The ledger of one sequence; the caller must not change it."""
+        return self._states[index].output_token_ids
+
+    def next_position(self, index: int) -> int:
+        return self._states[index].next_position
+
+    def request_output(self, deltas: Sequence[CompletionOutput] | None = None) -> RequestOutput:
+        """These deltas with their request around them; without any given, everything so far."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[_whole(state) for state in self._states] if deltas is None else list(deltas),
+            finished=self.finished,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+def _whole(state: RequestState) -> CompletionOutput:
+    return CompletionOutput(
+        index=state.index,
+        text=state.text,
+        token_ids=list(state.output_token_ids),
+        finish_reason=None if state.finish_reason is None else str(state.finish_reason),
+        stop_reason=state.stop_reason,
+    )

@@ -1,0 +1,116 @@
+"""Stop strings found in text that arrives in pieces, however it is cut."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+
+class StopAutomaton:
+    """An Aho-Corasick automaton over a request's stop strings: one step per character, whatever their number.
+
+    Immutable once built, so the n sequences of a request share one. Building costs their total length.
+    A state is the longest suffix of the text so far that begins some stop string, or is one.
+    """
+
+    __slots__ = ("_edges", "_fail", "ending", "first_chars", "held_length")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._edges: list[dict[str, int]] = [{}]
+        self._fail: list[int] = [0]
+        self.held_length: list[int] = [0]
+        """Per state: the longest suffix, in characters, that more text could complete to a stop string."""
+        self.ending: list[str | None] = [None]
+        """Per state: the longest stop string that ends here."""
+        for stop in stops:
+            if stop:
+                self._insert(stop)
+        self._link()
+        self.first_chars = frozenset(self._edges[0])
+        """Without one of these in it, text cannot leave the start state."""
+
+    def step(self, state: int, char: str) -> int:
+        """The state after one more character; amortised constant time."""
+        edges = self._edges
+        while (following := edges[state].get(char)) is None:
+            if not state:
+                return 0
+            state = self._fail[state]
+        return following
+
+    def _insert(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            following = self._edges[state].get(char)
+            if following is None:
+                following = len(self._edges)
+                self._edges[state][char] = following
+                self._edges.append({})
+                self._fail.append(0)
+                self.held_length.append(self.held_length[state] + 1)
+                self.ending.append(None)
+            state = following
+        self.ending[state] = stop
+
+    def _link(self) -> None:
+        """Breadth first, so that a shallower state's links are final before a deeper one reads them."""
+        queue = deque(self._edges[0].values())
+        while queue:
+            state = queue.popleft()
+            if not self._edges[state]:
+                # Complete: nothing can be added to it, only to a suffix of it. (Read where a match did not count.)
+                self.held_length[state] = self.held_length[self._fail[state]]
+            for char, following in self._edges[state].items():
+                self._fail[following] = self.step(self._fail[state], char)
+                # A stop string that is a whole suffix of a longer partial match ends here too.
+                if self.ending[following] is None:
+                    self.ending[following] = self.ending[self._fail[following]]
+                queue.append(following)
+
+
+class StopStringMatcher:
+    """Releases text as soon as it cannot be part of a stop string.
+
+    The match is the one that is complete first as characters arrive; of several that are complete at the same
+    character, the longest (it begins first). So the result depends on the text alone, not on how it was cut.
+    """
+
+    __slots__ = ("_automaton", "_held", "_include", "_state", "matched")
+
+    def __init__(self, stops: Sequence[str] | StopAutomaton, include_in_output: bool = False) -> None:
+        self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(stops)
+        self._include = include_in_output
+        self._state = 0
+        self._held = ""
+        self.matched: str | None = None
+        """The stop string that was found; from then on nothing more is released."""
+
+    def feed(self, text: str, *, suppressed: bool = False) -> str:
+        """Add text, and return what can be released now; it may be older than the text given.
+
+        suppressed: a match that would be complete within this text does not count (`min_tokens`); one that begins
+        here and is complete later does.
+        """
+        if self.matched is not None:
+            return ""
+        automaton = self._automaton
+        state = self._state
+        if not state and automaton.first_chars.isdisjoint(text):
+            return text
+        pending = self._held + text
+        for end, char in enumerate(text, len(self._held) + 1):
+            state = automaton.step(state, char)
+            stop = automaton.ending[state]
+            if stop is not None and not suppressed:
+                self.matched = stop
+                self._held = ""
+                return pending[: end if self._include else end - len(stop)]
+        self._state = state
+        release = len(pending) - automaton.held_length[state]
+        self._held = pending[release:]
+        return pending[:release]
+
+    def flush(self) -> str:
+        """The text has ended: return what was held back. Empty after a match."""
+        held, self._held, self._state = self._held, "", 0
+        return held

@@ -1,0 +1,127 @@
+"""What each token id adds to the stream of UTF-8 bytes, for the tokenizers whose decoder works a token at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_DIRECT_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins: such a byte is its own character, the others follow from U+0100 on, in order."""
+    rest = [byte for byte in range(256) if byte not in set(_DIRECT_BYTES)]
+    return {chr(byte): byte for byte in _DIRECT_BYTES} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderRules:
+    """A decoder of tokenizer.json, reduced to what matters token by token."""
+
+    byte_level: bool = False
+    """Tokens are spelled in the byte alphabet; everything below is then unused."""
+    replacements: tuple[tuple[str, str], ...] = ()
+    byte_fallback: bool = False
+    """`<0x41>` stands for a byte."""
+    strip_char: str = ""
+    strip_count: int = 0
+    """So many of `strip_char` fall off the front of the whole text."""
+    first_token_drops: str = ""
+    """This character is dropped from the first token (Metaspace), where elsewhere it is a space."""
+
+    @classmethod
+    def of(cls, decoder: Any) -> DecoderRules | None:
+        """Rules of the `decoder` object of a tokenizer.json; None for one that does not work token by token.
+
+        Known are: ByteLevel (GPT-2, Llama 3, Qwen); Replace, ByteFallback, Fuse, Strip in this order (Llama 2,
+        Mistral, Gemma); Metaspace (Unigram models).
+        """
+        if not isinstance(decoder, dict):
+            return None
+        steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+        kinds = [step.get("type") for step in steps]
+        if kinds == ["ByteLevel"]:
+            return cls(byte_level=True)
+        if kinds == ["Metaspace"]:
+            mark = steps[0]["replacement"]
+            scheme = steps[0].get("prepend_scheme", "always")
+            return cls(replacements=((mark, " "),), first_token_drops="" if scheme == "never" else mark)
+        if re.fullmatch(r"(Replace )+(ByteFallback )?(Fuse (Strip )?)?", "".join(f"{k} " for k in kinds)):
+            return cls._of_sentencepiece(steps)
+        return None
+
+    @classmethod
+    def _of_sentencepiece(cls, steps: list[dict[str, Any]]) -> DecoderRules | None:
+        replacements = [(step["pattern"].get("String"), step["content"]) for step in steps if step["type"] == "Replace"]
+        none: dict[str, Any] = {"content": "", "start": 0, "stop": 0}
+        strip = steps[-1] if steps[-1]["type"] == "Strip" else none
+        if strip["stop"] or any(pattern is None for pattern, _ in replacements):
+            return None
+        return cls(
+            replacements=tuple(replacements),
+            byte_fallback=any(step["type"] == "ByteFallback" for step in steps),
+            strip_char=strip["content"],
+            strip_count=strip["start"],
+        )
+
+    def spell(self, token: str) -> bytes:
+        """The bytes of one token that is not the first of its text."""
+        if self.byte_level:
+            try:
+                return bytes([_BYTE_OF_CHAR[char] for char in token])
+            except KeyError:
+                # An added token is plain text; the library tells it from a spelled one in this same way.
+                return token.encode()
+        for pattern, content in self.replacements:
+            token = token.replace(pattern, content)
+        if self.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        return token.encode()
+
+
+class PieceTable(dict[int, bytes]):
+    """Token id -> bytes, spelled on first use; ids that are hidden or unknown are empty."""
+
+    def __init__(self, token_of: Callable[[int], str | None], rules: DecoderRules, hidden: frozenset[int]) -> None:
+        super().__init__(dict.fromkeys(hidden, b""))
+        self._token_of = token_of
+        self._rules = rules
+
+    def __missing__(self, token_id: int) -> bytes:
+        try:
+            token = self._token_of(token_id)
+        except OverflowError:
+            token = None
+        if token is None:
+            # Not kept: a worker's nonsense must not fill the table.
+            return b""
+        piece = self[token_id] = self._rules.spell(token)
+        return piece
+
+
+class TokenBytes:
+    """The pieces of one tokenizer, with and without special tokens. Shared by all streams and threads."""
+
+    def __init__(self, backend: Backend, rules: DecoderRules, special_token_ids: frozenset[int]) -> None:
+        self.rules = rules
+        self._token_of = backend.id_to_token
+        self._all = PieceTable(backend.id_to_token, rules, frozenset())
+        self._visible = PieceTable(backend.id_to_token, rules, special_token_ids)
+
+    def table(self, skip_special_tokens: bool) -> PieceTable:
+        return self._visible if skip_special_tokens else self._all
+
+    def first_piece(self, token_id: int) -> bytes:
+        """The bytes of a known token when it is the first of its text."""
+        token = self._token_of(token_id) or ""
+        if self.rules.first_token_drops:
+            token = token.replace(self.rules.first_token_drops, "")
+        return self.rules.spell(token)

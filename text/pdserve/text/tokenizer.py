@@ -1,0 +1,168 @@
+"""`Tokenizer`: text to token ids and back, for one model folder, without transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer as Backend
+
+from pdserve.common.errors import ConfigError, InvalidRequest
+from pdserve.common.fingerprint import tokenizer_fingerprint
+from pdserve.text.chat_template import ChatTemplate
+from pdserve.text.detokenizer import ByteDetokenizer, IncrementalDetokenizer, WindowDetokenizer
+from pdserve.text.token_bytes import DecoderRules, TokenBytes
+from pdserve.text.tokenizer_folder import TokenizerFolder
+
+_SAMPLE_SIZE = 256
+
+
+class _TokenizerJson(msgspec.Struct):
+    """The one part of tokenizer.json that the library does not hand out."""
+
+    decoder: Any = None
+
+
+class Tokenizer:
+    """Immutable once loaded; every method may be called from any thread."""
+
+    def __init__(self, backend: Backend, decoder: Any, folder: TokenizerFolder) -> None:
+        """Use `from_folder`. decoder: the `decoder` object of tokenizer.json."""
+        _complete(backend, folder)
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        """Every id of this tokenizer is below it."""
+        self.bos_token_id: int | None = self._named_id(folder, "bos_token")
+        self.eos_token_ids: tuple[int, ...] = folder.declared_ids("eos_token_id") or self._own_eos(folder)
+        self.generation_defaults: dict[str, float | int] = folder.generation_defaults()
+        """Of temperature, top_p, top_k and min_p those that the model's authors recommend."""
+        self.fingerprint: str = tokenizer_fingerprint(folder.path)
+        """32 hex digits; router and workers compare theirs."""
+        template = folder.chat_template()
+        self._chat_template = ChatTemplate(template[0], folder.special_tokens(), template[1]) if template else None
+        self._token_bytes = _checked_token_bytes(backend, decoder, self.special_token_ids)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Read tokenizer.json and the JSON files beside it.
+
+        Raises: ConfigError naming the folder or file that is missing or broken.
+        """
+        files = TokenizerFolder.read(folder)
+        path = folder / "tokenizer.json"
+        try:
+            data = path.read_bytes()
+            backend = Backend.from_buffer(data)
+            decoder = msgspec.json.decode(data, type=_TokenizerJson).decoder
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except Exception as error:
+            # The library raises nothing narrower.
+            raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+        return cls(backend, decoder, files)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Special tokens written out in the text are recognised either way. Holds no GIL while it works.
+
+        Raises: InvalidRequest for text that is not valid Unicode (a lone surrogate, which JSON can carry).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"prompt is not valid Unicode: lone surrogate at character {error.start}", "prompt"
+            ) from error
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of all ids at once; ids without a token are skipped.
+
+        Raises: InvalidRequest for a number that cannot be an id.
+        """
+        try:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            raise InvalidRequest("token_ids holds a number outside 0 to 2**32 - 1", "token_ids") from error
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> IncrementalDetokenizer:
+        """A new one for one sequence that continues this prompt."""
+        if self._token_bytes is not None:
+            return ByteDetokenizer(self._token_bytes, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        hidden = self.special_token_ids if skip_special_tokens else frozenset()
+        return WindowDetokenizer(self._backend, hidden, prompt_token_ids)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text; encode it with `add_special_tokens=False`, as the template writes them itself.
+
+        Raises: InvalidRequest without a template, and whenever `ChatTemplate.render` does.
+        """
+        if self._chat_template is None:
+            raise InvalidRequest("this model has no chat template; send a prompt to the completions API", "messages")
+        return self._chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+        )
+
+    def _named_id(self, folder: TokenizerFolder, name: str) -> int | None:
+        text = folder.token(name)
+        if text is None:
+            return next(iter(folder.declared_ids(f"{name}_id")), None)
+        return self._backend.token_to_id(text)
+
+    def _own_eos(self, folder: TokenizerFolder) -> tuple[int, ...]:
+        token_id = self._named_id(folder, "eos_token")
+        return () if token_id is None else (token_id,)
+
+
+def _complete(backend: Backend, folder: TokenizerFolder) -> None:
+    """What transformers' loader does after reading tokenizer.json: the same text must give the same ids.
+
+    Like it, this trusts tokenizer.json's post-processor and not `add_bos_token` of tokenizer_config.json.
+    """
+    # Written by training scripts and stored: they would cut a long prompt without a word.
+    backend.no_truncation()
+    backend.no_padding()
+    special = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    for token in folder.added_tokens():
+        # A token may be known and only now be declared special; the reverse the library does not carry through.
+        if token.special > special.get(token.content, -1):
+            special[token.content] = token.special
+            backend.add_tokens([token])
+
+
+def _checked_token_bytes(backend: Backend, decoder: Any, special_token_ids: frozenset[int]) -> TokenBytes | None:
+    """Tokens as bytes, if the rules we read from the decoder reproduce the library on a sample of the vocabulary."""
+    rules = DecoderRules.of(decoder)
+    if rules is None:
+        return None
+    token_bytes = TokenBytes(backend, rules, special_token_ids)
+    size = backend.get_vocab_size(with_added_tokens=True)
+    sample = [*range(0, size, max(1, size // _SAMPLE_SIZE)), *sorted(backend.get_added_tokens_decoder())]
+    if rules.byte_fallback:
+        # Single bytes side by side are malformed, where we differ on purpose.
+        table = token_bytes.table(skip_special_tokens=False)
+        sample = [token_id for token_id in sample if table[token_id].isascii()]
+
+    def agrees(token_ids: list[int]) -> bool:
+        detokenizer = ByteDetokenizer(token_bytes, skip_special_tokens=False)
+        text = detokenizer.add(token_ids) + detokenizer.flush()
+        return text == backend.decode(token_ids, skip_special_tokens=False)
+
+    # Each alone, as the first of a text, then all in a row.
+    return token_bytes if all(agrees([token_id]) for token_id in sample) and agrees(sample) else None

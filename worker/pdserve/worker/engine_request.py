@@ -1,0 +1,40 @@
+"""From a prepared request to the engine's."""
+
+from __future__ import annotations
+
+import time
+
+from pdserve.common.engine_types import EngineCoreRequest
+from pdserve.common.prepared_request import PreparedRequest
+
+
+def engine_request_id(request_id: str, attempt: int, index: int) -> str:
+    """`request.attempt.index`: a late event of one attempt can never meet the next."""
+    return f"{request_id}.{attempt}.{index}"
+
+
+def make_engine_request(
+    request: PreparedRequest,
+    attempt: int,
+    *,
+    index: int = 0,
+    remote_prefill: bool = False,
+    transfer_source: bool = False,
+    prefill_here: bool = False,
+) -> EngineCoreRequest:
+    """The engine's view of one sequence of a request."""
+    return EngineCoreRequest(
+        request_id=engine_request_id(request.request_id, attempt, index),
+        prompt_token_ids=request.prompt_token_ids,
+        sampling_params=request.sampling_params,
+        eos_token_ids=request.eos_token_ids,
+        arrival_time=time.monotonic(),
+        block_hashes=request.block_hashes,
+        hash_root=request.hash_root,
+        remote_prefill=remote_prefill,
+        transfer_source=transfer_source,
+        prefill_here=prefill_here,
+        priority=request.priority,
+        index=index,
+        trace_headers=request.trace_headers,
+    )

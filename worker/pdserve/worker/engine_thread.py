@@ -1,0 +1,121 @@
+"""`EngineThread`: the thread in which an `EngineCore` lives, and the two queues by which others speak to it.
+
+asyncio thread                       engine thread
+--------------                       -------------
+post(command)     --- inbox --->     command(core), between steps
+on_outputs(...)   <-- call_soon ---  step()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from pdserve.common.engine_types import EngineCoreOutputs
+from pdserve.common.errors import InternalError
+from pdserve.engine.engine_core import EngineCore
+
+log = logging.getLogger(__name__)
+
+Command = Callable[[EngineCore], object]
+IDLE_BEAT_S = 0.25
+"""An idle engine still turns its loop this often: its tick says that it is alive."""
+BLOCKED_S = 0.05
+"""How long to wait for an event when sequences wait for room and nothing can run."""
+
+
+class EngineThread:
+    """Starts with `start`, ends with `stop`; a failed step ends every request and the thread."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        loop: asyncio.AbstractEventLoop,
+        on_outputs: Callable[[EngineCoreOutputs], None],
+        on_death: Callable[[], None],
+        num_threads: int,
+        cpu_core: int | None,
+    ) -> None:
+        self.core = core
+        self._loop = loop
+        self._on_outputs = on_outputs
+        self._on_death = on_death
+        self._num_threads = num_threads
+        self._cpu_core = cpu_core
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop after what it is doing; waits."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout=30)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def post(self, command: Command) -> None:
+        """Run `command` in the engine thread, before the next step. Any thread may call it."""
+        self._inbox.put(command)
+
+    def _run(self) -> None:
+        self._take_core()
+        try:
+            self._loop_until_stopped()
+        except Exception:
+            log.exception("the engine failed; every request it had ends")
+            with contextlib.suppress(Exception):
+                self.core.fail_all(InternalError("the engine failed; the worker's log has the details"))
+                self._tell(EngineCoreOutputs(outputs=self.core.scheduler.take_outputs()))
+            self._call_soon(self._on_death)
+
+    def _loop_until_stopped(self) -> None:
+        wait_s: float | None = None
+        while self._obey(wait_s):
+            outputs = self.core.step()
+            self._tell(outputs)
+            stats = outputs.scheduler_stats
+            if outputs.outputs or (stats is not None and stats.num_running_reqs):
+                wait_s = None
+            else:
+                wait_s = BLOCKED_S if self.core.has_work else IDLE_BEAT_S
+                if not self.core.scheduler.requests:
+                    self.core.scheduler.check()
+
+    def _obey(self, wait_s: float | None) -> bool:
+        """Carry out what has been posted; wait for something at most `wait_s`. False ends the loop."""
+        try:
+            command = self._inbox.get_nowait() if wait_s is None else self._inbox.get(timeout=wait_s)
+            while command is not None:
+                command(self.core)
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _tell(self, outputs: EngineCoreOutputs) -> None:
+        self._call_soon(lambda: self._on_outputs(outputs))
+
+    def _call_soon(self, callback: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(callback)
+
+    def _take_core(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        if self._cpu_core is not None:
+            cores = set(range(self._cpu_core, self._cpu_core + self._num_threads)) & set(range(os.cpu_count() or 1))
+            try:
+                os.sched_setaffinity(0, cores)  # 0 is this thread
+            except OSError as error:
+                log.warning("cannot pin the engine to core %d: %s", self._cpu_core, error)

@@ -1,0 +1,32 @@
+"""`WorkerIdentity`: who this worker is, in this life of it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from pdserve.common.kv_layout import KvLayout
+from pdserve.kv_transfer.source_transfer import PeerId
+
+
+class Role(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """The first message of `Watch`."""
+
+    peer: PeerId
+    role: Role
+    address: str
+    """host:port at which peers reach this worker's gRPC services."""
+    layout: KvLayout
+    tokenizer_fingerprint: str
+    key_check: str
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    connectors: tuple[str, ...]
+    max_local_prefill_tokens: int | None

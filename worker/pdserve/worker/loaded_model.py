@@ -1,0 +1,65 @@
+"""`LoadedModel`: what a worker's settings and its model folder come to: a decoder, a pool, and their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pdserve.common.errors import ConfigError
+from pdserve.common.fingerprint import model_fingerprint, tokenizer_fingerprint
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.settings import WorkerSettings
+from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.models.decoder import Decoder
+from pdserve.models.kv_cache import make_kv_cache
+from pdserve.models.loading import LoadProgress, load_decoder
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Ready to be put behind an engine."""
+
+    decoder: Decoder
+    layout: KvLayout
+    kv_cache: Tensor
+    """`[num_blocks, L, 2, Hkv, bs, D]`"""
+    max_model_len: int
+    tokenizer_fingerprint: str
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.kv_cache.shape[0])
+
+    @property
+    def pool(self) -> PoolMemory:
+        """The cache's bytes, for the data plane."""
+        data = self.kv_cache.flatten().view(torch.uint8).numpy().data
+        return PoolMemory(memoryview(data), self.layout.block_bytes, self.num_blocks)
+
+
+def load_model(
+    folder: Path, settings: WorkerSettings, progress: Callable[[LoadProgress], None] | None = None
+) -> LoadedModel:
+    """Read weights and make the pool. Raises: ConfigError, UnsupportedModel."""
+    decoder = load_decoder(folder, dtype=settings.dtype, device=settings.device, progress=progress)
+    config = decoder.config
+    layout = config.kv_layout(settings.block_size, model_fingerprint(folder, config.dtype))
+    num_blocks = settings.num_blocks or (settings.kv_cache_mib << 20) // layout.block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"kv_cache_mib {settings.kv_cache_mib} holds {num_blocks} blocks of {layout.block_bytes} bytes"
+        )
+    pool_tokens = num_blocks * settings.block_size
+    limit = config.max_position_embeddings
+    if settings.max_model_len is not None:
+        if settings.max_model_len > limit:
+            raise ConfigError(f"max_model_len is {settings.max_model_len}, the model reaches to {limit}")
+        if settings.max_model_len > pool_tokens:
+            raise ConfigError(f"max_model_len is {settings.max_model_len}, the pool holds {pool_tokens} tokens")
+        limit = settings.max_model_len
+    kv_cache = make_kv_cache(layout, num_blocks, settings.device)
+    return LoadedModel(decoder, layout, kv_cache, min(limit, pool_tokens), tokenizer_fingerprint(folder))

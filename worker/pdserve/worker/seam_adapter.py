@@ -1,0 +1,236 @@
+"""`SeamAdapter`: the one implementation of the engine's `KVConnector`, over any data-plane connector.
+
+The engine speaks of request ids and holds; the transfer side of transfers, block numbers and streams. Here the two
+meet, in the asyncio thread. Holds are kept here from the moment the engine hands them out until they go back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import msgspec
+
+from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.errors import PdServeError
+from pdserve.engine.block_pool import BlockHold
+from pdserve.engine.remote_kv import (
+    HoldReturned,
+    Landed,
+    OutOfEngine,
+    ReceiveFailed,
+    ReceiveInto,
+    Revoke,
+    Settled,
+    SourceFinished,
+    StopReceiving,
+    Want,
+)
+from pdserve.kv_transfer.attach_client import Receiving, attach
+from pdserve.kv_transfer.connector import BlockConnector, PoolMemory
+from pdserve.kv_transfer.digest import block_digests
+from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
+from pdserve.kv_transfer.source_transfer import SourceResult, SourceTransfer
+from pdserve.worker.engine_client import EngineClient, engine_error
+
+log = logging.getLogger(__name__)
+
+_AGAIN = "+"
+"""Ends the id of a prefill that is computed again because its transfer was wanted only after it had ended."""
+
+
+class _Source:
+    """One transfer this worker is the source of."""
+
+    def __init__(self, request: EngineCoreRequest, transfer: SourceTransfer) -> None:
+        self.request = request
+        self.transfer = transfer
+        self.holds: list[BlockHold] = []
+        self.wanted_from: int | None = None
+        self.ended_unwanted = False
+        self.runs_again = False
+
+
+class _Receiver:
+    """One transfer this worker receives."""
+
+    def __init__(self, transfer: ReceiverTransfer, landed: asyncio.Future[ReceiverTransfer]) -> None:
+        self.transfer = transfer
+        self.landed = landed
+        self.hold: BlockHold | None = None
+        self.stream: asyncio.Task[None] | None = None
+
+
+class SeamAdapter:
+    """`send` is called by the engine thread; everything else lives in the asyncio thread."""
+
+    def __init__(self, connector: BlockConnector, pool: PoolMemory) -> None:
+        self._connector = connector
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._digests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digests")
+        self._sources: dict[str, _Source] = {}
+        self._receivers: dict[str, _Receiver] = {}
+        self._streams: set[asyncio.Task[None]] = set()
+        self._engine: EngineClient | None = None
+
+    def connect(self, engine: EngineClient) -> None:
+        """The engine is made after its connector: this closes the circle."""
+        self._engine = engine
+        engine.on_unclaimed = self._heard_output
+
+    @property
+    def engine(self) -> EngineClient:
+        if self._engine is None:
+            raise RuntimeError("the adapter is not connected to an engine yet")
+        return self._engine
+
+    def close(self) -> None:
+        for receiver in list(self._receivers.values()):
+            receiver.transfer.stop()
+        self._digests.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._sources) + len(self._receivers)
+
+    # ---- out of the engine
+
+    def send(self, message: OutOfEngine) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._obey, message)
+        except RuntimeError:
+            log.debug("the event loop has closed; %s is lost with the process", type(message).__name__)
+
+    def _obey(self, message: OutOfEngine) -> None:
+        match message:
+            case Settled():
+                self._settled(message)
+            case ReceiveInto():
+                self._room(message)
+            case StopReceiving():
+                if (receiver := self._receivers.get(message.request_id)) is not None:
+                    receiver.transfer.stop()
+                    self._forget_if_done(receiver)
+
+    # ---- source
+
+    def source(self, request: EngineCoreRequest, transfer: SourceTransfer) -> None:
+        """The blocks of `request`, which is about to be submitted, belong to `transfer`."""
+        self._sources[request.request_id] = _Source(request, transfer)
+
+    def wanted(self, transfer: SourceTransfer, first_index: int) -> None:
+        source = self._sources.get(transfer.expected.request_id)
+        if source is not None:
+            source.wanted_from = first_index
+            self.engine.apply(Want(source.request.request_id, first_index))
+            self._prefill_again_if_ended(source)
+
+    def ended(self, transfer: SourceTransfer) -> None:
+        """Fenced: what the transfer pinned goes back, and what still computes for it stops."""
+        source = self._sources.pop(transfer.expected.request_id, None)
+        if source is not None:
+            self._return(source.request.request_id, source.holds)
+            self.engine.apply(Revoke(source.request.request_id))
+            if source.runs_again:
+                self.engine.apply(Revoke(source.request.request_id + _AGAIN))
+
+    def _heard_output(self, output: EngineCoreOutput) -> None:
+        again = output.request_id.endswith(_AGAIN)
+        source = self._sources.get(output.request_id.removesuffix(_AGAIN) if again else output.request_id)
+        if source is None:
+            return
+        if output.error_code:
+            source.transfer.fail(engine_error(output))
+        elif output.new_token_ids and not again:
+            source.ended_unwanted = output.transfer_unwanted
+            result = SourceResult(len(source.request.prompt_token_ids), tuple(output.new_token_ids))
+            source.transfer.computed(result)
+            self._prefill_again_if_ended(source)
+
+    def _prefill_again_if_ended(self, source: _Source) -> None:
+        """Wanted, but computed and gone before: most of it is cache. Its second first token is dropped."""
+        if source.wanted_from is not None and source.ended_unwanted and not source.runs_again:
+            source.runs_again = True
+            request = msgspec.structs.replace(
+                source.request, request_id=source.request.request_id + _AGAIN, wanted_from=source.wanted_from
+            )
+            self.engine.submit_quietly(request)
+
+    def _settled(self, message: Settled) -> None:
+        source = self._sources.get(message.request_id.removesuffix(_AGAIN))
+        if source is None or source.transfer.has_ended:
+            self._return(message.request_id, [message.hold])
+            return
+        source.holds.append(message.hold)
+        block_ids = message.hold.block_ids
+        digests = self._loop.run_in_executor(self._digests, block_digests, self._pool, block_ids)
+
+        def publish(done: asyncio.Future[list[int]]) -> None:
+            if not source.transfer.has_ended and not done.cancelled():
+                source.transfer.settled(message.first_index, block_ids, done.result())
+
+        digests.add_done_callback(publish)
+
+    # ---- receiver
+
+    def receive(
+        self, request_id: str, source: SourceRef, receiving: Receiving, channel: grpc.aio.Channel
+    ) -> asyncio.Future[ReceiverTransfer]:
+        """Open the control stream for a request that is about to be submitted; resolves when all has landed."""
+        landed: asyncio.Future[ReceiverTransfer] = self._loop.create_future()
+        transfer = ReceiverTransfer(request_id, source, self._connector, self)
+        receiver = self._receivers[request_id] = _Receiver(transfer, landed)
+        receiver.stream = asyncio.create_task(attach(transfer, receiving, channel), name=f"attach {request_id}")
+        self._streams.add(receiver.stream)
+        receiver.stream.add_done_callback(self._streams.discard)
+        return landed
+
+    def stop_receiving(self, request_id: str) -> None:
+        """The request never reached the engine, or is leaving it."""
+        if (receiver := self._receivers.get(request_id)) is not None:
+            receiver.transfer.stop()
+            self._forget_if_done(receiver)
+
+    def _room(self, message: ReceiveInto) -> None:
+        receiver = self._receivers.get(message.request_id)
+        if receiver is None or receiver.hold is not None:
+            self._return(message.request_id, [message.hold])
+            return
+        receiver.hold = message.hold
+        receiver.transfer.room(message.first_index, message.hold.block_ids)
+
+    def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
+        self.engine.apply(Landed(transfer.request_id, num_blocks))
+
+    def source_finished(self, transfer: ReceiverTransfer, num_tokens: int, token_ids: tuple[int, ...]) -> None:
+        self.engine.apply(SourceFinished(transfer.request_id, num_tokens, token_ids))
+
+    def failed(self, transfer: ReceiverTransfer, cause: PdServeError) -> None:
+        self.engine.apply(ReceiveFailed(transfer.request_id, cause))
+
+    def fenced(self, transfer: ReceiverTransfer) -> None:
+        receiver = self._receivers.get(transfer.request_id)
+        if receiver is None:
+            return
+        if receiver.hold is not None:
+            self._return(transfer.request_id, [receiver.hold])
+            receiver.hold = None
+        if not transfer.is_cut_short and not receiver.landed.done():
+            receiver.landed.set_result(transfer)
+        self._forget_if_done(receiver)
+
+    def _forget_if_done(self, receiver: _Receiver) -> None:
+        """An ended transfer without blocks out needs no place here; its stream ends with it."""
+        if receiver.transfer.is_cut_short and receiver.stream is not None:
+            receiver.stream.cancel()
+        if receiver.transfer.has_ended and receiver.hold is None:
+            self._receivers.pop(receiver.transfer.request_id, None)
+            if not receiver.landed.done():
+                receiver.landed.cancel()
+
+    def _return(self, request_id: str, holds: list[BlockHold]) -> None:
+        for hold in holds:
+            self.engine.apply(HoldReturned(request_id, hold))

@@ -1,0 +1,186 @@
+"""`Worker`: engine, transfers, connector and gRPC server of one process, started and stopped together.
+
+A role adds its servicers and a few engine settings; nothing in here asks which role it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.deployment_key import key_check
+from pdserve.common.errors import Draining
+from pdserve.common.rpc import bind, make_server
+from pdserve.common.settings import WorkerSettings
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.engine_core import EngineCore
+from pdserve.kv_transfer.attach_client import Receiving
+from pdserve.kv_transfer.attach_servicer import AttachServicer
+from pdserve.kv_transfer.connector import BlockConnector
+from pdserve.kv_transfer.source_transfer import LeaseLimits, PeerId
+from pdserve.kv_transfer.source_transfers import SourceTransfers
+from pdserve.v1 import kv_source_pb2_grpc, worker_pb2_grpc
+from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.identity import Role, WorkerIdentity
+from pdserve.worker.loaded_model import LoadedModel
+from pdserve.worker.peer_channels import PeerChannels
+from pdserve.worker.seam_adapter import SeamAdapter
+from pdserve.worker.worker_servicer import WorkerServicer
+
+log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005
+"""How soon a transport thread gets the interpreter back from the engine thread; Python's own 5 ms is a step's length."""
+STOP_GRACE_S = 1.0
+
+AddServicers = Callable[["Worker", grpc.aio.Server], list[str]]
+
+
+class Worker:
+    """One life of one worker. Made and used in the asyncio thread."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        role: Role,
+        model: LoadedModel,
+        connector: BlockConnector,
+        deployment_key: bytes,
+        add_servicers: AddServicers,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.connector = connector
+        self.server = make_server()
+        self.port = bind(self.server, settings.host, settings.port)
+        self.peers = PeerChannels()
+        connector.serve(model.pool)
+        self.adapter = SeamAdapter(connector, model.pool)
+        hasher = BlockHasher(deployment_key, settings.block_size)
+        core = EngineCore(
+            engine_config(settings, model),
+            model.decoder,
+            model.kv_cache,
+            hasher,
+            model.decoder.config.vocab_size,
+            self.adapter,
+        )
+        self.engine = EngineClient(core, settings.num_threads, settings.cpu_core)
+        self.adapter.connect(self.engine)
+        self.identity = self._identity(role, key_check(deployment_key))
+        limits = LeaseLimits(settings.attach_timeout_s, settings.lease_grace_s, settings.lease_max_s)
+        self.transfers = SourceTransfers(connector, limits, self.adapter)
+        self._health = health.aio.HealthServicer()
+        self._watch = WorkerServicer(self.identity, self.engine, self.peers, lambda: self.adapter.num_open)
+        self._add_servicers(add_servicers)
+
+    def _identity(self, role: Role, check: str) -> WorkerIdentity:
+        settings, model = self.settings, self.model
+        host = settings.advertise_host or settings.host
+        address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        return WorkerIdentity(
+            peer=PeerId(settings.worker_id or f"{role.value}-{self.port}", secrets.randbits(64)),
+            role=role,
+            address=address,
+            layout=model.layout,
+            tokenizer_fingerprint=model.tokenizer_fingerprint,
+            key_check=check,
+            max_model_len=model.max_model_len,
+            vocab_size=model.decoder.config.vocab_size,
+            num_blocks=model.num_blocks,
+            connectors=(self.connector.name,),
+            max_local_prefill_tokens=settings.max_local_prefill_tokens,
+        )
+
+    def _add_servicers(self, add_servicers: AddServicers) -> None:
+        names = add_servicers(self, self.server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._watch, self.server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        names += ["pdserve.v1.WorkerService", health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self.server)
+
+    def serve_source(self) -> str:
+        """Add `KvSourceService`, for roles whose blocks others read; returns its name."""
+        servicer = AttachServicer(
+            self.transfers, self.connector, self.model.layout, self.identity.peer.epoch, lambda: self.engine.tick
+        )
+        kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
+        return "pdserve.v1.KvSourceService"
+
+    @property
+    def receiving(self) -> Receiving:
+        """What this worker says when it attaches to a source."""
+        return Receiving(
+            identity=self.identity.peer,
+            layout=self.model.layout,
+            connectors=(self.connector.name,),
+            engine_tick=lambda: self.engine.tick,
+            attach_timeout_s=self.settings.attach_timeout_s,
+            grace_s=self.settings.lease_grace_s,
+        )
+
+    async def start(self) -> None:
+        """Warm the engine up, then answer."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self.engine.start()
+        warmed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self.engine.call(lambda core: core.warm_up())
+        self.engine.call(lambda _: loop.call_soon_threadsafe(warmed.set))
+        waiters = [asyncio.ensure_future(event.wait()) for event in (warmed, self.engine.died)]
+        await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
+        for waiter in waiters:
+            waiter.cancel()
+        if self.engine.died.is_set():
+            raise RuntimeError("the engine failed while it was warmed up")
+        await self.server.start()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        peer = self.identity.peer
+        log.info(
+            "%s is ready at %s: %d blocks of %d tokens, max_model_len %d, connector %s",
+            peer.worker_id, self.identity.address, self.model.num_blocks, self.model.layout.block_size,
+            self.model.max_model_len, self.connector.name,
+        )  # fmt: skip
+
+    async def drain(self) -> None:
+        """Take nothing new; let what runs finish, at most `drain_s`; then revoke what is left."""
+        self.engine.draining = True
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._watch.announce()
+        deadline = time.monotonic() + self.settings.drain_s
+        while (self.engine.num_streams or len(self.transfers)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)  # noqa: ASYNC110 - two counters and a clock end this, not one event
+        self.transfers.revoke_all(Draining("the source is draining"))
+
+    async def stop(self) -> None:
+        """End everything; leaves no port open and no thread behind."""
+        await self.server.stop(STOP_GRACE_S)
+        self.transfers.revoke_all(Draining("the source is leaving"))
+        self.adapter.close()
+        await self.peers.close()
+        await asyncio.to_thread(self.connector.close)
+        await asyncio.to_thread(self.engine.stop)
+        log.info("%s has stopped; %d threads left", self.identity.peer.worker_id, threading.active_count())
+
+
+def engine_config(settings: WorkerSettings, model: LoadedModel) -> EngineConfig:
+    """The engine's part of a worker's settings."""
+    return EngineConfig(
+        block_size=settings.block_size,
+        num_blocks=model.num_blocks,
+        max_model_len=model.max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_local_prefill_tokens=settings.max_local_prefill_tokens,
+        run_ahead_share=settings.run_ahead_share,
+    )

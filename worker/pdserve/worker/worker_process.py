@@ -1,0 +1,75 @@
+"""`run_worker`: the life of a worker process, from settings to the last byte sent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from pdserve.common.settings import WorkerSettings, describe
+from pdserve.kv_transfer.connector import BlockConnector
+from pdserve.kv_transfer.tcp import TcpConnector
+from pdserve.kv_transfer.tcp_settings import TcpSettings
+from pdserve.models.loading import LoadProgress
+from pdserve.worker.identity import Role, WorkerIdentity
+from pdserve.worker.loaded_model import load_model
+from pdserve.worker.worker import AddServicers, Worker
+
+log = logging.getLogger(__name__)
+
+
+def make_connector(settings: WorkerSettings) -> BlockConnector:
+    """The best data plane this worker has."""
+    return TcpConnector(
+        TcpSettings(host=settings.host, port=settings.data_port, advertise_host=settings.advertise_host)
+    )
+
+
+async def run_worker(
+    settings: WorkerSettings,
+    role: Role,
+    model_folder: Path,
+    add_servicers: AddServicers,
+    *,
+    on_ready: Callable[[WorkerIdentity], None] | None = None,
+    progress: Callable[[LoadProgress], None] | None = None,
+) -> bool:
+    """Load, serve, and on SIGTERM or SIGINT drain; a second signal ends at once.
+
+    Returns whether the engine lived to the end. Raises: ConfigError before anything is served.
+    """
+    log.info("settings: %s", describe(settings))
+    key, is_public = settings.key()
+    if is_public:
+        log.warning("no deployment key: using the public development key, which is for loopback only")
+    model = await asyncio.to_thread(load_model, model_folder, settings, progress)
+    worker = Worker(settings, role, model, make_connector(settings), key, add_servicers)
+    leave = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave.set)
+    try:
+        await worker.start()
+        if on_ready is not None:
+            on_ready(worker.identity)
+        await _first_of(leave, worker.engine.died)
+        if not worker.engine.died.is_set():
+            leave.clear()
+            log.info("draining, for at most %.0f s", settings.drain_s)
+            drained = asyncio.create_task(worker.drain())
+            again = asyncio.create_task(leave.wait())
+            await asyncio.wait({drained, again}, return_when=asyncio.FIRST_COMPLETED)
+            drained.cancel()
+            again.cancel()
+    finally:
+        await worker.stop()
+    return not worker.engine.died.is_set()
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waiters = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
+    for waiter in waiters:
+        waiter.cancel()

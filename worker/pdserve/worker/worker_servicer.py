@@ -1,0 +1,96 @@
+"""`WorkerServicer`: what routers see of a worker, and how workers are introduced to each other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from pdserve.common.rpc import PROTOCOL_VERSION
+from pdserve.common.wire import layout_to_wire
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.identity import Role, WorkerIdentity
+from pdserve.worker.peer_channels import PeerChannels
+
+log = logging.getLogger(__name__)
+
+LOAD_EVERY_S = 1.0
+_ROLES = {Role.PREFILL: worker_pb2.ROLE_PREFILL, Role.DECODE: worker_pb2.ROLE_DECODE}
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves `WorkerService`."""
+
+    def __init__(
+        self, identity: WorkerIdentity, engine: EngineClient, peers: PeerChannels, num_transfers: Callable[[], int]
+    ) -> None:
+        self._identity = identity
+        self._engine = engine
+        self._peers = peers
+        self._num_transfers = num_transfers
+        self._changed = asyncio.Condition()
+
+    async def announce(self) -> None:
+        """Something changed that routers should hear of before the next second."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def Watch(
+        self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.WatchEvent]:
+        yield worker_pb2.WatchEvent(identity=self._identity_message())
+        while True:
+            yield worker_pb2.WatchEvent(load=self._load_message())
+            try:
+                async with asyncio.timeout(LOAD_EVERY_S), self._changed:
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def Meet(
+        self, request: worker_pb2.MeetRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.MeetResponse:
+        self._peers.meet(request.address)
+        return worker_pb2.MeetResponse()
+
+    def _identity_message(self) -> worker_pb2.Identity:
+        identity = self._identity
+        return worker_pb2.Identity(
+            worker_id=identity.peer.worker_id,
+            epoch=identity.peer.epoch,
+            role=_ROLES[identity.role],
+            protocol_version=PROTOCOL_VERSION,
+            address=identity.address,
+            layout=layout_to_wire(identity.layout),
+            tokenizer_fingerprint=identity.tokenizer_fingerprint,
+            key_check=identity.key_check,
+            max_model_len=identity.max_model_len,
+            vocab_size=identity.vocab_size,
+            num_blocks=identity.num_blocks,
+            connectors=identity.connectors,
+            max_local_prefill_tokens=identity.max_local_prefill_tokens,
+        )
+
+    def _load_message(self) -> worker_pb2.Load:
+        stats = self._engine.stats
+        return worker_pb2.Load(
+            engine_tick=self._engine.tick,
+            draining=self._engine.draining,
+            num_running=stats.num_running_reqs,
+            num_waiting=stats.num_waiting_reqs,
+            num_remote_kv=stats.num_remote_kv_reqs,
+            num_waiting_tokens=stats.num_waiting_tokens,
+            blocks_total=stats.num_blocks_total,
+            blocks_free=stats.num_blocks_free,
+            blocks_cached=stats.num_blocks_cached,
+            blocks_in_use=stats.num_blocks_in_use,
+            blocks_quarantined=stats.num_blocks_quarantined,
+            num_preemptions=stats.num_preemptions,
+            prompt_tokens_computed=stats.num_computed_prompt_tokens,
+            prefill_tokens_per_s=self._engine.prefill_tokens_per_s,
+            open_transfers=self._num_transfers(),
+        )
