@@ -21,6 +21,8 @@ from pdserve.common.errors import ConfigError
 log = logging.getLogger(__name__)
 
 ENV_PREFIX = "PDSERVE_"
+CLIENT_VARIABLES = ("api_key",)
+"""Read by the client commands, so a service that meets them in its environment leaves them alone."""
 _SECRETS = ("deployment_key", "api_keys")
 
 
@@ -230,6 +232,8 @@ def _from_environ(kind: type[ServiceSettings], environ: Mapping[str, str]) -> di
         if not variable.startswith(ENV_PREFIX):
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
+        if name in CLIENT_VARIABLES:
+            continue
         if name not in known:
             raise ConfigError(f"environment: unknown setting {variable}")
         if name in kind.__struct_fields__:

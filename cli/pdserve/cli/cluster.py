@@ -1,0 +1,151 @@
+"""`pdserve up`: router, prefill and decode workers on this machine; the router lives in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
+from pdserve.cli.child_report import LoadReport
+from pdserve.cli.worker_child import ChildPlan, WorkerChild
+from pdserve.common.deployment_key import new_deployment_key
+from pdserve.common.settings import RouterSettings, load_settings
+from pdserve.router.service import run_router
+
+log = logging.getLogger(__name__)
+
+CHILD_DRAIN_S = 35.0
+MIN_CORES_FOR_PINNING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """What `up` was asked for."""
+
+    model: str
+    folder: Path
+    num_prefill: int
+    num_decode: int
+    router_flags: dict[str, object]
+    worker_flags: tuple[str, ...] = ()
+    quiet_children: bool = True
+
+
+@dataclass(slots=True)
+class Addresses:
+    """Where the cluster answers, once it is ready."""
+
+    http: str
+    grpc: str
+    prefill: list[str] = field(default_factory=list)
+    decode: list[str] = field(default_factory=list)
+
+
+WhenReady = Callable[[Addresses], Awaitable[bool]]
+"""Called once the cluster serves; False stops it again."""
+
+
+async def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady) -> None:
+    """Start everything, call `when_ready`, serve until SIGINT or SIGTERM, drain. Raises: ConfigError."""
+    key = os.environ.get("PDSERVE_DEPLOYMENT_KEY") or new_deployment_key()
+    workers = [WorkerChild(child, lambda name, load: None) for child in child_plans(plan, key)]
+    leave = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, leave.set)
+    watchers: list[asyncio.Task[None]] = []
+    try:
+        with _progress_bars(console, workers):
+            await _until(leave, asyncio.gather(*(worker.start() for worker in workers)))
+        if leave.is_set():
+            return
+        watchers = [asyncio.create_task(worker.watch(), name=worker.plan.name) for worker in workers]
+        prefill = [worker.address for worker in workers if worker.plan.role == "prefill"]
+        decode = [worker.address for worker in workers if worker.plan.role == "decode"]
+        flags = plan.router_flags | {"model": plan.model, "prefill": prefill, "decode": decode, "deployment_key": key}
+        settings = load_settings(RouterSettings, flags=flags)
+        await _route(settings, plan.folder, Addresses("", "", prefill, decode), when_ready, leave)
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+        await asyncio.gather(*(worker.stop(CHILD_DRAIN_S) for worker in workers))
+
+
+async def _route(
+    settings: RouterSettings, folder: Path, addresses: Addresses, when_ready: WhenReady, leave: asyncio.Event
+) -> None:
+    listening = asyncio.Event()
+
+    def ready(http_address: str, grpc_address: str) -> None:
+        addresses.http, addresses.grpc = http_address, grpc_address
+        listening.set()
+
+    async def greet() -> None:
+        await listening.wait()
+        if not await when_ready(addresses):
+            leave.set()
+
+    async with asyncio.TaskGroup() as group:
+        greeting = group.create_task(greet())
+        await run_router(settings, model_folder=folder, ready=ready, stop=leave)
+        greeting.cancel()
+
+
+async def _until(leave: asyncio.Event, work: asyncio.Future[list[None]]) -> None:
+    """Wait for the work, or for the wish to leave; what is not done then is cancelled."""
+    leaving = asyncio.create_task(leave.wait())
+    try:
+        await asyncio.wait((leaving, work), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+    finally:
+        leaving.cancel()
+        if not work.done():
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+
+
+def child_plans(plan: ClusterPlan, key: str) -> list[ChildPlan]:
+    """One plan a worker: a core of its own for each, when there are enough."""
+    names = [("prefill", i) for i in range(plan.num_prefill)] + [("decode", i) for i in range(plan.num_decode)]
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    threads = max(1, len(cores) // len(names))
+    # only consecutive cores can be pinned to, and only when no two workers share one
+    pin = len(cores) >= max(MIN_CORES_FOR_PINNING, len(names)) and cores[-1] - cores[0] == len(cores) - 1
+    plans = []
+    for place, (role, index) in enumerate(names):
+        flags = ["--model", plan.model, "--worker-id", f"{role}-{index}", "--set", f"num_threads={threads}"]
+        if pin:
+            flags += ["--set", f"cpu_core={cores[0] + place * threads}"]
+        if plan.quiet_children:
+            flags += ["--set", "log_level=warning"]
+        environ = os.environ | {"PDSERVE_DEPLOYMENT_KEY": key}
+        plans.append(ChildPlan(role, f"{role}-{index}", (*flags, *plan.worker_flags), environ))
+    return plans
+
+
+@contextlib.contextmanager
+def _progress_bars(console: Console, workers: Sequence[WorkerChild]) -> Iterator[None]:
+    """A bar a worker while weights load."""
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, console=console) as progress:
+        tasks: dict[str, TaskID] = {
+            worker.plan.name: progress.add_task(worker.plan.name, total=None) for worker in workers
+        }
+
+        def loaded(name: str, load: LoadReport) -> None:
+            progress.update(tasks[name], completed=load.loaded_bytes, total=load.total_bytes)
+
+        for worker in workers:
+            worker.on_load = loaded
+        yield

@@ -1,0 +1,42 @@
+"""What `pdserve up` says when the cluster serves: addresses, and one question answered through it."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from pdserve.cli.cluster import Addresses
+from pdserve.cli.conversation import show_answer
+from pdserve.cli.grpc_client import GrpcClient, Turn
+from pdserve.common.errors import PdServeError
+
+
+class Greeting:
+    """Called once by the cluster."""
+
+    def __init__(self, console: Console, question: str, once: bool) -> None:
+        self._console = console
+        self._question = question
+        self._once = once
+        self.answered = False
+
+    async def __call__(self, addresses: Addresses) -> bool:
+        """Returns whether the cluster should go on."""
+        console = self._console
+        console.print(
+            f"[bold green]ready[/]  OpenAI http://{addresses.http}/v1   gRPC {addresses.grpc}   "
+            f"prefill {', '.join(addresses.prefill) or 'none'}   decode {', '.join(addresses.decode)}",
+            soft_wrap=True,
+        )
+        if self._question:
+            console.print(f"\n[bold]{self._question}[/]")
+            try:
+                async with GrpcClient(addresses.grpc) as client:
+                    await show_answer(
+                        console, client.chat([Turn("user", self._question)], temperature=0.0, max_tokens=64), True
+                    )
+                self.answered = True
+            except PdServeError as error:
+                console.print(f"[red]{error.code}: {error.message}[/]")
+        if not self._once:
+            console.print('\nAsk more:  pdserve chat --timeline "What is 7 plus 5?"     Ctrl-C drains and stops.')
+        return not self._once

@@ -1,0 +1,89 @@
+"""A small client of `InferenceService`, as the commands use it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from pdserve.common.engine_types import FinishReason
+from pdserve.common.rpc import from_rpc_error, make_channel
+from pdserve.common.timeline import Timeline
+from pdserve.common.wire import finish_reason_from_wire, moments_from_wire
+from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one message of the stream adds."""
+
+    text: str
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    timeline: Timeline = field(default_factory=Timeline)
+
+
+class GrpcClient:
+    """`async with GrpcClient(address) as client: async for delta in client.chat([...])`"""
+
+    def __init__(self, address: str, api_key: str | None = None) -> None:
+        self._channel = make_channel(address)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+    async def __aenter__(self) -> GrpcClient:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._channel.close()
+
+    def chat(self, turns: Sequence[Turn], **sampling: float | int | None) -> AsyncIterator[Delta]:
+        """Continue a conversation. sampling: fields of `SamplingParams`; None is absent."""
+        messages = [inference_pb2.ChatMessage(role=turn.role, content=turn.content) for turn in turns]
+        prompt = inference_pb2.ChatPrompt(messages=messages)
+        return self._generate(inference_pb2.GenerateRequest(chat=prompt, stream=True), sampling)
+
+    def generate(self, prompt: str, **sampling: float | int | None) -> AsyncIterator[Delta]:
+        """Continue a text as it stands."""
+        request = inference_pb2.GenerateRequest(text=inference_pb2.TextPrompt(text=prompt), stream=True)
+        return self._generate(request, sampling)
+
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, sampling: dict[str, float | int | None]
+    ) -> AsyncIterator[Delta]:
+        """Raises: the `PdServeError` that the router answered with."""
+        for name, value in sampling.items():
+            if value is not None:
+                setattr(request.sampling, name, value)
+        try:
+            async for response in self._stub.Generate(
+                request, metadata=self._metadata, wait_for_ready=True, timeout=600
+            ):
+                yield _delta(response)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+
+def _delta(response: inference_pb2.GenerateResponse) -> Delta:
+    timeline = Timeline()
+    timeline.merge(moments_from_wire(response.moments))
+    finished = response.finish_reason != request_pb2.FINISH_REASON_UNSPECIFIED
+    return Delta(
+        text=response.text,
+        finish_reason=finish_reason_from_wire(response.finish_reason) if finished else None,
+        num_prompt_tokens=response.usage.prompt_tokens,
+        num_output_tokens=response.usage.completion_tokens,
+        num_cached_tokens=response.usage.cached_tokens,
+        timeline=timeline,
+    )

@@ -1,0 +1,224 @@
+"""The `pdserve` command. Each command imports what it needs when it runs: a client must not wait for torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from pdserve.common.errors import PdServeError
+
+SAMPLE_QUESTION = "What is the capital of France?"
+EXIT_CONFIG = 2
+EXIT_FAILED = 1
+
+app = typer.Typer(
+    help="LLM serving with prefill and decode in separate gRPC services.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str | None, typer.Option(help="A Hugging Face checkpoint's folder, or 'demo' for the bundled model.")]
+Host = Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback --insecure is needed.")]
+Port = Annotated[int | None, typer.Option(help="gRPC port; 0 draws a free one.")]
+Insecure = Annotated[bool | None, typer.Option("--insecure", help="Listen beyond loopback without TLS.")]
+KeyFile = Annotated[str | None, typer.Option(help="File with the secret that all services share.")]
+Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Any other setting, as name=value; may be repeated.")]
+LocalPrefill = Annotated[
+    str | None, typer.Option(help="never|auto|always: whether decode workers may prefill. [auto]", show_default=False)
+]
+Connector = Annotated[str | None, typer.Option(help="auto|tcp: how KV blocks move.", show_default=False)]
+GrpcUrl = Annotated[str, typer.Option("--url", help="host:port of the router's gRPC front end.")]
+ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Show where the time went.")]
+MaxTokens = Annotated[int, typer.Option(help="Output tokens at most.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
+Hidden = Annotated[int | None, typer.Option(hidden=True)]
+
+
+@app.command()
+def up(
+    model: Model = None,
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
+    connector: Connector = None,
+    local_prefill: LocalPrefill = None,
+    port: Annotated[int, typer.Option(help="OpenAI HTTP port.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 50051,
+    ask: Annotated[str, typer.Option(help="Asked once when ready; empty asks nothing.")] = SAMPLE_QUESTION,
+    once: Annotated[bool, typer.Option("--once", help="Stop after the question was answered.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the workers' INFO lines.")] = False,
+    set_: Set = None,
+) -> None:
+    """The whole cluster on this machine: a router, prefill and decode workers, one process each."""
+    from rich.console import Console
+
+    from pdserve.cli.cluster import ClusterPlan, run_cluster
+    from pdserve.cli.greeting import Greeting
+    from pdserve.cli.model_folder import DEMO, model_folder
+    from pdserve.cli.service_commands import parse_assignments
+    from pdserve.common.logging_setup import configure_logging
+
+    configure_logging("router", "info" if verbose else "warning")
+    console = Console()
+    name = model or DEMO
+    worker_flags = [*(("--connector", connector) if connector else ())]
+    for key, value in parse_assignments(set_ or []).items():
+        worker_flags += ["--set", f"{key}={value}"]
+    plan = ClusterPlan(
+        model=name,
+        folder=model_folder(name),
+        num_prefill=prefill,
+        num_decode=decode,
+        router_flags={"port": port, "grpc_port": grpc_port, "local_prefill": local_prefill},
+        worker_flags=tuple(worker_flags),
+        quiet_children=not verbose,
+    )
+    greeting = Greeting(console, ask, once)
+    asyncio.run(run_cluster(plan, console, greeting))
+    if once and not greeting.answered:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def router(
+    prefill: Annotated[list[str] | None, typer.Option(help="host:port of a prefill worker; may be repeated.")] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="host:port of a decode worker; may be repeated.")] = None,
+    model: Model = None,
+    host: Host = None,
+    port: Annotated[int | None, typer.Option(help="OpenAI HTTP port. [8000]", show_default=False)] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port. [50051]", show_default=False)] = None,
+    local_prefill: LocalPrefill = None,
+    insecure: Insecure = None,
+    deployment_key_file: KeyFile = None,
+    config: Config = None,
+    set_: Set = None,
+) -> None:
+    """One router: OpenAI HTTP and gRPC for clients, in front of any number of workers."""
+    from pdserve.cli.service_commands import parse_assignments, serve_router
+
+    flags: dict[str, Any] = dict(parse_assignments(set_ or []))
+    flags |= {
+        "prefill": prefill, "decode": decode, "model": model, "host": host, "port": port, "grpc_port": grpc_port,
+        "local_prefill": local_prefill, "insecure": insecure, "deployment_key_file": deployment_key_file,
+    }  # fmt: skip
+    serve_router(flags, config)
+
+
+def _worker(role: Literal["prefill", "decode"], set_: list[str] | None, config: Path | None, **flags: Any) -> None:
+    from pdserve.cli.service_commands import parse_assignments, serve_worker
+    from pdserve.common.settings import DecodeSettings, PrefillSettings
+
+    report_fd, lifeline_fd = flags.pop("report_fd"), flags.pop("lifeline_fd")
+    kind = PrefillSettings if role == "prefill" else DecodeSettings
+    given = {name: value for name, value in flags.items() if value is not None}
+    if not serve_worker(kind, parse_assignments(set_ or []) | given, config, report_fd, lifeline_fd):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def prefill(
+    model: Model = None,
+    host: Host = None,
+    port: Port = None,
+    data_port: Annotated[int | None, typer.Option(help="Port for KV blocks; 0 draws a free one.")] = None,
+    advertise_host: Annotated[str | None, typer.Option(help="What peers connect to, where it is not --host.")] = None,
+    worker_id: Annotated[str | None, typer.Option(help="Names this worker in logs and to peers.")] = None,
+    connector: Connector = None,
+    insecure: Insecure = None,
+    deployment_key_file: KeyFile = None,
+    config: Config = None,
+    set_: Set = None,
+    report_fd: Hidden = None,
+    lifeline_fd: Hidden = None,
+) -> None:
+    """One prefill worker: computes prompts and lets decode workers read their KV blocks."""
+    _worker(
+        "prefill", set_, config, model=model, host=host, port=port, data_port=data_port, advertise_host=advertise_host,
+        worker_id=worker_id, connector=connector, insecure=insecure, deployment_key_file=deployment_key_file,
+        report_fd=report_fd, lifeline_fd=lifeline_fd,
+    )  # fmt: skip
+
+
+@app.command()
+def decode(
+    model: Model = None,
+    host: Host = None,
+    port: Port = None,
+    data_port: Annotated[int | None, typer.Option(help="Port for KV blocks; 0 draws a free one.")] = None,
+    advertise_host: Annotated[str | None, typer.Option(help="What peers connect to, where it is not --host.")] = None,
+    worker_id: Annotated[str | None, typer.Option(help="Names this worker in logs and to peers.")] = None,
+    connector: Connector = None,
+    max_local_prefill_tokens: Annotated[
+        int | None, typer.Option(help="Longest uncached prompt this worker prefills itself. [no limit]")
+    ] = None,
+    insecure: Insecure = None,
+    deployment_key_file: KeyFile = None,
+    config: Config = None,
+    set_: Set = None,
+    report_fd: Hidden = None,
+    lifeline_fd: Hidden = None,
+) -> None:
+    """One decode worker: receives KV blocks, or prefills itself, and streams tokens."""
+    _worker(
+        "decode", set_, config, model=model, host=host, port=port, data_port=data_port, advertise_host=advertise_host,
+        worker_id=worker_id, connector=connector, max_local_prefill_tokens=max_local_prefill_tokens, insecure=insecure,
+        deployment_key_file=deployment_key_file, report_fd=report_fd, lifeline_fd=lifeline_fd,
+    )  # fmt: skip
+
+
+@app.command()
+def chat(
+    message: Annotated[str | None, typer.Argument(help="One question; without it a conversation begins.")] = None,
+    url: GrpcUrl = "127.0.0.1:50051",
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    timeline: ShowTimeline = False,
+) -> None:
+    """Ask the model; the answer streams."""
+    from pdserve.cli.conversation import converse
+
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    asyncio.run(converse(url, message, system, sampling, timeline, os.environ.get("PDSERVE_API_KEY")))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue, as it stands.")],
+    url: GrpcUrl = "127.0.0.1:50051",
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    timeline: ShowTimeline = False,
+) -> None:
+    """Continue a text; the continuation streams."""
+    from pdserve.cli.conversation import continue_text
+
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    asyncio.run(continue_text(url, prompt, sampling, timeline, os.environ.get("PDSERVE_API_KEY")))
+
+
+def main() -> None:
+    """Entry point: errors of ours are one line, not a traceback."""
+    try:
+        app()
+    except PdServeError as error:
+        print(f"pdserve: {error.message}", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
+    except ValueError as error:
+        print(f"pdserve: {error}", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

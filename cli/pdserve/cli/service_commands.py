@@ -1,0 +1,77 @@
+"""`pdserve router`, `prefill` and `decode`: one service in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pdserve.cli.child_report import LoadReport, ReadyReport, ReportPipe, follow_lifeline
+from pdserve.cli.model_folder import model_folder
+from pdserve.common.logging_setup import configure_logging
+from pdserve.common.settings import DecodeSettings, PrefillSettings, RouterSettings, load_settings
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY_BYTES = 1 << 20
+
+
+def parse_assignments(assignments: list[str]) -> dict[str, str]:
+    """`--set name=value` -> {name: value}. Raises: ValueError for anything else."""
+    values = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--set {assignment!r}: name=value is needed")
+        values[name.replace("-", "_")] = value
+    return values
+
+
+def serve_router(flags: Mapping[str, Any], config: Path | None) -> None:
+    """Run a router until it is told to stop. Raises: ConfigError."""
+    from pdserve.router.service import run_router  # only what this command needs: no torch in a router
+
+    settings = load_settings(RouterSettings, flags=flags, toml=config)
+    configure_logging("router", settings.log_level)
+
+    def ready(http_address: str, grpc_address: str) -> None:
+        log.info("ready: OpenAI http://%s/v1  gRPC %s", http_address, grpc_address)
+
+    asyncio.run(run_router(settings, model_folder=model_folder(settings.model), ready=ready))
+
+
+def serve_worker(
+    kind: type[PrefillSettings] | type[DecodeSettings],
+    flags: Mapping[str, Any],
+    config: Path | None,
+    report_fd: int | None,
+    lifeline_fd: int | None,
+) -> bool:
+    """Run a worker until it is told to stop; whether its engine lived to the end. Raises: ConfigError."""
+    settings = load_settings(kind, flags=flags, toml=config)
+    configure_logging(kind.section, settings.log_level)
+    folder = model_folder(settings.model)
+    # torch takes seconds to import: wrong settings are told before
+    if isinstance(settings, PrefillSettings):
+        from pdserve.prefill.service import run_prefill as run
+    else:
+        from pdserve.decode.service import run_decode as run  # type: ignore[assignment]
+    from pdserve.models.loading import LoadProgress
+    from pdserve.worker.identity import WorkerIdentity
+
+    follow_lifeline(lifeline_fd)
+    pipe = ReportPipe(report_fd)
+    reported = -REPORT_EVERY_BYTES
+
+    def progress(loaded: LoadProgress) -> None:
+        nonlocal reported
+        if loaded.loaded_bytes - reported >= REPORT_EVERY_BYTES or loaded.loaded_bytes == loaded.total_bytes:
+            reported = loaded.loaded_bytes
+            pipe.send(LoadReport(loaded.loaded_bytes, loaded.total_bytes))
+
+    def ready(identity: WorkerIdentity) -> None:
+        pipe.send(ReadyReport(identity.peer.worker_id, identity.address))
+
+    return asyncio.run(run(settings, folder, on_ready=ready, progress=progress))  # type: ignore[arg-type]

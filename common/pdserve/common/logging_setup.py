@@ -1,0 +1,18 @@
+"""One log format for every service: time, level, service, message, on standard error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def configure_logging(service: str, level: str) -> None:
+    """Called once, by the command that starts a service. level: `debug`, `info`, `warning` or `error`."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s {service} %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    # these say at INFO what our own lines say already
+    for chatty in ("uvicorn", "uvicorn.access", "uvicorn.error", "httpx", "asyncio"):
+        logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
