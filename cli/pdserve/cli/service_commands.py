@@ -58,7 +58,7 @@ def serve_worker(
         from pdserve.prefill.service import run_prefill as run
     else:
         from pdserve.decode.service import run_decode as run  # type: ignore[assignment]
-    from pdserve.models.loading import LoadProgress
+    from pdserve.engine.loaded_model import LoadProgress
     from pdserve.worker.identity import WorkerIdentity
 
     follow_lifeline(lifeline_fd)

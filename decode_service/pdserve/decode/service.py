@@ -9,7 +9,7 @@ import grpc
 
 from pdserve.common.settings import DecodeSettings
 from pdserve.decode.decode_servicer import DecodeServicer
-from pdserve.models.loading import LoadProgress
+from pdserve.engine.loaded_model import LoadProgress
 from pdserve.v1 import decode_pb2_grpc
 from pdserve.worker.identity import Role, WorkerIdentity
 from pdserve.worker.worker import Worker

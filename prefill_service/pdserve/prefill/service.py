@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 
 from pdserve.common.settings import PrefillSettings
-from pdserve.models.loading import LoadProgress
+from pdserve.engine.loaded_model import LoadProgress
 from pdserve.prefill.prefill_servicer import PrefillServicer
 from pdserve.v1 import prefill_pb2_grpc
 from pdserve.worker.identity import Role, WorkerIdentity

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import grpc
+import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -24,15 +25,15 @@ from pdserve.common.rpc import bind, make_server
 from pdserve.common.settings import WorkerSettings
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.loaded_model import LoadedModel
 from pdserve.kv_transfer.attach_client import Receiving
 from pdserve.kv_transfer.attach_servicer import AttachServicer
-from pdserve.kv_transfer.connector import BlockConnector
+from pdserve.kv_transfer.connector import BlockConnector, PoolMemory
 from pdserve.kv_transfer.source_transfer import LeaseLimits, PeerId
 from pdserve.kv_transfer.source_transfers import SourceTransfers
 from pdserve.v1 import kv_source_pb2_grpc, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import Role, WorkerIdentity
-from pdserve.worker.loaded_model import LoadedModel
 from pdserve.worker.peer_channels import PeerChannels
 from pdserve.worker.seam_adapter import SeamAdapter
 from pdserve.worker.worker_servicer import WorkerServicer
@@ -64,8 +65,9 @@ class Worker:
         self.server = make_server()
         self.port = bind(self.server, settings.host, settings.port)
         self.peers = PeerChannels()
-        connector.serve(model.pool)
-        self.adapter = SeamAdapter(connector, model.pool)
+        pool = pool_memory(model)
+        connector.serve(pool)
+        self.adapter = SeamAdapter(connector, pool)
         hasher = BlockHasher(deployment_key, settings.block_size)
         core = EngineCore(
             engine_config(settings, model),
@@ -158,8 +160,9 @@ class Worker:
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._watch.announce()
         deadline = time.monotonic() + self.settings.drain_s
-        while (self.engine.num_streams or len(self.transfers)) and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)  # noqa: ASYNC110 - two counters and a clock end this, not one event
+        # two counters and a clock end this, not one event
+        while (self.engine.num_streams or len(self.transfers)) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
         self.transfers.revoke_all(Draining("the source is draining"))
 
     async def stop(self) -> None:
@@ -171,6 +174,12 @@ class Worker:
         await asyncio.to_thread(self.connector.close)
         await asyncio.to_thread(self.engine.stop)
         log.info("%s has stopped; %d threads left", self.identity.peer.worker_id, threading.active_count())
+
+
+def pool_memory(model: LoadedModel) -> PoolMemory:
+    """The KV cache's bytes, for the data plane."""
+    data = model.kv_cache.flatten().view(torch.uint8).numpy().data
+    return PoolMemory(memoryview(data), model.layout.block_bytes, model.num_blocks)
 
 
 def engine_config(settings: WorkerSettings, model: LoadedModel) -> EngineConfig:

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pdserve.common.settings import WorkerSettings, describe
+from pdserve.engine.loaded_model import LoadProgress, load_model
 from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.tcp import TcpConnector
 from pdserve.kv_transfer.tcp_settings import TcpSettings
-from pdserve.models.loading import LoadProgress
 from pdserve.worker.identity import Role, WorkerIdentity
-from pdserve.worker.loaded_model import load_model
 from pdserve.worker.worker import AddServicers, Worker
 
 log = logging.getLogger(__name__)

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.fingerprint import model_fingerprint, tokenizer_fingerprint
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings import WorkerSettings
-from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import LoadProgress, load_decoder
+
+__all__ = ["LoadProgress", "LoadedModel", "load_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,6 @@ class LoadedModel:
     @property
     def num_blocks(self) -> int:
         return int(self.kv_cache.shape[0])
-
-    @property
-    def pool(self) -> PoolMemory:
-        """The cache's bytes, for the data plane."""
-        data = self.kv_cache.flatten().view(torch.uint8).numpy().data
-        return PoolMemory(memoryview(data), self.layout.block_bytes, self.num_blocks)
 
 
 def load_model(

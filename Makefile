@@ -1,0 +1,49 @@
+# Every target makes its own .venv and installs what it needs: Python 3.11+ and make are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PYTHONSAFEPATH := 1
+
+.PHONY: up demo test check proto bench format clean
+
+up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
+	$(BIN)/pdserve up
+
+demo: $(VENV)/.runtime  ## the same, one question, then stop
+	$(BIN)/pdserve up --once --port 0 --grpc-port 0
+
+test: $(VENV)/.dev  ## the whole test suite
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev  ## format, lint, types, proto drift, import layers, forbidden calls
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/house
+
+proto: $(VENV)/.dev  ## regenerate the code beside proto/pdserve/v1/*.proto
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto \
+	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --mypy_out=quiet:proto --mypy_grpc_out=quiet:proto proto/pdserve/v1/*.proto
+
+bench: $(VENV)/.dev  ## TTFT, TPOT and requests/s of a cluster on this machine
+	$(BIN)/python benchmarks/serving.py
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdserve needs Python 3.11 or later")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.runtime

@@ -1,0 +1,100 @@
+"""The house: who may import whom, and what a root folder may hold (docs/architecture.md, "Layers")."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {
+    "v1": "proto", "common": "common", "text": "text", "kernels": "kernels", "models": "models", "engine": "engine",
+    "kv_transfer": "kv_transfer", "worker": "worker", "prefill": "prefill_service", "decode": "decode_service",
+    "router": "router", "cli": "cli",
+}  # fmt: skip
+WORKER = {"worker", "engine", "kv_transfer", "common", "v1"}
+MAY_IMPORT = {
+    "v1": set(),
+    "kernels": set(),
+    "common": {"v1"},
+    "text": {"common"},
+    "models": {"kernels", "common"},
+    "engine": {"models", "kernels", "common"},
+    "kv_transfer": {"kernels", "common", "v1"},
+    "worker": WORKER,
+    "prefill": WORKER,
+    "decode": WORKER,
+    "router": {"text", "common", "v1"},
+    "cli": set(FOLDERS),
+}
+NO_TORCH = {"common", "text", "router", "v1", "cli"}
+TORCH = {"torch", "triton", "transformers"}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+FORBIDDEN_CALLS = {("torch", "load"), ("yaml", "load"), ("builtins", "eval"), ("builtins", "exec")}
+FORBIDDEN_NAMES = {"eval", "exec"}
+EMPTY_NAMES = {"utils", "helpers", "misc", "base", "manager"}
+
+
+def sources(package: str) -> Iterator[Path]:
+    folder = ROOT / FOLDERS[package] / "pdserve" / package
+    return (path for path in sorted(folder.rglob("*.py")) if "_pb2" not in path.name)
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_a_package_imports_only_what_it_may(package: str) -> None:
+    for path in sources(package):
+        for module in imported_modules(ast.parse(path.read_text())):
+            parts = module.split(".")
+            if parts[0] == "pdserve" and len(parts) > 1 and parts[1] != package:
+                assert parts[1] in MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {module}"
+            if package in NO_TORCH:
+                assert parts[0] not in TORCH, f"{path.relative_to(ROOT)} imports {module}"
+
+
+@pytest.mark.parametrize("package", [name for name in FOLDERS if name not in {"common", "v1"}])
+def test_generated_messages_stay_with_stubs_and_servicers(package: str) -> None:
+    for path in sources(package):
+        text = path.read_text()
+        if "_pb2" in text:
+            assert "_pb2_grpc" in text, f"{path.relative_to(ROOT)} touches messages but holds no stub and no servicer"
+
+
+def test_pdserve_is_a_namespace() -> None:
+    """One `pdserve/__init__.py` anywhere would hide every other portion."""
+    for folder in FOLDERS.values():
+        assert not (ROOT / folder / "__init__.py").exists()
+        assert not (ROOT / folder / "pdserve" / "__init__.py").exists()
+        assert not list((ROOT / folder).glob("*.py")), f"{folder} must not be importable itself"
+
+
+def test_nothing_can_run_code_from_data() -> None:
+    """No pickle, eval, exec, torch.load or yaml.load anywhere (I11)."""
+    for package in FOLDERS:
+        for path in sources(package):
+            tree = ast.parse(path.read_text())
+            assert not FORBIDDEN_MODULES & {module.split(".")[0] for module in imported_modules(tree)}, path
+            for node in ast.walk(tree):
+                if not isinstance(node, ast.Call):
+                    continue
+                if isinstance(node.func, ast.Name):
+                    assert node.func.id not in FORBIDDEN_NAMES, f"{path}:{node.lineno}"
+                elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                    assert (node.func.value.id, node.func.attr) not in FORBIDDEN_CALLS, f"{path}:{node.lineno}"
+                    assert node.func.attr != "deserialize_descs", f"{path}:{node.lineno}"
+
+
+def test_files_are_named_by_their_noun() -> None:
+    for package in FOLDERS:
+        for path in sources(package):
+            assert path.stem not in EMPTY_NAMES, path
