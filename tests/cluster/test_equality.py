@@ -1,0 +1,98 @@
+"""Greedy output through prefill/decode over TCP is one engine's output is `transformers`' output, token for token (I1)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cluster_processes import Cluster, pd_cluster
+from inference_client import InferenceClient
+from oracle import Oracle
+
+pytestmark = pytest.mark.process
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+LENGTHS = (1, 15, 16, 17, 31, 250, 1000)
+MAX_TOKENS = 24
+VOCABULARY = range(3, 300)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    draw = random.Random(f"{length}/{seed}")
+    return [draw.choice(VOCABULARY) for _ in range(length)]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def served(
+    request: pytest.FixtureRequest, tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Cluster, Oracle]]:
+    model = tiny_checkpoints(request.param)
+    # chunks of 64 tokens: longer prompts are published while later chunks still compute
+    flags = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
+    with pd_cluster(tmp_path_factory.mktemp("cluster"), model, both=flags) as cluster:
+        yield cluster, Oracle(model)
+        cluster.check_pools()
+        cluster.check_logs()
+
+
+async def test_every_length_with_and_without_a_prefix_hit(served: tuple[Cluster, Oracle]) -> None:
+    cluster, oracle = served
+    source, sink = cluster.services["prefill"], cluster.services["decode"]
+    async with InferenceClient(cluster.router.address) as router:
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            cold = await router.ask(prompt, max_tokens=MAX_TOKENS)
+            oracle.check(prompt, cold.token_ids)
+            assert "kv_landed" in cold.moments, "it did not go through prefill/decode"
+
+            computed = cluster.load(source).prompt_tokens_computed
+            warm = await router.ask(prompt, max_tokens=MAX_TOKENS)  # both sides have its full blocks
+            assert warm.token_ids == cold.token_ids
+            cached = (length - 1) // 16 * 16
+            # an unwanted prefill that ended early computes its tail once more
+            assert cluster.load(source).prompt_tokens_computed - computed <= 2 * (length - cached)
+
+            await router.ask(prompt_of(length, seed=1), max_tokens=1)  # the prefill side alone
+            source_hit = await router.ask(prompt_of(length, seed=1), max_tokens=MAX_TOKENS)
+            oracle.check(prompt_of(length, seed=1), source_hit.token_ids)
+    assert cluster.load(sink).prompt_tokens_computed == 0, "decode computed prompt tokens"
+
+
+async def test_a_prefix_hit_on_the_decode_side_alone(served: tuple[Cluster, Oracle], tmp_path: Path) -> None:
+    cluster, oracle = served
+    # a second router that knows no prefill worker: what it asks is prefilled by decode
+    model = cluster.router.flags[1]
+    alone = cluster.start_router("--model", model, decode=[cluster.services["decode"].address], name="router-alone")
+    async with InferenceClient(alone.address) as local, InferenceClient(cluster.router.address) as router:
+        for length in (17, 31, 250):
+            prompt = prompt_of(length, seed=2)
+            one_engine = await local.ask(prompt, max_tokens=MAX_TOKENS)
+            assert "kv_landed" not in one_engine.moments
+            through_pd = await router.ask(prompt, max_tokens=MAX_TOKENS)
+            assert "kv_landed" in through_pd.moments
+            assert through_pd.token_ids == one_engine.token_ids
+            oracle.check(prompt, through_pd.token_ids)
+
+
+async def test_64_at_once(served: tuple[Cluster, Oracle]) -> None:
+    cluster, oracle = served
+    prompts = [prompt_of(random.Random(seed).randrange(1, 120), seed=100 + seed) for seed in range(64)]
+    async with InferenceClient(cluster.router.address) as router:
+        answers = await router.ask_all(prompts, max_tokens=12)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        oracle.check(prompt, answer.token_ids)
+
+
+async def test_seeded_sampling_is_equal_alone_and_in_one_batch(served: tuple[Cluster, Oracle]) -> None:
+    """I5, through prefill/decode."""
+    cluster, _ = served
+    prompts = [prompt_of(20 + seed, seed=200 + seed) for seed in range(12)]
+    sampling = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "max_tokens": 20}
+    async with InferenceClient(cluster.router.address) as router:
+        alone = [await router.ask(prompt, seed=7, **sampling) for prompt in prompts]
+        together = await router.ask_all(prompts, seed=7, **sampling)
+        other = await router.ask(prompts[0], seed=8, **sampling)
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+    assert other.token_ids != alone[0].token_ids

@@ -1,0 +1,65 @@
+"""A gRPC client for tests: token ids in, token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import grpc.aio
+
+from pdserve.common.rpc import make_channel
+from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
+
+
+@dataclass
+class Answer:
+    """One finished stream."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: int = 0
+    cached_tokens: int = 0
+    moments: set[str] = field(default_factory=set)
+
+
+class InferenceClient:
+    """`async with InferenceClient(address) as client: answer = await client.ask(tokens, max_tokens=8)`"""
+
+    def __init__(self, address: str) -> None:
+        self._channel = make_channel(address)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+
+    async def __aenter__(self) -> InferenceClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    def start(self, prompt: Sequence[int], timeout: float = 60, **sampling: object) -> grpc.aio.UnaryStreamCall:
+        """The raw call. sampling: fields of the proto's `SamplingParams`."""
+        sampling = {"temperature": 0.0, "ignore_eos": True, **sampling}
+        request = inference_pb2.GenerateRequest(
+            tokens=inference_pb2.TokenPrompt(token_ids=prompt),
+            sampling=request_pb2.SamplingParams(**sampling),
+            stream=True,
+        )
+        return self._stub.Generate(request, timeout=timeout, wait_for_ready=True)
+
+    async def ask(self, prompt: Sequence[int], timeout: float = 60, **sampling: object) -> Answer:
+        """Read a stream to its end. Raises: grpc.aio.AioRpcError."""
+        answer = Answer()
+        async for message in self.start(prompt, timeout, **sampling):
+            answer.token_ids += message.token_ids
+            answer.text += message.text
+            if message.finish_reason:
+                answer.finish_reason = message.finish_reason
+                answer.cached_tokens = message.usage.cached_tokens
+                answer.moments = {moment.name for moment in message.moments}
+        return answer
+
+    async def ask_all(self, prompts: Sequence[Sequence[int]], **sampling: object) -> list[Answer]:
+        return await asyncio.gather(*(self.ask(prompt, **sampling) for prompt in prompts))

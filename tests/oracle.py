@@ -1,0 +1,47 @@
+"""`transformers` as the oracle: greedy continuations in float32, with the margin by which each token won."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import AutoModelForCausalLM
+
+NEAR_TIE = 1e-4
+"""Two candidates closer than this may change places between two correct float32 implementations (I1)."""
+
+
+class Oracle:
+    """One checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """`max_tokens` most likely tokens, EOS or not."""
+        ids = torch.tensor([prompt])
+        output = self._model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        return output[0, len(prompt) :].tolist()
+
+    @torch.inference_mode()
+    def check(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """The answer is the oracle's own, or leaves it only at a near-tie, which is printed."""
+        expected = self.greedy(prompt, len(answer))
+        if list(answer) == expected:
+            return
+        place = next(i for i, (ours, theirs) in enumerate(zip(answer, expected, strict=True)) if ours != theirs)
+        logits = self._model(torch.tensor([[*prompt, *expected[:place]]])).logits[0, -1]
+        margin = float(logits[expected[place]] - logits[answer[place]])
+        assert margin < NEAR_TIE, f"token {place}: {answer[place]} instead of {expected[place]}, {margin} apart"
+        print(f"near-tie at token {place} of a {len(prompt)}-token prompt: {margin:.2e}")
