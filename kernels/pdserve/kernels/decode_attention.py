@@ -1,0 +1,137 @@
+"""Attention of one query token a sequence over its paged context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.kv_pages import GatheredKeys, KvPages
+
+_GATHER_BYTES = 32 << 20
+_DEVICE_GATHER_BYTES = 1 << 30
+"""Keys and values gathered at once: more would leave the processor's caches and grow the workspace without gain."""
+_PADDING_TOKENS = 1024
+"""Padded keys that cost about as much as one more call a layer."""
+_BMM_TOKENS = 2048
+"""From this many padded keys on, two half-precision batched products beat the fused kernel on a processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Neighbouring decode rows of similar length, attended to in one call."""
+
+    start: int
+    stop: int
+    source: GatheredKeys
+    mask: Tensor | None
+    """`[B, 1, 1, S]` added to the scores: 0 or -inf. None when each row sees every key."""
+    product_mask: Tensor | None
+    """The same as `[B * Hkv, 1, S]`."""
+
+
+def plan_decode(batch: AttentionBatch, pages: KvPages, window: int | None) -> list[DecodeGroup]:
+    """Split the decode rows into groups and prepare what is the same in every layer with this `window`."""
+    if batch.num_decodes == 0:
+        return []
+    if batch.seq_lens.is_cpu:
+        lens = [max(length, 1) for length in batch.seq_lens.tolist()]
+    else:  # reading the lengths back would wait for the device
+        lens = [batch.max_seq_len] * batch.num_decodes
+    return [_plan_group(batch, pages, window, start, stop, lens) for start, stop in _cut(lens, pages, window)]
+
+
+def _cut(lens: list[int], pages: KvPages, window: int | None) -> list[tuple[int, int]]:
+    """Ranges of neighbouring rows that waste little on padding and fit the workspace."""
+    limit_bytes = _GATHER_BYTES if pages.kv_cache.is_cpu else _DEVICE_GATHER_BYTES
+    limit = limit_bytes // (2 * pages.num_kv_heads * pages.head_dim * pages.kv_cache.element_size())
+    ranges = []
+    start = total = longest = 0
+    for row, full_length in enumerate(lens):
+        length = full_length if window is None else min(full_length, window)
+        padded = max(longest, length) * (row + 1 - start)
+        wasted = padded - total - length
+        if row > start and (padded > limit or wasted > _PADDING_TOKENS + total // 2):
+            ranges.append((start, row))
+            start, total, longest = row, 0, 0
+        total += length
+        longest = max(longest, length)
+    ranges.append((start, len(lens)))
+    return ranges
+
+
+def _plan_group(
+    batch: AttentionBatch, pages: KvPages, window: int | None, start: int, stop: int, lens: list[int]
+) -> DecodeGroup:
+    block_size, size = pages.block_size, stop - start
+    longest, shortest = max(lens[start:stop]), min(lens[start:stop])
+    same_length = longest == shortest and batch.seq_lens.is_cpu
+    windowed = window is not None and longest > window
+    tables = batch.block_tables[start:stop]
+
+    if same_length:
+        # Every row sees the same columns: no key is masked, so nothing stale is ever multiplied.
+        first_position = longest - window if window is not None and windowed else 0
+        first_block = first_position // block_size
+        tables = tables[:, first_block : -(-longest // block_size)]
+        offset = first_block * block_size
+        source = pages.plan_gather(tables, first_position - offset, longest - offset)
+        return DecodeGroup(start, stop, source, None, None)
+
+    seq_lens = batch.seq_lens[start:stop].clamp(min=1).unsqueeze(1)
+    last_blocks = (seq_lens - 1) // block_size
+    num_blocks = -(-longest // block_size)
+    columns = torch.arange(num_blocks, device=tables.device)
+    positions = torch.arange(num_blocks * block_size, device=tables.device)
+    if window is not None and windowed:
+        first_blocks = (seq_lens - window).clamp_(min=0) // block_size
+        span = min(num_blocks, (window - 1) // block_size + 2)
+        columns = columns[:span] + first_blocks
+        positions = positions[: span * block_size] + first_blocks * block_size
+    # Beyond its end a row reads its own last block again: the padding may name blocks that hold anything.
+    tables = tables.gather(1, torch.minimum(columns, last_blocks))
+    hidden = positions >= seq_lens
+    if window is not None and windowed:
+        hidden |= positions < seq_lens - window
+    mask = torch.zeros(hidden.shape, dtype=pages.kv_cache.dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+    mask = mask.view(size, 1, 1, -1)
+    product_mask = None
+    if _uses_products(pages.kv_cache, mask.numel()):
+        product_mask = mask.expand(-1, pages.num_kv_heads, -1, -1).reshape(size * pages.num_kv_heads, 1, -1)
+    return DecodeGroup(start, stop, pages.plan_gather(tables, 0, positions.shape[-1]), mask, product_mask)
+
+
+def clear_decode_tails(batch: AttentionBatch, pages: KvPages) -> None:
+    """Make finite what lies behind the last token of each decode row, in its last block."""
+    if batch.num_decodes == 0:
+        return
+    lengths = batch.seq_lens
+    last_columns = ((lengths - 1).clamp_(min=0) // pages.block_size).unsqueeze(1)
+    last_blocks = batch.block_tables.gather(1, last_columns).squeeze(1)
+    used = (lengths - 1).remainder_(pages.block_size).add_(1)  # a padded row, of length 0, counts as full
+    pages.clear_tails(last_blocks, used)
+
+
+def _uses_products(like: Tensor, num_keys: int) -> bool:
+    return like.is_cpu and like.dtype is torch.bfloat16 and num_keys >= _BMM_TOKENS
+
+
+def attend_decode(q: Tensor, k: Tensor, v: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+    """`softmax(scale * q k^T + mask) v`; the G query heads of a KV head are G rows of one product.
+
+    q `[B, Hkv, G, D]`, k and v `[B, Hkv, S, D]` -> `[B, Hkv, G, D]`.
+    """
+    size, num_kv_heads, num_keys, head_dim = k.shape
+    if not _uses_products(k, size * num_keys):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+    q = q.reshape(size * num_kv_heads, -1, head_dim)
+    k = k.flatten(0, 1)
+    v = v.flatten(0, 1)
+    if group.product_mask is None:
+        scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=scale)
+    else:
+        scores = torch.baddbmm(group.product_mask, q, k.transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(-1), v).view(size, num_kv_heads, -1, head_dim)

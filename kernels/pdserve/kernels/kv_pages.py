@@ -1,0 +1,96 @@
+"""Views of the paged KV cache that let one operation write, and one read, a whole layer's keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredKeys:
+    """Blocks of B sequences, and where their keys and values are copied to be multiplied."""
+
+    batch_size: int
+    rows: Tensor
+    """`[2 * B * Hkv * N]`, in the order of `KvPages.read_rows`."""
+    out: Tensor
+    """`[2 * B * Hkv * N, bs * D]`, shared by all layers and steps: fresh temporaries of tens of megabytes would be
+    mapped and faulted in again in every layer."""
+    first_key: int
+    last_key: int
+    """Of the N * bs gathered keys of a sequence, `first_key..last_key-1` are looked at."""
+
+
+class KvPages:
+    """`kv_cache[num_blocks, L, 2, Hkv, bs, D]` seen as rows.
+
+    The cache is contiguous, so a layer is the flat cache shifted by a constant: one set of row numbers, computed once
+    a step, serves every layer through `token_rows[layer]` and `block_rows[layer]`.
+    """
+
+    def __init__(self, kv_cache: Tensor) -> None:
+        if kv_cache.dim() != 6 or kv_cache.shape[2] != 2 or not kv_cache.is_contiguous():
+            raise ValueError(
+                f"kv_cache must be contiguous [num_blocks, L, 2, Hkv, bs, D], not {tuple(kv_cache.shape)} "
+                f"with strides {kv_cache.stride()}"
+            )
+        self.kv_cache = kv_cache
+        self.num_blocks, self.num_layers, _, self.num_kv_heads, self.block_size, self.head_dim = kv_cache.shape
+        heads = 2 * self.num_kv_heads
+        tokens = kv_cache.view(-1, self.head_dim)
+        blocks = kv_cache.view(-1, self.block_size * self.head_dim)
+        self.token_rows = [tokens[layer * heads * self.block_size :] for layer in range(self.num_layers)]
+        """A row is one head's key or value of one token: `[*, D]`."""
+        self.block_rows = [blocks[layer * heads :] for layer in range(self.num_layers)]
+        """A row is one head's keys or values of one block: `[*, bs * D]`."""
+        self._head_tokens = torch.arange(heads, device=kv_cache.device).mul_(self.block_size)
+        self._head_blocks = torch.arange(heads, device=kv_cache.device).view(2, 1, self.num_kv_heads, 1)
+        self._offsets = torch.arange(self.block_size, device=kv_cache.device)
+        self._gathered = kv_cache.new_empty(0)
+
+    def write_rows(self, slot_mapping: Tensor) -> Tensor:
+        """Rows of `token_rows` that tokens in slots `[T]` own, in the order `[T, 2, Hkv]`, flat."""
+        heads = 2 * self.num_kv_heads
+        # slot = block * bs + offset, and a block is heads * L slots long in the flat cache.
+        starts = slot_mapping // self.block_size
+        starts = starts.mul_((heads * self.num_layers - 1) * self.block_size).add_(slot_mapping)
+        return (starts.unsqueeze(1) + self._head_tokens).flatten()
+
+    def read_rows(self, block_tables: Tensor) -> Tensor:
+        """Rows of `block_rows` that hold blocks `[B, N]`, in the order `[2, B, Hkv, N]`, flat."""
+        starts = block_tables * (2 * self.num_kv_heads * self.num_layers)
+        return (starts.unsqueeze(1) + self._head_blocks).flatten()
+
+    def plan_gather(self, block_tables: Tensor, first_key: int, last_key: int) -> GatheredKeys:
+        """Prepare to look at keys `first_key..last_key-1` of blocks `[B, N]`, in any layer."""
+        rows = self.read_rows(block_tables)
+        size = rows.numel() * self.block_size * self.head_dim
+        if self._gathered.numel() < size:
+            self._gathered = self.kv_cache.new_empty(size + size // 2)
+        out = self._gathered[:size].view(rows.numel(), -1)
+        return GatheredKeys(block_tables.shape[0], rows, out, first_key, last_key)
+
+    def gather(self, layer: int, source: GatheredKeys) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, Hkv, S, D]`, views of `source.out`."""
+        torch.index_select(self.block_rows[layer], 0, source.rows, out=source.out)
+        keys_values = source.out.view(2, source.batch_size, self.num_kv_heads, -1, self.head_dim)
+        k, v = keys_values[:, :, :, source.first_key : source.last_key].unbind()
+        return k, v
+
+    def clear_tails(self, last_blocks: Tensor, num_used: Tensor) -> None:
+        """Zero the slots from `num_used[b]` on in block `last_blocks[b]`, in all layers; both `[B]`.
+
+        A masked key has weight 0, but 0 * NaN is NaN: bytes that an earlier owner left, or a peer sent, behind a
+        sequence's last token must be finite before they are multiplied. The sequence writes into this block in this
+        very step, so nobody else may be using it. `num_used[b] == bs` leaves a block alone.
+        """
+        pages = self.kv_cache.view(self.num_blocks, -1, self.block_size, self.head_dim)
+        if pages.is_cpu:  # a strided fill a sequence takes 4 us, the indexed fill of a large model's tails 60
+            for block, used in zip(last_blocks.tolist(), num_used.tolist(), strict=True):
+                if used < self.block_size:
+                    pages[block, :, used:] = 0
+            return
+        row, offset = (self._offsets >= num_used.unsqueeze(1)).nonzero(as_tuple=True)
+        pages[last_blocks[row], :, offset] = 0

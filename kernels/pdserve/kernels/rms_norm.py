@@ -1,0 +1,45 @@
+"""Root mean square normalisation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class RmsNorm:
+    """`y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in float32.
+
+    `F.rms_norm` is composed of many small operations on a processor. `cat(x, -x)` has mean 0 and the variance
+    `mean(x^2)`, so the first half of its layer norm is the same number from one fused operation, a third of the time.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        if weight.dim() != 1:
+            raise ValueError(f"the weight of a norm must be [H], not {tuple(weight.shape)}")
+        self._weight = weight
+        self._size = weight.shape[0]
+        self._doubled = torch.cat((weight, weight))
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[*, H]` -> `[*, H]`."""
+        if not x.is_cpu:
+            return F.rms_norm(x, (self._size,), self._weight, self._eps)
+        both = torch.cat((x, -x), -1)
+        return F.layer_norm(both, (2 * self._size,), self._doubled, None, self._eps)[..., : self._size]
+
+
+class HeadNorm:
+    """RMS normalisation of each head with a weight of its own, in place: query heads and key heads in one pass."""
+
+    def __init__(self, weights: Tensor, eps: float) -> None:
+        """weights `[heads, D]`."""
+        if weights.dim() != 2:
+            raise ValueError(f"the weights of a head norm must be [heads, D], not {tuple(weights.shape)}")
+        self._weights = weights
+        self._unit = RmsNorm(torch.ones_like(weights[0]), eps)
+
+    def __call__(self, x: Tensor) -> None:
+        """x `[T, heads, D]`, overwritten."""
+        torch.mul(self._unit(x), self._weights, out=x)

@@ -1,0 +1,37 @@
+"""Rotary position embedding, as a product of complex numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotary_phases(positions: Tensor, inverse_frequencies: Tensor, magnitude: Tensor) -> Tensor:
+    """`phases[t, 0, j] = magnitude * exp(i * positions[t] * inverse_frequencies[j])`.
+
+    positions `[T]` int64, inverse_frequencies `[D / 2]` float32, magnitude `[]` float32 -> `[T, 1, D / 2]` complex64.
+    """
+    return torch.polar(magnitude, positions.view(-1, 1, 1) * inverse_frequencies)
+
+
+def rotate_heads(x: Tensor, phases: Tensor) -> None:
+    """`x[t, h, 2j] + i x[t, h, 2j + 1] *= phases[t, 0, j]`, in place and in float32.
+
+    x `[T, heads, D]` (a head's numbers adjacent), phases `[T, 1, D / 2]`. Pairs are neighbours: see `pair_neighbours`.
+    """
+    if x.dtype is torch.float32:
+        torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)).mul_(phases)
+        return
+    wide = x.to(torch.float32, memory_format=torch.contiguous_format)
+    torch.view_as_complex(wide.view(*x.shape[:-1], -1, 2)).mul_(phases)
+    x.copy_(wide)
+
+
+def pair_neighbours(rows: Tensor, head_dim: int) -> Tensor:
+    """Reorder rows `[heads * D, ...]` of a projection so that a head's numbers j and j + D/2 become 2j and 2j + 1.
+
+    Checkpoints rotate number j with number j + D/2. Queries and keys may be reordered alike without changing any
+    score, and neighbours can be rotated as one complex number, in one operation instead of five.
+    """
+    halves = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,138 @@
+"""Rotary frequencies and the scalings that stretch them to longer contexts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.common.errors import UnsupportedModel
+from pdserve.models.json_object import JsonObject
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """A model's rotary embedding; fields that a type does not use keep their defaults."""
+
+    rope_type: str
+    theta: float
+    factor: float = 1.0
+    original_max_positions: int = 0
+    """Positions that the model was trained on before its context was stretched."""
+    attention_factor: float = 1.0
+    """Rotated queries and keys are multiplied by it (yarn, longrope)."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
+        """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+        rope = config.child("rope_parameters") or config.child("rope_scaling") or JsonObject({}, config.where)
+        if rope.has_objects():
+            raise UnsupportedModel(f"{rope.where}: rope parameters that differ between layers")
+        rope_type = rope.text("rope_type", rope.text("type", "default"))
+        theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+        if rope_type not in ROPE_TYPES:
+            raise UnsupportedModel(f"{rope.where}: rope type {rope_type!r}; supported: {', '.join(ROPE_TYPES)}")
+        if rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
+            raise UnsupportedModel(f"{rope.where}: partial_rotary_factor other than 1")
+        if rope_type in ("default", "dynamic"):
+            # Dynamic scaling starts where max_position_embeddings ends, and no sequence here is longer than that.
+            return cls(rope_type, theta, rope.number("factor", 1.0))
+        if rope_type == "linear":
+            return cls(rope_type, theta, rope.number("factor"))
+
+        original = config.integer(
+            "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_positions)
+        )
+        if rope_type == "llama3":
+            return cls(
+                rope_type,
+                theta,
+                rope.number("factor"),
+                original,
+                low_freq_factor=rope.number("low_freq_factor"),
+                high_freq_factor=rope.number("high_freq_factor"),
+            )
+        factor = rope.number("factor", max_positions / original)
+        if rope_type == "yarn":
+            return cls(
+                rope_type,
+                theta,
+                factor,
+                original,
+                rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
+                rope.number("beta_fast", 32.0),
+                rope.number("beta_slow", 1.0),
+                rope.boolean("truncate", True),
+            )
+        stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return cls(
+            rope_type,
+            theta,
+            factor,
+            original,
+            rope.number("attention_factor", stretched),
+            short_factor=rope.numbers("short_factor", head_dim // 2),
+        )
+
+    def max_positions(self, configured: int) -> int:
+        """Positions that can be served.
+
+        Longrope rotates all of a sequence's keys anew when the sequence outgrows the original length; keys in a cache
+        that other sequences share cannot be rotated again, so such a model serves its original length, exactly.
+        """
+        return min(configured, self.original_max_positions) if self.rope_type == "longrope" else configured
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        """`[D / 2]` float32: radians a position, for each pair of a head's numbers."""
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        inverse = 1.0 / (self.theta**exponents)
+        if self.rope_type == "linear":
+            return inverse / self.factor
+        if self.rope_type == "longrope":
+            return 1.0 / (torch.tensor(self.short_factor) * self.theta**exponents)
+        if self.rope_type == "llama3":
+            return self._llama3(inverse)
+        if self.rope_type == "yarn":
+            return self._yarn(inverse, head_dim)
+        return inverse
+
+    def _llama3(self, inverse: Tensor) -> Tensor:
+        """Long waves are stretched by `factor`, short ones kept, those between blended."""
+        turns = self.original_max_positions * inverse / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        return (1 - kept) * inverse / self.factor + kept * inverse
+
+    def _yarn(self, inverse: Tensor, head_dim: int) -> Tensor:
+        """As llama3, but blended linearly in the pair's index instead of in its number of turns."""
+
+        def index_of(turns: float) -> float:
+            return head_dim * math.log(self.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = index_of(self.beta_fast), index_of(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        if low == high:
+            high += 0.001
+        stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        return inverse / self.factor * stretched + inverse * (1 - stretched)
+
+
+def _yarn_attention_factor(rope: JsonObject, factor: float) -> float:
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return magnitude(rope.number("mscale")) / magnitude(rope.number("mscale_all_dim"))
+    return magnitude(1.0)

@@ -1,0 +1,185 @@
+"""Workers that die, come back, start late or do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from cluster_processes import KEY, Cluster, pd_cluster, running_cluster
+from inference_client import InferenceClient
+from oracle import Oracle
+
+pytestmark = pytest.mark.process
+
+FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=300", "--set", "max_num_batched_tokens=16")
+SOON_S = 10.0
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    draw = random.Random(f"{length}/{seed}")
+    return [draw.randrange(3, 300) for _ in range(length)]
+
+
+async def kill_in_mid_prefill(cluster: Cluster) -> None:
+    """SIGKILL the prefill worker once it is seen computing."""
+    deadline = time.monotonic() + SOON_S
+    while not cluster.load(cluster.services["prefill"]).num_running:
+        assert time.monotonic() < deadline, "prefill never began"
+    cluster.services["prefill"].signal(signal.SIGKILL)
+    cluster.services["prefill"].process.wait(5)
+
+
+async def wait_for_remote(router: InferenceClient) -> None:
+    """Until a request goes through prefill/decode again."""
+    deadline = time.monotonic() + SOON_S
+    seed = 0
+    while "kv_landed" not in (await router.ask(prompt_of(40, seed), max_tokens=4)).moments:
+        assert time.monotonic() < deadline, "prefill is not used again"
+        seed += 1
+        await asyncio.sleep(0.1)
+
+
+async def test_death_of_the_only_prefill_worker(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny_checkpoints("llama", num_hidden_layers=4)
+    oracle = Oracle(model)
+    with pd_cluster(tmp_path, model, both=FLAGS) as cluster:
+        async with InferenceClient(cluster.router.address) as router:
+            prompt = prompt_of(3000)
+            asked = asyncio.create_task(router.ask(prompt, max_tokens=8))
+            await asyncio.to_thread(asyncio.run, kill_in_mid_prefill(cluster))
+            since = time.monotonic()
+            answer = await asked
+            assert time.monotonic() - since < 2 * SOON_S
+            assert "kv_landed" not in answer.moments, "it was not prefilled locally"
+            oracle.check(prompt, answer.token_ids)
+            await asyncio.to_thread(cluster.restart, "prefill")
+            await wait_for_remote(router)
+        cluster.check_pools()
+        cluster.check_logs()
+
+
+async def test_death_of_the_only_prefill_worker_when_decode_may_not_prefill(
+    tiny_checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_checkpoints("llama", num_hidden_layers=4)
+    with pd_cluster(tmp_path, model, both=FLAGS, router=("--local-prefill", "never")) as cluster:
+        async with InferenceClient(cluster.router.address) as router:
+            asked = asyncio.create_task(router.ask(prompt_of(3000), max_tokens=8))
+            await asyncio.to_thread(asyncio.run, kill_in_mid_prefill(cluster))
+            since = time.monotonic()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asked
+            assert time.monotonic() - since < 2 * SOON_S
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "prefill" in (caught.value.details() or "")
+            await asyncio.to_thread(cluster.restart, "prefill")
+            await wait_for_remote(router)
+        cluster.check_pools()
+        cluster.check_logs()
+
+
+async def test_services_start_in_any_order(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny_checkpoints("qwen2")
+    with running_cluster(tmp_path) as cluster:
+        common = ("--model", str(model), "--set", "dtype=float32", "--set", "num_blocks=64")
+        first = cluster.start_worker("prefill", *common)
+        port = int(first.address.rpartition(":")[2])
+        first.signal(signal.SIGTERM)
+        first.process.wait(15)
+        # the router is first, and knows addresses at which nobody answers yet
+        decode = cluster.start_worker("decode", *common)
+        cluster.start_router("--model", str(model), prefill=[f"127.0.0.1:{port}"], decode=[decode.address])
+        async with InferenceClient(cluster.router.address) as router:
+            alone = await router.ask(prompt_of(40), max_tokens=6)
+            assert "kv_landed" not in alone.moments
+            await asyncio.to_thread(cluster.start_worker, "prefill", *common, port=port)
+            await wait_for_remote(router)
+            assert (await router.ask(prompt_of(40), max_tokens=6)).token_ids == alone.token_ids
+        cluster.check_pools()
+
+
+async def test_a_worker_with_another_block_size_is_left_out(
+    tiny_checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_checkpoints("llama")
+    common = ("--set", "dtype=float32", "--set", "num_blocks=64")
+    with pd_cluster(tmp_path, model, both=common, prefill=("--set", "block_size=32")) as cluster:
+        async with InferenceClient(cluster.router.address) as router:
+            answer = await router.ask(prompt_of(40), max_tokens=6)
+            Oracle(model).check(prompt_of(40), answer.token_ids)
+            assert "kv_landed" not in answer.moments
+        assert "block_size" in cluster.router.read_log()
+        cluster.check_pools()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["prefill", "--model", "/nonexistent"], "/nonexistent"),
+        (["decode", "--host", "0.0.0.0"], "--insecure"),
+        (["decode", "--set", "block_sise=4"], "block_sise"),
+        (["decode", "--set", "block_size=0"], "block_size"),
+        (["decode", "--set", "block_size"], "block_size"),
+        (["router", "--decode", "nowhere"], "nowhere"),
+    ],
+)
+def test_wrong_settings_are_named_before_anything_starts(arguments: list[str], named: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pdserve.cli.main", *arguments],
+        capture_output=True, text=True, timeout=60, check=False, env={"PDSERVE_DEPLOYMENT_KEY": KEY},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_named(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny_checkpoints("llama")
+    with running_cluster(tmp_path) as cluster:
+        worker = cluster.start_worker("decode", "--model", str(model), "--set", "num_blocks=16")
+        port = worker.address.rpartition(":")[2]
+        second = cluster.launch_worker(
+            "decode", "--model", str(model), "--set", "num_blocks=16", name="second", port=int(port)
+        )
+        assert second.process.wait(60) == 2
+        assert f"127.0.0.1:{port}" in second.read_log()
+        assert "Traceback" not in second.read_log()
+
+
+def test_half_written_and_unsupported_model_folders_are_named(
+    tiny_checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    good = tiny_checkpoints("llama")
+    for name, change, named in (
+        ("truncated", lambda folder: _truncate(folder / "model.safetensors"), "model.safetensors"),
+        ("other", lambda folder: _replace(folder / "config.json", "LlamaForCausalLM", "MambaForCausalLM"), "Mamba"),
+        ("broken", lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        for path in good.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        change(folder)
+        done = subprocess.run(
+            [sys.executable, "-m", "pdserve.cli.main", "prefill", "--model", str(folder)],
+            capture_output=True, text=True, timeout=60, check=False, env={"PDSERVE_DEPLOYMENT_KEY": KEY},
+        )  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        assert named in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _replace(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))

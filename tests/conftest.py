@@ -1,0 +1,51 @@
+"""Fixtures for every test."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+# Tiny models on busy machines: two spinning threads make a test twenty times slower. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+class _SharedModules(MetaPathFinder):
+    """Lets tests import the modules that lie beside this file by name.
+
+    The folder itself must not be on `sys.path`: its subfolders `kernels` and `models` would then be importable, and
+    `transformers` looks for a package `kernels`.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = Path(__file__).with_name(f"{fullname}.py")
+        return spec_from_file_location(fullname, file) if path is None and file.is_file() else None
+
+
+sys.meta_path.append(_SharedModules())
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_checkpoints("qwen2", **options)`: `make_checkpoint` in a folder that the whole session shares; read only."""
+    from checkpoints import make_checkpoint
+
+    made: dict[str, Path] = {}
+
+    def make(architecture: str = "llama", **options: Any) -> Path:
+        key = repr((architecture, sorted(options.items())))
+        if key not in made:
+            made[key] = make_checkpoint(tmp_path_factory.mktemp(architecture), architecture, **options)
+        return made[key]
+
+    return make

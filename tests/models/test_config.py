@@ -1,0 +1,173 @@
+"""Reading `config.json`: both generations of field names, each family's defaults, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import ARCHITECTURES, edit_json, make_checkpoint
+
+from pdserve.common.errors import ConfigError, UnsupportedModel
+from pdserve.models.config import ModelConfig
+
+FIELDS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+def _read(folder: Path, wanted_dtype: str = "auto", /, **fields: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps({**FIELDS, **fields}))
+    return ModelConfig.from_folder(folder, wanted_dtype)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_defaults_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    make_config = ARCHITECTURES[architecture][0]
+    expected = make_config(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3, layer_types=None
+    )
+    name = ARCHITECTURES[architecture][1].__name__
+    found = _read(tmp_path, architectures=[name], num_key_value_heads=2)
+    assert found.head_dim == (getattr(expected, "head_dim", None) or 8)
+    assert found.rms_norm_eps == expected.rms_norm_eps
+    assert found.rope.theta == expected.rope_parameters["rope_theta"]
+    assert found.tie_word_embeddings == expected.tie_word_embeddings
+    assert found.sliding_windows == (expected.sliding_window if architecture == "mistral" else None,) * 3
+    assert found.dtype == "float32"
+
+
+def test_dimensions_and_kv_layout(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", attention_bias=True))
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (True, True, False, True)
+    assert config.dtype == "bfloat16"
+    layout = config.kv_layout(8, "ab" * 16)
+    assert layout.block_shape == (2, 2, 2, 8, 16)
+    assert layout.block_bytes == 2 * 2 * 2 * 8 * 16 * 2
+    assert ModelConfig.from_folder(tmp_path, "float16").kv_layout(8, "").dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({}, (None, None, None)),
+        ({"sliding_window": 9}, (None, None, None)),
+        ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}, (None, None, 9)),
+        ({"use_sliding_window": True, "sliding_window": None}, (None, None, None)),
+        ({"use_sliding_window": True, "max_window_layers": 0}, (4096, 4096, 4096)),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (5, None, 5),
+        ),
+    ],
+)
+def test_qwen_windows(fields: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
+    assert _read(tmp_path, architectures=["Qwen2ForCausalLM"], **fields).sliding_windows == windows
+
+
+def test_mistral_null_window_is_none(tmp_path: Path) -> None:
+    config = _read(tmp_path, architectures=["MistralForCausalLM"], num_key_value_heads=2, sliding_window=None)
+    assert config.sliding_windows == (None, None, None)
+
+
+def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
+    assert _read(tmp_path).eos_token_ids == ()
+    assert _read(tmp_path, eos_token_id=7, bos_token_id=3).eos_token_ids == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    config = _read(tmp_path, eos_token_id=7, bos_token_id=3)
+    assert (config.eos_token_ids, config.bos_token_id) == ((5, 6), 3)
+    edit_json(tmp_path / "generation_config.json", eos_token_id=0)
+    assert _read(tmp_path, eos_token_id=7).eos_token_ids == (0,)
+
+
+def test_dtype_names(tmp_path: Path) -> None:
+    assert _read(tmp_path, torch_dtype="bfloat16").dtype == "bfloat16"
+    assert _read(tmp_path, dtype="float16", torch_dtype="bfloat16").dtype == "float16"
+    assert _read(tmp_path, "float32", dtype="float16").dtype == "float32"
+    with pytest.raises(ConfigError, match="int8"):
+        _read(tmp_path, "int8")
+    with pytest.raises(UnsupportedModel, match="float8_e4m3fn"):
+        _read(tmp_path, dtype="float8_e4m3fn")
+
+
+def test_longrope_serves_its_original_length(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
+    config = _read(tmp_path, rope_scaling=rope, original_max_position_embeddings=128)
+    assert config.max_position_embeddings == 128
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
+        ({"architectures": None}, "none named"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "'su'.*yarn"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "proportional"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ between layers"),
+    ],
+)
+def test_unsupported(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=message) as error:
+        _read(tmp_path, **fields)
+    assert "config.json" in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"hidden_size": "32"}, 'hidden_size must be an integer of at least 1, not "32"'),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be"),
+        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number"),
+        ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}, "original_max_position_embeddings": 64},
+            "short_factor must be a list of 4 numbers",
+        ),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]},
+            "layer_types must be 3 times",
+        ),
+    ],
+)
+def test_errors_name_file_field_and_value(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        _read(tmp_path, **fields)
+    assert str(tmp_path / "config.json") in error.value.message
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere does not exist"):
+        ModelConfig.from_folder(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="must hold a JSON object"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ModelConfig.from_folder(tmp_path)

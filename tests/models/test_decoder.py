@@ -1,0 +1,113 @@
+"""What a decoder promises beside the right numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.models.kv_cache import make_kv_cache
+from pdserve.models.loading import load_decoder
+
+TOKENS = [5, 300, 17, 42, 42, 8, 101, 250, 3, 77, 12, 13, 14, 200, 201, 202, 203, 9, 8, 7]
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.6), ("float16", 0.08)])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_half_precision_is_near_float32(
+    architecture: str, dtype: str, atol: float, tiny_checkpoints: Any, paged_run: Any
+) -> None:
+    """Logits here have a standard deviation near 2.5; a mistake shows as an error of that size."""
+    folder = tiny_checkpoints(architecture)
+    exact = paged_run(load_decoder(folder))
+    rounded = paged_run(load_decoder(folder, dtype=dtype))
+    for step in ({"prefills": {"a": TOKENS}, "decodes": {}}, {"prefills": {}, "decodes": {"a": 5}}):
+        expected, found = exact.step(**step)["a"], rounded.step(**step)["a"]
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+        assert (found - expected).square().mean().sqrt() < atol / 4
+
+
+def test_a_large_half_precision_batch_uses_products(tiny_checkpoints: Any, paged_run: Any) -> None:
+    """Bfloat16 batches beyond a size take another path; it must agree, masks and unused memory included."""
+    folder = tiny_checkpoints("llama")
+    exact = paged_run(load_decoder(folder), num_blocks=256)
+    rounded = paged_run(load_decoder(folder, dtype="bfloat16"), num_blocks=256)
+    prompts = {str(i): (TOKENS * 16)[: 220 + 7 * i] for i in range(9)}
+    for run in (exact, rounded):
+        run.step({}, prompts)
+    decodes = dict.fromkeys(prompts, 11)
+    expected = torch.cat(list(exact.step(decodes, {}).values()))
+    found = torch.cat(list(rounded.step(decodes, {}).values()))
+    torch.testing.assert_close(found, expected, atol=0.6, rtol=0)
+
+
+def test_rows_do_not_depend_on_their_neighbours(tiny_checkpoints: Any, paged_run: Any) -> None:
+    decoder = load_decoder(tiny_checkpoints("llama"))
+    alone, together = paged_run(decoder), paged_run(decoder, seed=3)
+    prompts = {"a": TOKENS, "b": TOKENS[:3], "c": [7] * 33}
+    for name, tokens in prompts.items():
+        alone.step({}, {name: tokens})
+    together.step({}, prompts)
+    decodes = {"a": 1, "b": 2, "c": 3}
+    found = together.step(decodes, {})
+    for name, token in decodes.items():
+        torch.testing.assert_close(found[name], alone.step({name: token}, {})[name], atol=2e-5, rtol=0)
+
+
+def test_a_padded_row_is_finite_and_changes_nothing_but_its_slot(tiny_checkpoints: Any) -> None:
+    decoder = load_decoder(tiny_checkpoints("llama"))
+    kv_cache = make_kv_cache(decoder.config.kv_layout(4, "test"), 8).fill_(1.0)
+    batch = AttentionBatch(
+        positions=torch.tensor([5, 0]),
+        slot_mapping=torch.tensor([4 * 4 + 1, 0]),
+        num_decodes=2,
+        block_tables=torch.tensor([[3, 4, 0], [0, 0, 0]]),
+        seq_lens=torch.tensor([6, 0]),
+        max_seq_len=6,
+        prefills=(),
+    )
+    with torch.inference_mode():
+        hidden = decoder.forward(torch.tensor([9, 0]), batch, kv_cache)
+    assert hidden.isfinite().all()
+    changed = (kv_cache != 1.0).flatten(1, 3).any(1).any(-1)
+    assert changed.nonzero().tolist() == [[0, 0], [4, 1], [4, 2], [4, 3]]
+
+
+def test_before_layer_is_called_before_each_layer(tiny_checkpoints: Any) -> None:
+    decoder = load_decoder(tiny_checkpoints("llama", num_hidden_layers=3))
+    kv_cache = make_kv_cache(decoder.config.kv_layout(4, "test"), 2)
+    written: list[int] = []
+    batch = AttentionBatch(
+        positions=torch.tensor([0]),
+        slot_mapping=torch.tensor([0]),
+        num_decodes=1,
+        block_tables=torch.tensor([[0]]),
+        seq_lens=torch.tensor([1]),
+        max_seq_len=1,
+        prefills=(),
+    )
+
+    def before_layer() -> None:
+        written.append(int((kv_cache != 0).flatten(2).any(-1).sum()))
+
+    with torch.inference_mode():
+        decoder.forward(torch.tensor([4]), batch, kv_cache, before_layer)
+    assert written == [0, 1, 2]
+
+
+def test_a_cache_of_another_shape_is_refused(tiny_checkpoints: Any, paged_run: Any) -> None:
+    run = paged_run(load_decoder(tiny_checkpoints("llama")))
+    run.kv_cache = torch.zeros(4, 2, 2, 2, 16, 8)
+    with pytest.raises(ValueError, match="does not fit"):
+        run.step({}, {"a": TOKENS})
+
+
+def test_kv_cache_is_zero_and_as_large_as_its_layout(tiny_checkpoints: Any) -> None:
+    layout = load_decoder(tiny_checkpoints("llama"), dtype="bfloat16").config.kv_layout(16, "f" * 32)
+    kv_cache = make_kv_cache(layout, 5)
+    assert kv_cache.shape == (5, 2, 2, 2, 16, 16)
+    assert kv_cache.nbytes == 5 * layout.block_bytes
+    assert not kv_cache.any()
