@@ -1,0 +1,28 @@
+"""What stands beside every number: machine, versions, load."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+
+def conditions() -> dict[str, str]:
+    """Name -> value, as text."""
+    model = "unknown"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "processor": f"{model}, {os.cpu_count()} cores",
+        "load before": f"{os.getloadavg()[0]:.2f}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "grpcio": version("grpcio"),
+    }

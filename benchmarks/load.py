@@ -1,0 +1,125 @@
+"""A closed-loop load on an OpenAI completions endpoint: so many requests, so many at once, all of one shape."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+
+ASK_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class Target(Protocol):
+    """Something that streams completions."""
+
+    name: str
+
+    async def first_leg(self, client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+        """What must happen before the streamed request; returns the body to stream with."""
+
+    @property
+    def url(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PdServe:
+    """One router: it does everything."""
+
+    url: str
+    model: str
+    name: str = "pdserve"
+
+    async def first_leg(self, client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+        return body | {"model": self.model}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmPrefillDecode:
+    """vLLM's prefill and decode servers, called one after the other as its proxy does."""
+
+    prefill_url: str
+    url: str
+    model: str = "peer"
+    name: str = "vLLM P/D"
+
+    async def first_leg(self, client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+        body = body | {"model": self.model}
+        ask = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK_PREFILL}
+        reply = await client.post(self.prefill_url, json=ask)
+        return body | {"kv_transfer_params": reply.raise_for_status().json()["kv_transfer_params"]}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadShape:
+    """What is sent."""
+
+    num_requests: int
+    concurrency: int
+    prompt_tokens: int
+    output_tokens: int
+    vocabulary: int
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What came of it. Times in seconds."""
+
+    requests_per_s: float
+    ttft_p50_s: float
+    tpot_p50_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests_per_s:7.2f} requests/s   TTFT p50 {self.ttft_p50_s * 1e3:8.1f} ms   "
+            f"TPOT p50 {self.tpot_p50_s * 1e3:7.2f} ms"
+        )
+
+
+async def run_load(target: Target, shape: LoadShape) -> LoadResult:
+    """Send it all. Every prompt is drawn anew, so nothing is found in a prefix cache."""
+    draw = random.Random(shape.seed)
+    gate = asyncio.Semaphore(shape.concurrency)
+    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=shape.concurrency + 4)) as client:
+
+        async def one() -> list[float]:
+            prompt = [draw.randrange(10, shape.vocabulary) for _ in range(shape.prompt_tokens)]
+            async with gate:
+                return await _stream(client, target, prompt, shape.output_tokens)
+
+        await one()
+        start = time.perf_counter()
+        runs = await asyncio.gather(*(one() for _ in range(shape.num_requests)))
+        wall = time.perf_counter() - start
+    return LoadResult(
+        requests_per_s=shape.num_requests / wall,
+        ttft_p50_s=statistics.median(run[0] for run in runs),
+        # a server may put several tokens into one chunk: the time of the whole, over the tokens that were asked for
+        tpot_p50_s=statistics.median((run[-1] - run[0]) / (shape.output_tokens - 1) for run in runs),
+    )
+
+
+async def _stream(client: httpx.AsyncClient, target: Target, prompt: list[int], output_tokens: int) -> list[float]:
+    """Seconds from the first byte out to each chunk in."""
+    start = time.perf_counter()
+    body = {"prompt": prompt, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = await target.first_leg(client, body)
+    times = []
+    async with client.stream("POST", target.url, json=body) as reply:
+        reply.raise_for_status()
+        async for line in reply.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                times.append(time.perf_counter() - start)
+    return times
