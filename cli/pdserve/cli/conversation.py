@@ -23,8 +23,8 @@ async def show_answer(console: Console, deltas: AsyncIterator[Delta], show_timel
     console.print()
     if show_timeline and last is not None:
         console.print()
-        console.print(timeline_table(last))
-        console.print(summary(last), style="dim", highlight=False)
+        console.print(timeline_table(last, console.width))
+        console.print(summary(last), style="dim", highlight=False, soft_wrap=True)
     return text
 
 

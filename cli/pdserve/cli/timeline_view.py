@@ -10,18 +10,25 @@ from pdserve.common import timeline
 from pdserve.common.timeline import Timeline
 
 BAR_WIDTH = 40
+WIDE = 120
+"""Columns from which the meanings fit beside the bars."""
 
 
-def timeline_table(last: Delta) -> Table:
-    """Phases of the request that `last` ended."""
+def timeline_table(last: Delta, width: int) -> Table:
+    """Phases of the request that `last` ended. width: columns of the terminal; a narrow one is spared the meanings."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name, justify in (("phase", "left"), ("ms", "right"), ("when", "left"), ("", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("phase")
+    table.add_column("ms", justify="right")
+    table.add_column("when", no_wrap=True)
+    with_meaning = width >= WIDE
+    if with_meaning:
+        table.add_column("", no_wrap=True)
     moments = last.timeline.moments_unix_ns
     total = last.timeline.seconds(timeline.ARRIVED, timeline.FINISHED)
     for phase, seconds in last.timeline.phases():
         bar = _bar(moments[phase.start], moments[phase.end], last.timeline, total)
-        table.add_row(phase.name, f"{seconds * 1e3:.2f}", bar, Text(phase.meaning, style="dim"))
+        meaning = [Text(phase.meaning, style="dim")] if with_meaning else []
+        table.add_row(phase.name, f"{seconds * 1e3:.2f}", bar, *meaning)
     return table
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from pdserve.common.errors import NeedsPrefill, PdServeError
+from pdserve.common.errors import Evicted, NeedsPrefill, PdServeError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
@@ -42,6 +42,11 @@ class Admission:
     def num_ready(self) -> int:
         """Sequences that hold blocks already and will want to grow."""
         return len(self._ready)
+
+    @property
+    def num_preempted(self) -> int:
+        """Sequences that lost their blocks and come before all new work."""
+        return len(self._preempted)
 
     def add(self, request: Request) -> None:
         self._enter(self._wanted if request.is_pinned_source else self._waiting, request)
@@ -92,8 +97,11 @@ class Admission:
         computed = self._kv.get_computed_blocks(request, request.num_tokens - 1)
         cached = len(computed) * self._config.block_size
         uncached = request.num_tokens - cached
-        if request.status is RequestStatus.WAITING and self._too_long_for_here(request, uncached):
-            return NeedsPrefill(str(uncached))
+        if self._too_long_for_here(request, uncached):
+            if request.status is RequestStatus.WAITING:
+                return NeedsPrefill(str(uncached))
+            cap = self._config.max_local_prefill_tokens
+            return Evicted(f"{uncached} tokens would have to be recomputed here, at most {cap} are")
         room = request.num_tokens if self._config.reserve_whole_prompt else cached + min(uncached, budget)
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
             return Refusal.RUN_AHEAD
@@ -118,11 +126,14 @@ class Admission:
 
     def _kept_waiting_by_others(self, request: Request) -> bool:
         """New work stays out while a preempted sequence, or a wanted transfer ahead of an unwanted one, has no room."""
-        if request in self._ready or request in self._preempted:
+        preempted = request in self._preempted
+        if request in self._ready or (preempted and not request.is_unwanted_source):
             return False
-        if len(self._preempted) > 0:
+        if len(self._wanted) > 0 and not request.is_pinned_source:
             return True
-        return request.is_unwanted_source and len(self._wanted) > 0
+        # a wanted transfer passes those that gave way to it; everything else waits for what is preempted
+        passes = request.is_pinned_source
+        return not preempted and any(not (passes and other.is_unwanted_source) for other in self._preempted)
 
     def _too_long_for_here(self, request: Request, uncached: int) -> bool:
         cap = self._config.max_local_prefill_tokens

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.engine_types import EngineCoreOutputs, EngineCoreRequest
-from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.model_runner import DecoderModel, ModelRunner
-from pdserve.engine.remote_kv import IntoEngine, KVConnector, NoTransfers
+from pdserve.engine.remote_kv import IntoEngine, KVConnector, NoTransfers, ReceiveFailed, SourceFinished
 from pdserve.engine.scheduler import Scheduler
 
 
@@ -60,7 +60,10 @@ class EngineCore:
         self.scheduler.abort_request(request_id)
 
     def apply(self, event: IntoEngine) -> None:
-        """An event from the transfer side."""
+        """An event from the transfer side. A token that the model does not have would end the engine, not the request."""
+        if isinstance(event, SourceFinished) and any(not 0 <= token < self.vocab_size for token in event.token_ids):
+            cause = TransferFailed(f"the source's first token is outside the vocabulary of {self.vocab_size} tokens")
+            event = ReceiveFailed(event.request_id, cause)
         self.scheduler.apply(event)
 
     def fail_all(self, cause: PdServeError) -> None:

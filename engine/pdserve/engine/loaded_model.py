@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
@@ -39,6 +40,7 @@ def load_model(
     folder: Path, settings: WorkerSettings, progress: Callable[[LoadProgress], None] | None = None
 ) -> LoadedModel:
     """Read weights and make the pool. Raises: ConfigError, UnsupportedModel."""
+    _check_device(settings.device)
     decoder = load_decoder(folder, dtype=settings.dtype, device=settings.device, progress=progress)
     config = decoder.config
     layout = config.kv_layout(settings.block_size, model_fingerprint(folder, config.dtype))
@@ -57,3 +59,14 @@ def load_model(
         limit = settings.max_model_len
     kv_cache = make_kv_cache(layout, num_blocks, settings.device)
     return LoadedModel(decoder, layout, kv_cache, min(limit, pool_tokens), tokenizer_fingerprint(folder))
+
+
+def _check_device(name: str) -> None:
+    """Raises: ConfigError for a device that is not here, or whose memory KV blocks cannot be moved from yet."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}, which torch does not know") from error
+    if device.type != "cpu":
+        # the data plane reads and writes host memory; blocks on a GPU need a pinned staging ring first
+        raise ConfigError(f"device is {name!r}: KV transfer works on host memory only so far, so it must be 'cpu'")

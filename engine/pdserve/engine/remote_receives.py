@@ -9,18 +9,23 @@ Parked sequences cost a step nothing: only events touch them.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 
 from pdserve.common.errors import DigestMismatch, TransferFailed
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.hold_ledger import HoldLedger
 from pdserve.engine.kv_cache_manager import KVCacheManager
-from pdserve.engine.remote_kv import KVConnector, ReceiveFailed, ReceiveInto, SourceFinished, StopReceiving
+from pdserve.engine.remote_kv import (
+    KVConnector,
+    Landed,
+    NeedBlocks,
+    ReceiveFailed,
+    ReceiveInto,
+    SourceFinished,
+    StopReceiving,
+)
 from pdserve.engine.request import Request
 from pdserve.engine.request_queue import RequestQueue
-
-log = logging.getLogger(__name__)
 
 
 Ready = tuple[Request, int]
@@ -93,13 +98,27 @@ class RemoteReceives:
             self._receiving[request.request_id] = Receive(request, len(computed), len(hold), set(hold.block_ids))
             self._connector.send(ReceiveInto(request.request_id, len(computed), hold))
 
+    def expects(self, event: Landed | SourceFinished | NeedBlocks) -> bool:
+        """Whether the event says something new about a sequence that is being received."""
+        receive = self._receiving.get(event.request_id)
+        if receive is None:
+            return False
+        match event:
+            case Landed():
+                return receive.num_landed < event.num_blocks <= receive.num_blocks
+            case SourceFinished():
+                return receive.finished is None
+            case NeedBlocks():  # what has landed stays where it is
+                first, end = receive.first_index + receive.num_landed, receive.first_index + receive.num_blocks
+                return event.num_blocks > 0 and first <= event.first_index <= end - event.num_blocks
+
     def landed(self, request_id: str, num_blocks: int) -> Ready | None:
         """More is here; returns the request if that completes it."""
         receive = self._receiving.get(request_id)
         if receive is None:
             return None
         receive.request.mark("kv_first_landed")
-        receive.num_landed = max(receive.num_landed, num_blocks)
+        receive.num_landed = num_blocks
         return self._ready(receive)
 
     def source_finished(self, event: SourceFinished) -> Ready | ReceiveFailed | None:
@@ -121,26 +140,21 @@ class RemoteReceives:
         receive.held.difference_update(block_ids)
         return self._ready(receive)
 
-    def need_blocks(self, request_id: str, first_index: int, num_blocks: int) -> None:
-        """Give the rest of a stalled read other blocks; the old ones are quarantined until their hold is back."""
-        receive = self._receiving.get(request_id)
-        if receive is None:
-            return
-        end = receive.first_index + receive.num_blocks
-        if num_blocks < 1 or first_index < receive.first_index or first_index + num_blocks > end:
-            log.warning(
-                "blocks [%d, +%d) asked for %s, which receives others: dropped", first_index, num_blocks, request_id
-            )
-            return
+    def need_blocks(self, request_id: str, first_index: int, num_blocks: int) -> bool:
+        """Give the rest of a stalled read other blocks; the old ones are quarantined until their hold is back.
+
+        False when there is no room, and nothing has changed.
+        """
+        receive = self._receiving[request_id]
         old = set(self._kv.block_ids(receive.request)[first_index : first_index + num_blocks])
         new = self._kv.replace(receive.request, first_index, num_blocks)
         if new is None:
-            self._connector.send(StopReceiving(request_id))
-            return
+            return False
         self._holds.quarantine(old & receive.held)
         receive.held = (receive.held - old) | set(new)
         hold = self._holds.out(self._kv.hold(receive.request, first_index, first_index + num_blocks))
         self._connector.send(ReceiveInto(request_id, first_index, hold))
+        return True
 
     def stop(self, request: Request, cause: Exception | None = None) -> None:
         """The request ends while it waits. Verified full blocks enter the cache unless the digests disagreed."""

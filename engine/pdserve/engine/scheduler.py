@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, SchedulerStats
-from pdserve.common.errors import Evicted, PdServeError
+from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.engine.admission import Admission, Refusal
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.config import EngineConfig
@@ -104,6 +104,9 @@ class Scheduler:
         if request is None:
             self.num_dropped_events += 1
             return
+        if isinstance(event, Landed | SourceFinished | NeedBlocks) and not self.receives.expects(event):
+            self.num_dropped_events += 1
+            return
         match event:
             case Landed():
                 self._run_if_ready(self.receives.landed(event.request_id, event.num_blocks))
@@ -116,7 +119,8 @@ class Scheduler:
             case ReceiveFailed():
                 self._fail_receive(request, event.cause)
             case NeedBlocks():
-                self.receives.need_blocks(event.request_id, event.first_index, event.num_blocks)
+                if not self.receives.need_blocks(event.request_id, event.first_index, event.num_blocks):
+                    self._fail_receive(request, TransferFailed("a read stalled, and no other blocks are free"))
             case Want():
                 self._want(request, event.first_index)
             case Revoke():
@@ -151,19 +155,21 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. Changes block tables; `update_from_output` must follow a step."""
         step = _Step(self.config.max_num_batched_tokens)
-        self.receives.reserve(num_growing=len(self.running) + self.admission.num_ready)
+        if self.admission.num_preempted == 0:  # room goes to those that lost theirs first
+            self.receives.reserve(num_growing=len(self.running) + self.admission.num_ready)
         self._schedule_running(step)
         self._schedule_waiting(step)
         step.output.finished_req_ids, self._left_batch = self._left_batch, []
         return step.output
 
     def _schedule_running(self, step: _Step) -> None:
-        # sequences that decode come before those that still prefill: a long prompt must not stall every stream
+        # sequences that decode come before those that still prefill: a long prompt must not stall every stream;
+        # transfers that nobody wants come last
         growing = [
             request for request in self.running.values() if request.num_tokens - request.num_computed_tokens == 1
         ]
         filling = [request for request in self.running.values() if request.num_tokens - request.num_computed_tokens > 1]
-        for request in (*growing, *filling):
+        for request in (*growing, *sorted(filling, key=lambda request: request.is_unwanted_source)):
             num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
             if num_tokens <= 0 or request.status is not RequestStatus.RUNNING:
                 continue
@@ -202,13 +208,6 @@ class Scheduler:
         self._leave_batch(request)
         self.kv.free(request)
         request.num_computed_tokens = 0
-        cap = self.config.max_local_prefill_tokens
-        if cap is not None and not request.core.transfer_source and not request.core.prefill_here:
-            cached = len(self.kv.get_computed_blocks(request, request.num_tokens - 1)) * self.config.block_size
-            if (uncached := request.num_tokens - cached) > cap:
-                cause = Evicted(f"{uncached} tokens would have to be recomputed here, at most {cap} are")
-                self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
-                return
         request.move_to(RequestStatus.PREEMPTED)
         self.admission.add_preempted(request)
 

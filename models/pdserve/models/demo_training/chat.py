@@ -68,7 +68,7 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._prompt_weight = prompt_weight
         self._cache: dict[str, list[int]] = {}
-        self.end_of_text = int(tokenizer.token_to_id(END_OF_TEXT))
+        (self.end_of_text,) = self.ids(END_OF_TEXT)
 
     def ids(self, text: str) -> list[int]:
         """The token ids of a text; short texts recur often and are kept."""
@@ -107,7 +107,9 @@ class ChatEncoder:
         return ids, [1.0] * len(ids)
 
 
-def rows(encoder: ChatEncoder, rng: random.Random, count: int, length: int) -> tuple[list[list[int]], list[list[float]]]:
+def rows(
+    encoder: ChatEncoder, rng: random.Random, count: int, length: int
+) -> tuple[list[list[int]], list[list[float]]]:
     """``count`` rows of exactly ``length`` token ids, and the loss weight of every token.
 
     A row holds conversations one after another, separated by the end-of-text token, and is cut where it is full.

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from pdserve.models.demo_training.chat import CHAT_TEMPLATE, CONTEXT, END_OF_TEXT, MESSAGE_END
+
+logging.disable_progress_bar()  # one line per file adds nothing here
 
 CARD = Path(__file__).with_name("model_card.md")
 
@@ -32,6 +35,9 @@ def save(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
+    for file in folder.iterdir():
+        # safetensors writes for the owner alone; a package is read by others too.
+        file.chmod(0o644)
 
 
 def load(folder: Path, dtype: torch.dtype) -> Any:

@@ -82,7 +82,8 @@ def margins(model: Any, encoder: ChatEncoder, cases: Sequence[Case], tokens: int
                 break
             end += 1
         batch = order[at:end]
-        for i, margin in zip(batch, _batch_margins(model, [prompts[i] for i in batch], [answers[i] for i in batch])):
+        measured = _batch_margins(model, [prompts[i] for i in batch], [answers[i] for i in batch])
+        for i, margin in zip(batch, measured, strict=True):
             found[i] = margin
         at = end
     return found

@@ -30,11 +30,11 @@ LENGTHS: tuple[tuple[int, float], ...] = (
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast to train; ``tokens`` is the number of tokens of one step."""
+    """How long and how fast to train; ``tokens`` is how many tokens a step reads (more if one row is longer)."""
 
-    steps: int = 2600
-    tokens: int = 4096
-    peak_rate: float = 3e-3
+    steps: int = 3400
+    tokens: int = 2048
+    peak_rate: float = 2e-3
     warmup: int = 100
     decay: float = 0.05
     seed: int = 7
@@ -88,12 +88,14 @@ def train(model: Any, encoder: ChatEncoder, schedule: Schedule, half: bool) -> f
     model.train()
     started = printed = time.monotonic()
     smooth = 0.0
+    seen = 0  # tokens
     for step in range(schedule.steps):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
         (length,) = rng.choices([n for n, _ in LENGTHS], weights=[w for _, w in LENGTHS])
         ids, weights = rows(encoder, rng, max(schedule.tokens // length, 1), length)
         inputs = torch.tensor(ids)
+        seen += inputs.numel()
         # Position i is scored by how well it predicts token i + 1.
         weight = torch.tensor(weights)[:, 1:].reshape(-1)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
@@ -109,10 +111,9 @@ def train(model: Any, encoder: ChatEncoder, schedule: Schedule, half: bool) -> f
         now = time.monotonic()
         if now - printed >= 10 or step + 1 == schedule.steps:
             printed = now
-            speed = (step + 1) * schedule.tokens / (now - started)
             print(
                 f"step {step + 1}/{schedule.steps}  loss {smooth:.4f}  rate {schedule.rate(step):.1e}  "
-                f"{speed:,.0f} tokens/s  {now - started:.0f} s",
+                f"{seen / (now - started):,.0f} tokens/s  {now - started:.0f} s",
                 flush=True,
             )
     model.eval()

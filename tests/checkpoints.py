@@ -1,0 +1,134 @@
+"""Tiny random Hugging Face checkpoints of every supported architecture, made with `transformers`, the oracle."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+with warnings.catch_warnings():
+    # Whoever imports this first must not fail for a warning that some library gives while it is imported.
+    warnings.simplefilter("ignore")
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
+
+ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+VOCAB_SIZE = 320
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_TEXT = """
+The miller's daughter walked to the river every morning, and every morning the river had another colour.
+"Where does the water go?" she asked. "To the sea," said the miller, "and the sea gives it back as rain."
+She counted the boats: one, two, three, ten, twelve. On some days there were none at all; then she sang.
+In winter the wheel stood still, the house was quiet, and the questions were longer than the evenings.
+"""
+
+
+def make_checkpoint(
+    folder: Path,
+    architecture: str = "llama",
+    *,
+    dtype: str = "float32",
+    max_position_embeddings: int = 4096,
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Write model and tokenizer into `folder` and return it; the same arguments give the same bytes.
+
+    `overrides` are fields of the architecture's `transformers` configuration.
+    """
+    make_config, make_model = ARCHITECTURES[architecture]
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": max_position_embeddings,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
+        "pad_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
+        "dtype": dtype,
+    }
+    if architecture == "mistral":
+        fields["sliding_window"] = None
+    fields.update(overrides)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = make_model(make_config(**fields))
+        for name, weight in model.named_parameters():
+            # Norms start as ones and biases as zeros, which would hide that they were dropped or swapped.
+            if name.endswith("norm.weight"):
+                weight.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                weight.normal_(std=0.5)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    _save_tokenizer(folder)
+    return folder
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set fields of a JSON file; `...` removes one."""
+    values = json.loads(path.read_text())
+    for name, value in changes.items():
+        if value is ...:
+            values.pop(name, None)
+        else:
+            values[name] = value
+    path.write_text(json.dumps(values))
+
+
+@cache
+def _tokenizer() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT.splitlines(), trainer)
+    return str(tokenizer.to_str())
+
+
+def _save_tokenizer(folder: Path) -> None:
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_tokenizer()),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)

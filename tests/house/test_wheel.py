@@ -1,0 +1,35 @@
+"""The wheel holds every portion of the namespace, the contract, and the bundled model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_MODEL_BYTES = 10 << 20
+
+
+def test_the_wheel_is_whole(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("pdserve-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        sizes = {info.filename: info.file_size for info in archive.infolist()}
+    sources = {
+        str(path.relative_to(folder))
+        for folder in ROOT.iterdir()
+        if (folder / "pdserve").is_dir()
+        for path in (folder / "pdserve").rglob("*.py*")
+        if path.suffix in {".py", ".pyi"}
+    }
+    assert sources, "no sources were found"
+    assert sources <= sizes.keys(), sorted(sources - sizes.keys())
+    assert "pdserve/__init__.py" not in sizes
+    assert {"pdserve/v1/inference.proto", "pdserve/common/py.typed"} <= sizes.keys()
+    model = {name: size for name, size in sizes.items() if name.startswith("pdserve/models/demo/")}
+    assert {
+        f"pdserve/models/demo/{name}" for name in ("config.json", "tokenizer.json", "model.safetensors")
+    } <= model.keys()
+    assert sum(model.values()) <= MAX_MODEL_BYTES
