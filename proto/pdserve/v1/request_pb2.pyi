@@ -77,7 +77,7 @@ class SamplingParams(google.protobuf.message.Message):
     seed: builtins.int
     """the router fixes one if absent"""
     max_tokens: builtins.int
-    """default 16"""
+    """default 16; for a chat, what the model's length leaves"""
     min_tokens: builtins.int
     """default 0"""
     include_stop_str_in_output: builtins.bool

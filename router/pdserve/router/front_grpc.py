@@ -1,0 +1,176 @@
+"""The gRPC front end: `InferenceService`, health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve.common.engine_types import FinishReason
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.rpc import make_server
+from pdserve.common.wire import finish_reason_to_wire, sampling_from_wire
+from pdserve.router.api_keys import ApiKeys
+from pdserve.router.generation import Generation
+from pdserve.router.inference import Inference
+from pdserve.router.preparation import ChatInput, ClientRequest, TextInput, TokenInput
+from pdserve.router.trace_context import trace_headers
+from pdserve.text.output_processor import CompletionOutput
+from pdserve.v1 import inference_pb2, request_pb2
+from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+
+SERVICE_NAME = "pdserve.v1.InferenceService"
+REQUEST_ID_KEY = "x-request-id"
+_ABSENT_MAX_TOKENS = 2**31
+"""Stands for the prompt's default until its length is known; above any `min_tokens` that can be served."""
+_FINISH = {str(reason): finish_reason_to_wire(reason) for reason in FinishReason}
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(InferenceServiceServicer):
+    """Serves clients over gRPC."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+        self._keys = ApiKeys(inference.settings.api_keys)
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: _Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        metadata = _metadata(context)
+        self._keys.check(metadata.get("authorization"))
+        self._inference.check_model(request.model)
+        generation = self._inference.generation(
+            [self._client_request(request, metadata, context.time_remaining())], stream=request.stream
+        )
+        # a cancelled call ends the legs at once, wherever this generator stands
+        context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
+        async with generation:
+            take = generation.stream.take if request.stream else generation.stream.take_all
+            outputs = await take()
+            # not before the first token: a call that fails without headers may be retried by any proxy
+            await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
+            while outputs:
+                for output in outputs:
+                    yield _response(generation, output)
+                    if output.finish_reason is not None:
+                        return
+                outputs = await take()
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: _Context
+    ) -> inference_pb2.GetModelResponse:
+        self._keys.check(_metadata(context).get("authorization"))
+        limits = self._inference.limits()
+        return inference_pb2.GetModelResponse(
+            model=self._inference.model,
+            max_model_len=limits.max_model_len if limits else 0,
+            vocab_size=limits.vocab_size if limits else self._inference.tokenizer.vocab_size,
+            model_fingerprint=self._inference.model_fingerprint(),
+        )
+
+    def _client_request(
+        self, request: inference_pb2.GenerateRequest, metadata: dict[str, str], remaining_s: float | None
+    ) -> ClientRequest:
+        sampling = request.sampling
+        timeout_s = self._inference.settings.request_timeout_s
+        return ClientRequest(
+            prompt=_prompt(request),
+            field=request.WhichOneof("prompt") or "prompt",
+            sampling=sampling_from_wire(
+                sampling, {"max_tokens": _ABSENT_MAX_TOKENS, **self._inference.tokenizer.generation_defaults}
+            ),
+            max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+            max_tokens_field="sampling.max_tokens",
+            cache_salt=request.cache_salt or None,
+            timeout_s=timeout_s if remaining_s is None else min(remaining_s, timeout_s),
+            trace_headers=trace_headers(metadata),
+        )
+
+
+def _prompt(request: inference_pb2.GenerateRequest) -> TextInput | ChatInput | TokenInput:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextInput(request.text.text)
+        case "chat":
+            if not request.chat.messages:
+                raise InvalidRequest("chat.messages is empty, at least one message is needed", "chat")
+            return ChatInput([{"role": message.role, "content": message.content} for message in request.chat.messages])
+        case "tokens":
+            return TokenInput(list(request.tokens.token_ids))
+        case _:
+            raise InvalidRequest("prompt is missing: one of text, chat and tokens is needed", "prompt")
+
+
+def _response(generation: Generation, output: CompletionOutput) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(
+        request_id=generation.request_id, index=output.index, text=output.text, token_ids=output.token_ids
+    )
+    if output.finish_reason is not None:
+        usage = generation.usage
+        response.finish_reason = _FINISH[output.finish_reason]
+        response.stop_reason = "" if output.stop_reason is None else str(output.stop_reason)
+        response.usage.prompt_tokens = usage.prompt_tokens
+        response.usage.completion_tokens = usage.completion_tokens
+        response.usage.cached_tokens = usage.cached_tokens
+        response.moments.extend(
+            request_pb2.Moment(name=name, unix_ns=unix_ns)
+            for name, unix_ns in generation.timeline.moments_unix_ns.items()
+        )
+    return response
+
+
+def _metadata(context: _Context) -> dict[str, str]:
+    return {
+        key.lower(): value if isinstance(value, str) else value.decode("ascii", "replace")
+        for key, value in context.invocation_metadata() or ()
+    }
+
+
+class GrpcFront:
+    """The server with its services; `bind` it with `common.rpc.bind`, then start it."""
+
+    def __init__(self, inference: Inference) -> None:
+        self.server = make_server()
+        self._inference = inference
+        self._health = health.aio.HealthServicer()
+        self._serving: bool | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        add_InferenceServiceServicer_to_server(InferenceServicer(inference), self.server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.server)
+        inference.fleet.listeners.append(self._on_fleet_change)
+
+    async def start(self) -> None:
+        await self._show_health()
+        await self.server.start()
+
+    async def leave(self) -> None:
+        """Say that nothing new is taken; calls go on."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls now; those open have `grace_s`."""
+        self._inference.fleet.listeners.remove(self._on_fleet_change)
+        await self.leave()
+        await self.server.stop(grace_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _on_fleet_change(self) -> None:
+        if self._inference.healthy != self._serving:
+            task = asyncio.create_task(self._show_health())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _show_health(self) -> None:
+        self._serving = self._inference.healthy
+        status = health_pb2.HealthCheckResponse.SERVING if self._serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, status)

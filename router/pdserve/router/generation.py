@@ -1,0 +1,84 @@
+"""One client's request in the router: a run a prompt, one stream, and the scope that ends them all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pdserve.common.errors import Cancelled, Draining, PdServeError
+from pdserve.common.timeline import Timeline
+from pdserve.router.admission import Admission
+from pdserve.router.client_stream import ClientStream
+from pdserve.router.request_run import RequestRun, Usage
+
+log = logging.getLogger(__name__)
+
+UNREAD_S = 60.0
+"""So long may a client leave unread what was sent to it."""
+
+
+class Generation:
+    """Use as an async context: what was started inside has ended when it is left, in whatever way."""
+
+    def __init__(self, request_id: str, stream: ClientStream, runs: list[RequestRun], admission: Admission) -> None:
+        self.request_id = request_id
+        self.stream = stream
+        self.stalled = False
+        """The client did not read, so the task inside the context was cancelled."""
+        self._runs = runs
+        self._admission = admission
+        self._tasks: list[asyncio.Task[None]] = []
+        self._owner: asyncio.Task[object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Generation:
+        """Raises: Overloaded, Draining."""
+        self._admission.enter(len(self._runs), self._expelled)
+        self._owner = asyncio.current_task()
+        self._tasks = [asyncio.create_task(run.run()) for run in self._runs]
+        self._timer = asyncio.get_running_loop().call_later(UNREAD_S, self._check_reader)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            self._admission.leave(len(self._runs), self._expelled)
+
+    def cancel(self, error: PdServeError | None = None) -> None:
+        """End all runs; both legs of each are cancelled in the event loop's next turn. The stream ends with `error`."""
+        for task in self._tasks:
+            task.cancel()
+        self.stream.fail(error or Cancelled("the client left"))
+
+    @property
+    def usage(self) -> Usage:
+        """Summed over the prompts."""
+        return Usage(
+            prompt_tokens=sum(run.usage.prompt_tokens for run in self._runs),
+            completion_tokens=sum(run.usage.completion_tokens for run in self._runs),
+            cached_tokens=sum(run.usage.cached_tokens for run in self._runs),
+        )
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of the first prompt."""
+        return self._runs[0].timeline
+
+    def _expelled(self) -> None:
+        self.cancel(Draining("this router is shutting down"))
+
+    def _check_reader(self) -> None:
+        unread_s = self.stream.unread_for_s()
+        if unread_s < UNREAD_S:
+            self._timer = asyncio.get_running_loop().call_later(UNREAD_S - unread_s, self._check_reader)
+            return
+        log.warning("request %s: cancelled, its client has read nothing for %.0f s", self.request_id, unread_s)
+        self.stalled = True
+        self.cancel(Cancelled(f"the client read nothing for {unread_s:.0f} s"))
+        if self._owner is not None:
+            self._owner.cancel()

@@ -1,0 +1,98 @@
+"""A generation as an HTTP response: nothing goes out before the first token or the error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pdserve.common.errors import PdServeError
+from pdserve.router.generation import Generation
+from pdserve.router.openai_answer import Answer, error_body, error_headers
+from pdserve.text.output_processor import CompletionOutput
+
+JSON = "application/json"
+_SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+def error_response(error: PdServeError, headers: Mapping[str, str] | None = None) -> Response:
+    """An error in OpenAI's shape."""
+    return Response(
+        error_body(error), error.http_status, headers={**(headers or {}), **error_headers(error)}, media_type=JSON
+    )
+
+
+class GenerationResponse(Response):
+    """Runs the generation while it responds; a client that leaves ends it."""
+
+    def __init__(self, generation: Generation, answer: Answer, num_choices: int, *, stream: bool) -> None:
+        super().__init__()
+        self._generation = generation
+        self._answer = answer
+        self._num_open = num_choices
+        self._stream = stream
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with self._generation as generation:
+                listener = asyncio.create_task(self._cancel_on_disconnect(receive))
+                try:
+                    await (self._send_events(generation, send) if self._stream else self._send_whole(generation, send))
+                finally:
+                    listener.cancel()
+        except PdServeError as error:
+            await self._send_error(error, scope, receive, send)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._generation.stalled or task is None or task.uncancel():
+                raise
+
+    async def _cancel_on_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._generation.cancel()
+
+    async def _send_whole(self, generation: Generation, send: Send) -> None:
+        outputs = await generation.stream.take_all()
+        body = self._answer.whole(outputs, generation.usage, generation.timeline)
+        await self._start(send, {"content-type": JSON, "content-length": str(len(body))})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _send_events(self, generation: Generation, send: Send) -> None:
+        outputs = await generation.stream.take()
+        await self._start(send, _SSE_HEADERS)
+        while outputs:
+            body = b"".join([self._event(generation, output) for output in outputs])
+            await send({"type": "http.response.body", "body": body, "more_body": self._num_open > 0})
+            if not self._num_open:
+                return
+            outputs = await generation.stream.take()
+
+    def _event(self, generation: Generation, output: CompletionOutput) -> bytes:
+        if output.finish_reason is not None:
+            self._num_open -= 1
+            if not self._num_open:
+                return self._answer.last_chunk(output, generation.usage, generation.timeline)
+        return self._answer.chunk(output)
+
+    async def _start(self, send: Send, headers: Mapping[str, str]) -> None:
+        self._started = True
+        fields = {**headers, "x-request-id": self._generation.request_id}
+        raw = [(name.encode(), value.encode()) for name, value in fields.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def _send_error(self, error: PdServeError, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._started:
+            response = error_response(error, {"x-request-id": self._generation.request_id})
+            await response(scope, receive, send)
+            return
+        # a stream that ends without [DONE] is not an answer
+        event = b"data: " + error_body(error) + b"\n\n"
+        await send({"type": "http.response.body", "body": event, "more_body": False})

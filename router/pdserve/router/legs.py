@@ -1,0 +1,220 @@
+"""The two legs of an attempt as gRPC calls, and their events as plain values."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+import msgspec
+
+from pdserve.common.engine_types import FinishReason
+from pdserve.common.errors import Cancelled, InternalError, PdServeError, WorkerLost
+from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.rpc import ERROR_CODE_KEY, from_rpc_error
+from pdserve.common.wire import finish_reason_from_wire, moments_from_wire, prepared_to_wire
+from pdserve.router.worker import Worker
+from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
+from pdserve.v1.decode_pb2_grpc import DecodeServiceStub
+from pdserve.v1.prefill_pb2_grpc import PrefillServiceStub
+
+Moments = dict[str, int]
+"""name -> wall-clock nanoseconds"""
+_NO_MOMENTS: Moments = {}
+
+
+class Admitted(msgspec.Struct, gc=False):
+    moments: Moments
+
+
+class Outputs(msgspec.Struct, gc=False):
+    """New tokens of one sequence."""
+
+    index: int
+    first_position: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    moments: Moments = _NO_MOMENTS
+
+
+class Computed(msgspec.Struct):
+    """Prefill has the prompt's KV and the first token."""
+
+    num_tokens: int
+    request_digest: bytes
+    first_outputs: list[Outputs]
+    moments: Moments
+
+
+class Ended(msgspec.Struct, gc=False):
+    """The transfer is over at its source."""
+
+    released: bool
+    """The receiver has everything; otherwise the source gave up, or its lease ran out."""
+    cause: str
+    moments: Moments
+
+
+class NeedsPrefill(msgspec.Struct, gc=False):
+    uncached_tokens: int
+
+
+class PrefillingLocally(msgspec.Struct, gc=False):
+    pass
+
+
+class Landed(msgspec.Struct, gc=False):
+    num_blocks: int
+    transfer_bytes: int
+    connector: str
+    moments: Moments
+
+
+class UnknownEvent(msgspec.Struct, gc=False):
+    """Something that a newer worker says."""
+
+
+PrefillLegEvent = Admitted | Computed | Ended | UnknownEvent
+DecodeLegEvent = Admitted | NeedsPrefill | PrefillingLocally | Landed | Outputs | UnknownEvent
+E = TypeVar("E")
+M = TypeVar("M")
+
+
+class LegFailed(Exception):
+    """A leg ended with an error."""
+
+    def __init__(self, error: PdServeError, died: bool) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.died = died
+        """The channel broke: nobody on the other side said this."""
+
+
+class _Leg(Generic[M, E]):
+    """One open call. `next` until None; `cancel` at any time, more than once if need be."""
+
+    def __init__(self, call: grpc.aio.UnaryStreamCall[Any, M]) -> None:
+        self._call = call
+
+    def cancel(self) -> None:
+        """Ends the call at both ends; goes out in this turn of the event loop."""
+        self._call.cancel()
+
+    async def next(self) -> E | None:
+        """The next event; None after the last of a call that ended well. Raises: LegFailed."""
+        try:
+            message: Any = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise _leg_failed(error) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise LegFailed(WorkerLost("the call was cancelled, but not by this router"), died=True) from None
+        except grpc.aio.UsageError as error:
+            raise LegFailed(InternalError(f"the call cannot be read: {error}"), died=False) from error
+        return None if message is grpc.aio.EOF else self._read(message)
+
+    def _read(self, message: M) -> E:
+        raise NotImplementedError
+
+
+class PrefillLeg(_Leg[prefill_pb2.PrefillEvent, PrefillLegEvent]):
+    def __init__(
+        self, worker: Worker, request: PreparedRequest, number: int, transfer_id: bytes, receiver: Worker | None
+    ) -> None:
+        """Opens the call. receiver: who alone may read the blocks; None with an empty `transfer_id`."""
+        message = prefill_pb2.PrefillRequest(
+            request=prepared_to_wire(request),
+            attempt=request_pb2.Attempt(number=number),
+            transfer_id=transfer_id,
+        )
+        if receiver is not None:
+            message.receiver.worker_id, message.receiver.epoch = receiver.key
+        super().__init__(PrefillServiceStub(worker.channel).Prefill(message, timeout=request.remaining_s))
+
+    def _read(self, message: prefill_pb2.PrefillEvent) -> PrefillLegEvent:
+        match message.WhichOneof("event"):
+            case "admitted":
+                return Admitted(moments_from_wire(message.admitted.moments))
+            case "computed":
+                computed = message.computed
+                return Computed(
+                    num_tokens=computed.num_tokens,
+                    request_digest=computed.request_digest,
+                    first_outputs=[_outputs(outputs) for outputs in computed.first_outputs],
+                    moments=moments_from_wire(computed.moments),
+                )
+            case "ended":
+                released = message.ended.how == prefill_pb2.Ended.RELEASED
+                how = prefill_pb2.Ended.How.Name(message.ended.how).lower()
+                cause = f"{how}: {message.ended.cause}" if message.ended.cause else how
+                return Ended(released, cause, moments_from_wire(message.ended.moments))
+            case _:
+                return UnknownEvent()
+
+
+class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
+    def __init__(
+        self,
+        worker: Worker,
+        request: PreparedRequest,
+        number: int,
+        *,
+        transfer_id: bytes,
+        source: Worker | None,
+        prefill_here: bool,
+    ) -> None:
+        """Opens the call. source: where the KV blocks come from; None to prefill at `worker`."""
+        message = decode_pb2.DecodeRequest(
+            request=prepared_to_wire(request),
+            attempt=request_pb2.Attempt(number=number, prefill_here=prefill_here),
+        )
+        if source is not None:
+            message.source.worker_id, message.source.epoch = source.key
+            message.source.address = source.identity.address
+            message.source.transfer_id = transfer_id
+        super().__init__(DecodeServiceStub(worker.channel).Generate(message, timeout=request.remaining_s))
+
+    def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
+        match message.WhichOneof("event"):
+            case "outputs":
+                return _outputs(message.outputs)
+            case "admitted":
+                return Admitted(moments_from_wire(message.admitted.moments))
+            case "needs_prefill":
+                return NeedsPrefill(message.needs_prefill.uncached_tokens)
+            case "prefilling_locally":
+                return PrefillingLocally()
+            case "landed":
+                landed = message.landed
+                return Landed(
+                    landed.num_blocks, landed.transfer_bytes, landed.connector, moments_from_wire(landed.moments)
+                )
+            case _:
+                return UnknownEvent()
+
+
+def _outputs(message: request_pb2.Outputs) -> Outputs:
+    return Outputs(
+        message.index,
+        message.first_position,
+        list(message.token_ids),
+        finish_reason_from_wire(message.finish_reason),
+        message.stop_token_id if message.HasField("stop_token_id") else None,
+        message.num_cached_tokens,
+        moments_from_wire(message.moments) if message.moments else _NO_MOMENTS,
+    )
+
+
+def _leg_failed(rpc_error: grpc.aio.AioRpcError) -> LegFailed:
+    error = from_rpc_error(rpc_error)
+    if any(name == ERROR_CODE_KEY for name, _ in rpc_error.trailing_metadata() or ()):
+        return LegFailed(error, died=False)
+    if isinstance(error, Cancelled):
+        # a server that stops cancels its calls; nobody here did
+        error = WorkerLost(f"the worker ended the call: {error.message}")
+    return LegFailed(error, died=isinstance(error, WorkerLost))

@@ -1,0 +1,141 @@
+"""What OpenAI clients get: whole answers, chunks of a stream, and errors."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import msgspec
+
+from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
+from pdserve.common.timeline import Timeline
+from pdserve.router.request_run import Usage
+from pdserve.text.output_processor import CompletionOutput
+
+_encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class Answer:
+    """Writes one request's answer, in one of OpenAI's two shapes.
+
+    The parts of a chunk that never change are encoded once: a token costs one encoded string and two joins.
+    """
+
+    def __init__(self, *, chat: bool, request_id: str, model: str, include_usage: bool, include_timeline: bool) -> None:
+        self._chat = chat
+        self._include_usage = include_usage
+        self._include_timeline = include_timeline
+        self._head: dict[str, Any] = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        chunk_head = self._head | ({"object": "chat.completion.chunk"} if chat else {})
+        # an object without its closing brace, so that more can follow
+        self._chunk_head = b"data: " + _encode(chunk_head)[:-1]
+        opening = b'{"content":' if chat else b""
+        key = b'"delta":' if chat else b'"text":'
+        self._before_text = b',"choices":[{"index":%d,' + key + opening
+        self._after_text = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":'
+        self._started: set[int] = set()
+
+    def whole(self, outputs: list[CompletionOutput], usage: Usage, timeline: Timeline) -> bytes:
+        """The body of an answer that is not streamed."""
+        body = self._head | {
+            "choices": [self._choice(output) for output in outputs],
+            "usage": usage_json(usage),
+        }
+        return _encode(body | self._vendor(timeline))
+
+    def chunk(self, output: CompletionOutput) -> bytes:
+        """The event for one choice's new text; before a chat choice's first, the event that opens it."""
+        opening = b""
+        if self._chat and output.index not in self._started:
+            self._started.add(output.index)
+            opening = self._chunk_head + (
+                b',"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,'
+                b'"finish_reason":null}]}\n\n' % output.index
+            )
+        return opening + self._text_chunk(output) + b"}\n\n"
+
+    def last_chunk(self, output: CompletionOutput, usage: Usage, timeline: Timeline) -> bytes:
+        """Like `chunk`, for the output that ends the request, with all that follows it."""
+        event = self.chunk(output)
+        vendor = self._vendor(timeline)
+        if self._include_usage:
+            return event + self._chunk_head + _tail({"choices": [], "usage": usage_json(usage)} | vendor) + DONE
+        return (event[:-3] + _tail(vendor) if vendor else event) + DONE
+
+    def _text_chunk(self, output: CompletionOutput) -> bytes:
+        reason = b"null"
+        if output.finish_reason is not None:
+            reason = _encode(output.finish_reason) + b',"stop_reason":' + _encode(output.stop_reason)
+        before = self._before_text % output.index
+        return self._chunk_head + before + _encode(output.text) + self._after_text + reason + b"}]"
+
+    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+        text: dict[str, Any] = (
+            {"message": {"role": "assistant", "content": output.text}} if self._chat else {"text": output.text}
+        )
+        return {
+            "index": output.index,
+            **text,
+            "logprobs": None,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+
+    def _vendor(self, timeline: Timeline) -> dict[str, Any]:
+        if not self._include_timeline:
+            return {}
+        return {
+            "pdserve": {
+                "timeline": {phase.name: seconds for phase, seconds in timeline.phases()},
+                "moments": timeline.moments_unix_ns,
+            }
+        }
+
+
+def _tail(fields: dict[str, Any]) -> bytes:
+    """More fields for an object that is open, its end, and the end of the event."""
+    return b"," + _encode(fields)[1:] + b"\n\n"
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def error_json(status: int, message: str, code: str, field: str | None = None) -> bytes:
+    kind = _ERROR_TYPES.get(status, "server_error")
+    return _encode({"error": {"message": message, "type": kind, "param": field, "code": code}})
+
+
+def error_body(error: PdServeError) -> bytes:
+    field = error.field if isinstance(error, InvalidRequest) else None
+    return error_json(error.http_status, error.message, error.code, field)
+
+
+def error_headers(error: PdServeError) -> dict[str, str]:
+    """Retry-After, where coming back later helps."""
+    if isinstance(error, Overloaded):
+        return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    return {"retry-after": "1"} if error.http_status == 503 and error.retryable else {}

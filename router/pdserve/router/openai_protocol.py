@@ -1,0 +1,244 @@
+"""What OpenAI clients may send, and what it means here. Unknown fields, wrong types and NaN are refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.router.preparation import ChatInput, ClientRequest, TextInput, TokenInput
+
+_Prompt = TextInput | ChatInput | TokenInput
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    include_usage: bool | None = None
+
+
+class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    user: str | None = None
+    # extensions that go by vLLM's names
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    cache_salt: str | None = None
+    # known, but only with the value that changes nothing
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def verify(self) -> None:
+        """Raises: InvalidRequest for what is not supported."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+        for field, neutral in _NEUTRAL.items():
+            value = getattr(self, field, None)
+            if value is not None and value not in neutral:
+                allowed = " or ".join(map(json.dumps, neutral))
+                raise InvalidRequest(f"{field} is {_shown(value)}, but only {allowed} is supported so far", field)
+
+    def sampling(self, defaults: Mapping[str, float | int]) -> SamplingParams:
+        """Absent fields take `defaults`, then ours; limits are held in `Preparation`, where the lengths are known."""
+        given: dict[str, Any] = dict(defaults)
+        given |= {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.stop_token_ids is not None:
+            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        return SamplingParams(**given)
+
+    def _requests(
+        self,
+        prompts: list[_Prompt],
+        field: str,
+        *,
+        max_tokens: int | None,
+        max_tokens_field: str,
+        defaults: Mapping[str, float | int],
+        timeout_s: float,
+        trace_headers: dict[str, str],
+    ) -> list[ClientRequest]:
+        self.verify()
+        sampling = self.sampling(defaults)
+        return [
+            ClientRequest(
+                prompt=prompt,
+                field=field if len(prompts) == 1 else f"{field}[{place}]",
+                sampling=sampling,
+                max_tokens=max_tokens,
+                max_tokens_field=max_tokens_field,
+                cache_salt=self.cache_salt or None,
+                timeout_s=timeout_s,
+                trace_headers=trace_headers,
+            )
+            for place, prompt in enumerate(prompts)
+        ]
+
+
+class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    prompt: str | list[int | str | list[int]]
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: int | None = None
+
+    def requests(
+        self, defaults: Mapping[str, float | int], timeout_s: float, trace_headers: dict[str, str]
+    ) -> list[ClientRequest]:
+        """One a prompt. Raises: InvalidRequest."""
+        if self.logprobs is not None:
+            raise InvalidRequest("logprobs is not supported so far; leave it out", "logprobs")
+        return self._requests(
+            self._prompts(),
+            "prompt",
+            max_tokens=self.max_tokens,
+            max_tokens_field="max_tokens",
+            defaults=defaults,
+            timeout_s=timeout_s,
+            trace_headers=trace_headers,
+        )
+
+    def _prompts(self) -> list[_Prompt]:
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [TextInput(prompt)]
+        if not prompt:
+            raise InvalidRequest("prompt is empty, at least one token is needed", "prompt")
+        kinds = {type(part) for part in prompt}
+        if len(kinds) > 1:
+            raise InvalidRequest("prompt mixes kinds: strings, token ids, or lists of token ids are needed", "prompt")
+        if kinds == {int}:
+            return [TokenInput([part for part in prompt if isinstance(part, int)])]
+        return [TokenInput(part) if isinstance(part, list) else TextInput(str(part)) for part in prompt]
+
+
+class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+
+    def requests(
+        self, defaults: Mapping[str, float | int], timeout_s: float, trace_headers: dict[str, str]
+    ) -> list[ClientRequest]:
+        """Always one. Raises: InvalidRequest."""
+        if self.logprobs:
+            raise InvalidRequest("logprobs is not supported so far; leave it out", "logprobs")
+        if not self.messages:
+            raise InvalidRequest("messages is empty, at least one message is needed", "messages")
+        newer = self.max_completion_tokens is not None
+        return self._requests(
+            [ChatInput(self.messages)],
+            "messages",
+            max_tokens=self.max_completion_tokens if newer else self.max_tokens,
+            max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+            defaults=defaults,
+            timeout_s=timeout_s,
+            trace_headers=trace_headers,
+        )
+
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "prompt_logprobs": (),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "store": (False,),
+}
+B = TypeVar("B", bound=GenerationBody)
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
+_MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
+_AT = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+
+
+def parse_body(data: bytes, kind: type[B]) -> B:
+    """Raises: InvalidRequest naming the field that is wrong."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if (field := _not_finite(data)) is not None:
+            raise InvalidRequest(f"{field} must be a finite number", field) from error
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deeply") from error
+
+
+def _named(message: str) -> InvalidRequest:
+    for pattern, told in ((_UNKNOWN_FIELD, "is not a known field"), (_MISSING_FIELD, "is missing")):
+        if match := pattern.fullmatch(message):
+            field = ".".join(part for part in (match[2], match[1]) if part)
+            return InvalidRequest(f"{field} {told}", field)
+    if (match := _AT.fullmatch(message)) and match[2]:
+        return InvalidRequest(f"{match[2]}: {match[1][:1].lower()}{match[1][1:]}", match[2].partition("[")[0])
+    return InvalidRequest(f"the body is wrong: {message}")
+
+
+def _not_finite(data: bytes) -> str | None:
+    """JSON knows no NaN and no infinity, yet clients send them: the first field that holds one, if that is the fault."""
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict):
+        return None
+    return next((key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)), None)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

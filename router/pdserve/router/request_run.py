@@ -1,0 +1,228 @@
+"""One request from its prompt to its last token: prepared, placed, and attempted until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+import msgspec
+
+from pdserve.common import timeline as moments
+from pdserve.common.errors import (
+    DeadlineExceeded,
+    Evicted,
+    InternalError,
+    PdServeError,
+    WorkerLost,
+)
+from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.settings import RouterSettings
+from pdserve.common.timeline import Timeline
+from pdserve.router.attempt import Attempt
+from pdserve.router.attempt_failure import AttemptFailed, PrefillNeeded
+from pdserve.router.client_stream import ClientStream
+from pdserve.router.fleet import Fleet
+from pdserve.router.legs import Outputs
+from pdserve.router.placement import Placement, Wish, WorkerKey, place
+from pdserve.router.poison import DEATHS, PoisonList
+from pdserve.router.preparation import ClientRequest, Limits, Preparation, TokenizedRequest
+from pdserve.router.worker import WorkerRole
+from pdserve.text.output_processor import OutputProcessor, PositionConflict
+
+log = logging.getLogger(__name__)
+
+WAIT_FOR_WORKER_S = 5.0
+"""So long a request waits for a worker that may serve it."""
+BACKOFF_S = 0.02
+"""Before the second attempt; doubles, with jitter."""
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """What the client is told about cost, from the router's own ledger."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that needed no computing."""
+
+
+class RequestRun:
+    """Serves one prompt into one choice of a client's stream. `run` once."""
+
+    def __init__(
+        self,
+        request_id: str,
+        choice: int,
+        request: ClientRequest,
+        stream: ClientStream,
+        *,
+        fleet: Fleet,
+        preparation: Preparation,
+        poison: PoisonList,
+        settings: RouterSettings,
+    ) -> None:
+        self.request_id = request_id
+        self.usage = Usage()
+        self.timeline = Timeline()
+        self._choice = choice
+        self._request = request
+        self._stream = stream
+        self._fleet = fleet
+        self._preparation = preparation
+        self._poison = poison
+        self._settings = settings
+        self._processor: OutputProcessor | None = None
+        self._prepared: dict[tuple[str, int], PreparedRequest] = {}
+        self._deaths: set[WorkerKey] = set()
+        self.timeline.mark(moments.ARRIVED)
+
+    async def run(self) -> None:
+        """Push everything, then end the choice; every error but cancellation ends in the stream."""
+        try:
+            async with asyncio.timeout(self._request.timeout_s) as deadline:
+                await self._serve()
+            self._stream.end_choice()
+        except TimeoutError:
+            expired = deadline.expired()
+            self._stream.fail(self._too_late() if expired else InternalError("something timed out in the router"))
+        except PdServeError as error:
+            self._stream.fail(error)
+        except Exception:
+            log.exception("request %s failed in the router", self.request_id)
+            self._stream.fail(InternalError("internal error; the router's log has the details"))
+
+    async def _serve(self) -> None:
+        token_ids = await self._preparation.tokenize(self._request)
+        request = self._preparation.complete(self.request_id, self._request, token_ids, await self._limits())
+        self.usage.prompt_tokens = len(token_ids)
+        self._processor = OutputProcessor(
+            self._preparation.tokenizer,
+            request_id=self.request_id,
+            prompt=None,
+            prompt_token_ids=token_ids,
+            sampling_params=request.sampling,
+        )
+        self.timeline.mark(moments.TOKENIZED)
+        await self._attempts(request)
+
+    async def _attempts(self, request: TokenizedRequest) -> None:
+        """Attempt after attempt until one serves the request. Raises: PdServeError."""
+        wish, blamed = Wish.ANY, frozenset[WorkerKey]()
+        num_attempts = num_counted = 0
+        while True:
+            placement = await self._place(request, wish, blamed)
+            self.timeline.mark(moments.PLACED)
+            prepared = self._prepare(request, placement)
+            self._poison.check(prepared.request_digest)
+            if not prepared.remaining_s:
+                # workers refuse a request without time
+                raise self._too_late()
+            attempt = Attempt(num_attempts, prepared, placement, self.timeline, self._relay)
+            num_attempts += 1
+            try:
+                return await attempt.run()
+            except PrefillNeeded as needed:
+                wish, blamed = Wish.REMOTE, frozenset()
+                if num_attempts - num_counted <= self._settings.max_attempts:
+                    continue
+                failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
+            except AttemptFailed as failed:
+                failure = failed
+            num_counted += 1
+            log.info("request %s: attempt %d failed: %s", self.request_id, attempt.number, failure)
+            wish = self._after(failure, prepared, num_counted)
+            blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
+            await asyncio.sleep(BACKOFF_S * 2 ** (num_counted - 1) * random.uniform(0.5, 1.5))
+
+    def _after(self, failure: AttemptFailed, prepared: PreparedRequest, num_counted: int) -> Wish:
+        """What the next attempt should be. Raises the failure's error when there is none."""
+        error = failure.error
+        if failure.died and failure.blamed is not None:
+            self._deaths.add(failure.blamed.key)
+            if len(self._deaths) >= DEATHS:
+                self._poison.add(prepared.request_digest)
+                raise WorkerLost(
+                    f"{DEATHS} workers died while they served this request; last: {error.message}"
+                ) from failure
+        if not error.retryable or isinstance(error, PositionConflict) or num_counted >= self._settings.max_attempts:
+            raise error
+        if failure.in_transfer:
+            match self._settings.on_kv_failure:
+                case "fail":
+                    raise error
+                case "remote":
+                    return Wish.REMOTE
+                case "local":
+                    return Wish.LOCAL
+        return Wish.REMOTE if isinstance(error, Evicted) else Wish.ANY
+
+    def _relay(self, outputs: Outputs) -> bool:
+        """Give the client what is new; see `Attempt`."""
+        processor = self._processor
+        if processor is None:
+            raise InternalError("outputs came before the request was prepared")
+        is_first = not self.usage.completion_tokens
+        delta = processor.process(
+            outputs.index, outputs.first_position, outputs.token_ids, outputs.finish_reason, outputs.stop_token_id
+        )
+        if delta is None:
+            return processor.finished
+        if is_first:
+            self.timeline.mark(moments.FIRST_TOKEN)
+            self.usage.cached_tokens = outputs.num_cached_tokens
+        self.usage.completion_tokens += len(delta.token_ids)
+        delta.index = self._choice
+        if delta.finish_reason is not None:
+            self.timeline.mark(moments.FINISHED)
+        self._stream.push(delta)
+        return delta.finish_reason is not None
+
+    async def _limits(self) -> Limits:
+        def look() -> Limits | None:
+            return Limits.of(worker for role in WorkerRole for worker in self._fleet.workers(role))
+
+        limits = await self._fleet.wait_for(look, WAIT_FOR_WORKER_S)
+        if limits is None:
+            raise self._no_worker()
+        return limits
+
+    async def _place(self, request: TokenizedRequest, wish: Wish, blamed: frozenset[WorkerKey]) -> Placement:
+        def look() -> Placement | None:
+            prefill, decode = (
+                [worker for worker in self._fleet.workers(role) if worker.key not in self._deaths]
+                for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
+            )
+            return place(
+                len(request.token_ids),
+                request.sampling.max_tokens,
+                prefill=prefill,
+                decode=decode,
+                local_prefill=self._settings.local_prefill,
+                wish=wish,
+                blamed=blamed,
+            )
+
+        placement = await self._fleet.wait_for(look, WAIT_FOR_WORKER_S)
+        if placement is None:
+            raise self._no_worker()
+        return placement
+
+    def _too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the request was not done within {self._request.timeout_s:g} s")
+
+    def _no_worker(self) -> WorkerLost:
+        roles = "; ".join(self._fleet.describe(role) for role in WorkerRole)
+        never = ", and local_prefill is never" if self._settings.local_prefill == "never" else ""
+        return WorkerLost(f"no worker could serve this within {WAIT_FOR_WORKER_S:g} s: {roles}{never}")
+
+    def _prepare(self, request: TokenizedRequest, placement: Placement) -> PreparedRequest:
+        """Hashed for the blocks of the workers that will serve it; generations of a model differ in them."""
+        worker = placement.decode or placement.prefill
+        if worker is None:
+            raise InternalError("a placement without workers")
+        layout = worker.identity.layout
+        key = (layout.model_fingerprint, layout.block_size)
+        if key not in self._prepared:
+            self._prepared[key] = self._preparation.hashed(request, layout)
+        return self._prepared[key]

@@ -1,0 +1,187 @@
+"""The router as a service: everything composed, started, and stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from pdserve.common.deployment_key import key_check
+from pdserve.common.errors import ConfigError
+from pdserve.common.rpc import bind
+from pdserve.common.settings import RouterSettings
+from pdserve.router.fleet import Fleet
+from pdserve.router.front_grpc import GrpcFront
+from pdserve.router.front_http import HttpFront
+from pdserve.router.inference import Inference
+from pdserve.router.preparation import Preparation
+from pdserve.router.watched_address import Expected
+from pdserve.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75
+_BACKLOG = 2048
+_LAST_WORDS_S = 1.0
+"""What errors at the end of a drain have to reach their clients."""
+
+
+async def run_router(
+    settings: RouterSettings,
+    *,
+    model_folder: Path,
+    ready: Callable[[str, str], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until `stop` is set; then let open streams end, at most `drain_s`.
+
+    ready: called once with the HTTP and the gRPC address (host:port) when both front ends listen. Workers may come
+    later. stop: when given, signals are the caller's business.
+    Raises: ConfigError for a model folder, key or port that cannot be used.
+    """
+    key, is_development_key = settings.key()
+    if is_development_key:
+        log.warning("no deployment key: the public development key is used, which is safe on this machine only")
+    model = _model_name(settings, model_folder)
+    preparation = Preparation(Tokenizer.from_folder(model_folder), key)
+    expected = Expected(key_check=key_check(key), tokenizer_fingerprint=preparation.tokenizer.fingerprint)
+    try:
+        async with Fleet(settings.prefill, settings.decode, expected) as fleet:
+            await _serve(Inference(model, settings, fleet, preparation), ready, stop)
+    finally:
+        preparation.close()
+
+
+def _model_name(settings: RouterSettings, model_folder: Path) -> str:
+    return settings.model_name or model_folder.resolve().name
+
+
+async def _serve(inference: Inference, ready: Callable[[str, str], None] | None, stop: asyncio.Event | None) -> None:
+    settings = inference.settings
+    with listening_socket(settings.host, settings.port) as http_socket:
+        grpc_front = GrpcFront(inference)
+        grpc_port = bind(grpc_front.server, settings.host, settings.grpc_port)
+        http_server = _HttpServer(_http_config(inference))
+        hurry = asyncio.Event()
+        with _stop_on_signals(hurry) if stop is None else contextlib.nullcontext(stop) as stopped:
+            await grpc_front.start()
+            http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
+            try:
+                # stopped before it has started it would leave its socket open
+                await _first(http_server.listening.wait(), asyncio.shield(http_task))
+                if ready is not None:
+                    ready(_address(settings.host, http_socket.getsockname()[1]), _address(settings.host, grpc_port))
+                await _first(stopped.wait(), asyncio.shield(http_task))
+                inference.admission.close()
+                await grpc_front.leave()
+                await _drain(inference, settings.drain_s, hurry)
+            finally:
+                inference.admission.close()
+                inference.admission.expel()
+                http_server.stop()
+                await grpc_front.stop(_LAST_WORDS_S)
+                await http_task
+
+
+async def _drain(inference: Inference, drain_s: float, hurry: asyncio.Event) -> None:
+    """Nobody comes in any more; who is in may finish."""
+    log.info("the router leaves; %d requests are open", inference.admission.num_requests)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(drain_s):
+            await _first(inference.admission.emptied(), hurry.wait())
+
+
+async def _first(*waiting: Awaitable[object]) -> None:
+    """Returns when one of them is done."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in waiting]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class _HttpServer(uvicorn.Server):
+    """Signals are ours, and `stop` is an event, not a flag that is polled ten times a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+        self._stopped = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopped.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    async def main_loop(self) -> None:
+        await self._stopped.wait()
+
+
+def _http_config(inference: Inference) -> uvicorn.Config:
+    return uvicorn.Config(
+        HttpFront(inference).app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        proxy_headers=False,
+        server_header=False,
+        # nothing then needs the server's tick
+        date_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(_LAST_WORDS_S)),
+        backlog=_BACKLOG,
+    )
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to host:port; port 0 draws a free one. Raises: ConfigError naming the address."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {_address(host, port)}: {error.strerror}") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on {_address(host, port)}: {error.strerror}") from error
+    bound.setblocking(False)
+    return bound
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@contextlib.contextmanager
+def _stop_on_signals(hurry: asyncio.Event) -> Iterator[asyncio.Event]:
+    """Set by the first SIGTERM or SIGINT; the second sets `hurry`."""
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stopped.is_set() else stopped).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield stopped
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

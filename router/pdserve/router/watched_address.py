@@ -1,0 +1,149 @@
+"""One address of the fleet: a channel and a watch stream that is opened again for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+import grpc.aio
+import msgspec
+
+from pdserve.common.errors import PdServeError, WorkerLost
+from pdserve.common.rpc import PROTOCOL_VERSION, make_channel
+from pdserve.router.watch import watch
+from pdserve.router.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S = 0.5
+FIRST_MESSAGE_TIMEOUT_S = 5.0
+TICK_STILL_S = 3.0
+"""So long may an engine_tick stand still."""
+
+
+class Expected(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker must agree with to be used by this router."""
+
+    key_check: str
+    tokenizer_fingerprint: str
+
+    def objection(self, identity: WorkerIdentity, role: WorkerRole) -> str | None:
+        """Why this worker cannot be used at an address meant for `role`, naming both values; None if it can."""
+        if identity.protocol_version != PROTOCOL_VERSION:
+            return f"it speaks protocol version {identity.protocol_version}, this router {PROTOCOL_VERSION}"
+        if identity.key_check != self.key_check:
+            return (
+                f"its deployment key differs: check value {identity.key_check} there, {self.key_check} here; "
+                "all services need the same PDSERVE_DEPLOYMENT_KEY"
+            )
+        if identity.role is not role:
+            told = identity.role.value if identity.role else "unknown"
+            return f"its role is {told}, but the address was given as {role.value}"
+        if identity.tokenizer_fingerprint != self.tokenizer_fingerprint:
+            return (
+                f"its tokenizer differs: fingerprint {identity.tokenizer_fingerprint} there, "
+                f"{self.tokenizer_fingerprint} here; router and workers need the same model folder"
+            )
+        return None
+
+
+class WatchedAddress:
+    """Keeps `worker`, the life that is now behind this address, or None."""
+
+    def __init__(
+        self, address: str, role: WorkerRole, expected: Expected, changed: Callable[[WatchedAddress], None]
+    ) -> None:
+        """changed: called after `worker`, its state or `refused` changed."""
+        self.address = address
+        self.role = role
+        self.worker: Worker | None = None
+        self.refused: str | None = None
+        """Why the worker behind this address is not used; None while none is refused."""
+        self._expected = expected
+        self._changed = changed
+        self._channel: grpc.aio.Channel | None = None
+        self._tick: tuple[int, int] | None = None
+        """(epoch, engine_tick) last seen, also across reconnects."""
+        self._tick_moved_at = 0.0
+        self._last_warning = ""
+
+    async def keep(self) -> None:
+        """Watch until cancelled."""
+        self._channel = make_channel(self.address)
+        try:
+            while True:
+                try:
+                    await self._watch_once(self._channel)
+                    cause = "its watch stream ended"
+                except PdServeError as error:
+                    cause = f"its watch stream broke: {error.message}"
+                self.refused = None
+                self._bury(cause)
+                await asyncio.sleep(RECONNECT_S * random.uniform(0.7, 1.3))
+        finally:
+            if self.worker is not None:
+                self.worker.die("the router leaves")
+            await self._channel.close()
+
+    def check_tick(self, still_since: float) -> None:
+        """Bury a worker whose tick has not moved since `still_since`, loop time; it lives again when the tick moves."""
+        if self.worker is not None and self._tick_moved_at < still_since:
+            self._bury(f"its engine_tick has stood still for {TICK_STILL_S:g} s")
+
+    def forgive(self, seconds: float) -> None:
+        """This router itself slept so long; no worker is to blame for it."""
+        self._tick_moved_at += seconds
+
+    async def _watch_once(self, channel: grpc.aio.Channel) -> None:
+        events = watch(channel)
+        try:
+            try:
+                async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
+                    first = await anext(events, None)
+            except TimeoutError:
+                raise WorkerLost(f"no word within {FIRST_MESSAGE_TIMEOUT_S:g} s") from None
+            if not isinstance(first, WorkerIdentity):
+                raise WorkerLost("its first message was not its identity")
+            self.refused = self._expected.objection(first, self.role)
+            if self.refused is not None:
+                self._warn(f"worker {first.worker_id} at {self.address} is refused: {self.refused}")
+                self._changed(self)
+            async for event in events:
+                if isinstance(event, WorkerLoad) and self.refused is None:
+                    self._take_load(first, event, channel)
+        finally:
+            await events.aclose()
+
+    def _take_load(self, identity: WorkerIdentity, load: WorkerLoad, channel: grpc.aio.Channel) -> None:
+        tick = (identity.epoch, load.engine_tick)
+        moved = tick != self._tick
+        self._tick = tick
+        if moved:
+            self._tick_moved_at = asyncio.get_running_loop().time()
+        if self.worker is not None:
+            before = self.worker.state
+            self.worker.report(load)
+            if self.worker.state is not before:
+                log.info("worker %s is %s", self.worker, self.worker.state.value)
+                self._changed(self)
+        elif moved:
+            self.worker = Worker(identity, channel, load)
+            self._last_warning = ""
+            log.info("%s worker %s joined", self.role.value, self.worker)
+            self._changed(self)
+
+    def _bury(self, cause: str) -> None:
+        if self.worker is None:
+            return
+        worker, self.worker = self.worker, None
+        log.warning("%s worker %s is lost: %s", self.role.value, worker, cause)
+        worker.die(cause)
+        self._changed(self)
+
+    def _warn(self, message: str) -> None:
+        """Once, however often the address is tried again."""
+        if message != self._last_warning:
+            self._last_warning = message
+            log.warning("%s", message)

@@ -1,0 +1,177 @@
+"""A router over fake workers, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import types
+from collections.abc import AsyncIterator, Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import grpc.aio
+import httpx
+import pytest
+
+from pdserve.common.rpc import make_channel
+from pdserve.common.settings import RouterSettings
+from pdserve.router.service import run_router
+from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
+
+
+def _share(name: str) -> None:
+    """Lets the tests here import a module that lies beside them, by name."""
+    spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+_share("fake_worker")
+from fake_worker import FakeWorker, save_tokenizer  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("models") / "fake-model")
+
+
+@pytest.fixture(scope="session")
+def fingerprint(model_folder: Path) -> str:
+    from pdserve.common.fingerprint import tokenizer_fingerprint
+
+    return tokenizer_fingerprint(model_folder)
+
+
+@pytest.fixture(autouse=True)
+def _no_pause_at_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn sleeps 0.1 s each time it is stopped, which is most of the time that these tests would take."""
+    hasty = types.SimpleNamespace(**{name: getattr(asyncio, name) for name in dir(asyncio)})
+    hasty.sleep = lambda delay: asyncio.sleep(min(delay, 0.001))
+    monkeypatch.setattr("uvicorn.server.asyncio", hasty)
+
+
+class Cluster:
+    """A router, the fake workers it knows, and clients of both front ends."""
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        self.folder, self.fingerprint = folder, fingerprint
+        self.workers: list[FakeWorker] = []
+        self.http: httpx.AsyncClient
+        self.grpc: InferenceServiceStub
+        self.channel: grpc.aio.Channel
+        self.stop = asyncio.Event()
+        self.running: asyncio.Task[None] | None = None
+        self.addresses = ("", "")
+
+    def worker(self, role: str, **options: object) -> FakeWorker:
+        """A worker that is not started yet."""
+        count = sum(worker.role == role for worker in self.workers)
+        options.setdefault("worker_id", f"{role}{count}")
+        options.setdefault("fingerprint", self.fingerprint)
+        worker = FakeWorker(role, **options)
+        self.workers.append(worker)
+        return worker
+
+    async def start(self, prefill: int = 1, decode: int = 1, *, wait: bool = True, **settings: object) -> Cluster:
+        """Workers as many as these, beside those made before, and the router over all of them."""
+        for role, count in (("prefill", prefill), ("decode", decode)):
+            for _ in range(count):
+                await self.worker(role).start()
+        for role in ("prefill", "decode"):
+            settings.setdefault(role, tuple(w.address for w in self.workers if w.role == role))
+        ready: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+        self.running = asyncio.create_task(
+            run_router(
+                RouterSettings(port=0, grpc_port=0, **settings),
+                model_folder=self.folder,
+                ready=lambda *addresses: ready.set_result(addresses),
+                stop=self.stop,
+            )
+        )
+        await asyncio.wait((ready, self.running), return_when=asyncio.FIRST_COMPLETED)
+        if self.running.done():
+            self.running.result()
+        self.addresses = await ready
+        self.http = httpx.AsyncClient(base_url=f"http://{self.addresses[0]}", timeout=30, trust_env=False)
+        self.channel = make_channel(self.addresses[1])
+        self.grpc = InferenceServiceStub(self.channel)
+        if wait:
+            await self.live(
+                prefill=sum(w.role == "prefill" for w in self.workers),
+                decode=sum(w.role == "decode" for w in self.workers),
+            )
+        return self
+
+    async def complete(self, prompt: str = "hello", max_tokens: int = 5, **fields: object) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": max_tokens, **fields})
+
+    async def text(self, max_tokens: int = 5, **fields: object) -> str:
+        """What a completion says; it must succeed."""
+        response = await self.complete(max_tokens=max_tokens, **fields)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["text"]
+
+    async def streamed(self, after_first: Callable[[], None], path: str = "/v1/completions", **fields: object) -> str:
+        """The events of a stream, as they came; `after_first` is called once the client has the first of them."""
+        received = ""
+        async with self.http.stream("POST", path, json={**fields, "stream": True}) as response:
+            assert response.status_code == 200
+            async for part in response.aiter_text():
+                received += part
+                after_first()
+        return received
+
+    async def live(self, **counts: int) -> None:
+        """Returns when so many workers of each role are live."""
+        async with asyncio.timeout(10):
+            while True:
+                workers = (await self.http.get("/health")).json()["workers"]
+                if all(workers[role]["live"] == count for role, count in counts.items()):
+                    return
+                await asyncio.sleep(0.02)
+
+    async def idle(self) -> None:
+        """Returns when no request is in the router and no leg at a worker."""
+        async with asyncio.timeout(10):
+            while True:
+                if not (await self.http.get("/health")).json()["requests"]:
+                    break
+                await asyncio.sleep(0.01)
+            for worker in self.workers:
+                for call in worker.calls:
+                    await call.ended.wait()
+
+    def of(self, role: str) -> FakeWorker:
+        return next(worker for worker in self.workers if worker.role == role)
+
+    async def close(self) -> None:
+        if self.running is not None:
+            self.stop.set()
+            await self.http.aclose()
+            await self.channel.close()
+            await asyncio.wait((self.running,))
+            if not self.running.cancelled():
+                self.running.result()
+        await asyncio.gather(*(worker.kill() for worker in self.workers))
+
+
+@pytest.fixture
+async def cluster(model_folder: Path, fingerprint: str) -> AsyncIterator[Cluster]:
+    """Not started; closed, and searched for what it left behind, at the end."""
+    before = asyncio.all_tasks()
+    made = Cluster(model_folder, fingerprint)
+    try:
+        yield made
+    finally:
+        with contextlib.suppress(Exception):
+            await made.idle() if made.running is not None and not made.running.done() else None
+        await made.close()
+    for _ in range(50):
+        left = {task for task in asyncio.all_tasks() - before if "pdserve" in repr(task.get_coro())}
+        if not left:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"tasks were left behind: {left}")

@@ -1,0 +1,296 @@
+"""Workers without an engine: real gRPC servers that follow a script, and the tokenizer and the text they speak."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from pdserve.common.deployment_key import DEVELOPMENT_KEY, key_check
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.rpc import PROTOCOL_VERSION, bind, make_server
+from pdserve.common.wire import layout_to_wire
+from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, worker_pb2
+from pdserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
+from pdserve.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
+from pdserve.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
+EOS = len(ALPHABET)
+VOCAB_SIZE = len(ALPHABET) + len(SPECIAL)
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32", model_fingerprint="m" * 32)
+MAX_MODEL_LEN = 256
+TEXT = "abcdefghijklmnopqrstuvwxyz"
+"""What every fake worker says, over and over."""
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """One token a byte, three special ones, a chat template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backend = Backend(models.BPE({char: i for i, char in enumerate(ALPHABET)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def token(char: str) -> int:
+    return ALPHABET.index(char)
+
+
+def tokens(text: str) -> list[int]:
+    return [token(char) for char in text]
+
+
+def said(num_tokens: int) -> str:
+    """The first `num_tokens` characters of what fake workers say."""
+    return "".join(itertools.islice(itertools.cycle(TEXT), num_tokens))
+
+
+def outputs(
+    position: int, text: str = "", finish: str | None = None, token_ids: list[int] | None = None, cached: int = 0
+) -> request_pb2.Outputs:
+    reason = request_pb2.FinishReason.Value(f"FINISH_REASON_{finish.upper() if finish else 'UNSPECIFIED'}")
+    return request_pb2.Outputs(
+        first_position=position,
+        token_ids=tokens(text) if token_ids is None else token_ids,
+        finish_reason=reason,
+        num_cached_tokens=cached,
+    )
+
+
+def decode_outputs(*args: object, **kwargs: object) -> decode_pb2.DecodeEvent:
+    return decode_pb2.DecodeEvent(outputs=outputs(*args, **kwargs))
+
+
+def computed(request: prefill_pb2.PrefillRequest, first: request_pb2.Outputs) -> prefill_pb2.PrefillEvent:
+    prepared = request.request
+    return prefill_pb2.PrefillEvent(
+        computed=prefill_pb2.Computed(
+            num_tokens=len(prepared.prompt_token_ids),
+            request_digest=prepared.request_digest,
+            first_outputs=[first],
+            moments=[request_pb2.Moment(name="prefill_computed", unix_ns=1)],
+        )
+    )
+
+
+PREFILL_ADMITTED = prefill_pb2.PrefillEvent(admitted=prefill_pb2.Admitted())
+ADMITTED = decode_pb2.DecodeEvent(admitted=prefill_pb2.Admitted())
+LANDED = decode_pb2.DecodeEvent(landed=decode_pb2.Landed(num_blocks=1, transfer_bytes=4096, connector="local"))
+LOCALLY = decode_pb2.DecodeEvent(prefilling_locally=decode_pb2.PrefillingLocally())
+RELEASED = prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=prefill_pb2.Ended.RELEASED))
+REVOKED = prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=prefill_pb2.Ended.REVOKED, cause="drains"))
+
+
+def needs_prefill(uncached: int = 100) -> decode_pb2.DecodeEvent:
+    return decode_pb2.DecodeEvent(needs_prefill=decode_pb2.NeedsPrefill(uncached_tokens=uncached))
+
+
+@dataclass
+class Call:
+    """One leg that a worker was asked for."""
+
+    request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Also set when the call just ended."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+Script = Callable[["FakeWorker", Call], AsyncIterator[object]]
+
+
+async def prefill_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
+    yield PREFILL_ADMITTED
+    only = call.request.request.sampling.max_tokens == 1
+    await asyncio.sleep(worker.step_s)
+    yield computed(call.request, outputs(0, TEXT[0], "length" if only else None, cached=3))
+    if call.request.transfer_id:
+        await asyncio.sleep(worker.step_s)
+        yield RELEASED
+
+
+async def decode_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
+    yield ADMITTED
+    remote = call.request.HasField("source")
+    if remote:
+        await asyncio.sleep(worker.step_s)
+        yield LANDED
+    max_tokens = call.request.request.sampling.max_tokens
+    for position in range(1 if remote else 0, max_tokens):
+        await asyncio.sleep(worker.step_s)
+        yield decode_outputs(position, TEXT[position % len(TEXT)], "length" if position == max_tokens - 1 else None)
+
+
+class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceServicer):
+    """One worker. `script` may be replaced at any time; `scripts`, while there are any, are used once each, first."""
+
+    def __init__(
+        self,
+        role: str,
+        fingerprint: str,
+        *,
+        worker_id: str | None = None,
+        layout: KvLayout = LAYOUT,
+        key: bytes = DEVELOPMENT_KEY,
+        protocol_version: int = PROTOCOL_VERSION,
+        said_role: str | None = None,
+        max_local_prefill_tokens: int | None = None,
+        epoch: int = 1,
+    ) -> None:
+        self.role, self.said_role = role, said_role or role
+        self.worker_id = worker_id or role
+        self.fingerprint, self.layout, self.key = fingerprint, layout, key
+        self.protocol_version = protocol_version
+        self.max_local_prefill_tokens = max_local_prefill_tokens
+        self.epoch = epoch
+        self.port = 0
+        self.step_s = 0.0
+        self.script: Script = prefill_well if role == "prefill" else decode_well
+        self.scripts: list[Script] = []
+        self.calls: list[Call] = []
+        self.met: list[worker_pb2.MeetRequest] = []
+        self.load = worker_pb2.Load(engine_tick=1)
+        self.ticking = True
+        self._changed = asyncio.Event()
+        self._called = asyncio.Event()
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> FakeWorker:
+        """Listen; after the first time on the same port, with a new epoch."""
+        self.epoch += 1
+        self._server = make_server()
+        add_WorkerServiceServicer_to_server(self, self._server)
+        if self.role == "prefill":
+            add_PrefillServiceServicer_to_server(self, self._server)
+        else:
+            add_DecodeServiceServicer_to_server(self, self._server)
+        self.port = bind(self._server, "127.0.0.1", self.port)
+        await self._server.start()
+        return self
+
+    async def kill(self) -> None:
+        """End all calls and the connections."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(None)
+
+    async def called(self, times: int = 1) -> None:
+        """Returns when this worker was asked for so many legs."""
+        async with asyncio.timeout(10):
+            while len(self.calls) < times:
+                self._called.clear()
+                await self._called.wait()
+
+    def report(self, **load: object) -> None:
+        """Say this in the watch, now."""
+        for name, value in load.items():
+            setattr(self.load, name, value)
+        self._changed.set()
+
+    async def Watch(self, request, context):
+        yield worker_pb2.WatchEvent(
+            identity=worker_pb2.Identity(
+                worker_id=self.worker_id,
+                epoch=self.epoch,
+                role=worker_pb2.Role.Value(f"ROLE_{self.said_role.upper()}"),
+                protocol_version=self.protocol_version,
+                address=self.address,
+                layout=layout_to_wire(self.layout),
+                tokenizer_fingerprint=self.fingerprint,
+                key_check=key_check(self.key),
+                max_model_len=MAX_MODEL_LEN,
+                vocab_size=VOCAB_SIZE,
+                num_blocks=100,
+                max_local_prefill_tokens=self.max_local_prefill_tokens,
+            )
+        )
+        while True:
+            self.load.engine_tick += self.ticking
+            yield worker_pb2.WatchEvent(load=self.load)
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(0.2):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def Meet(self, request, context):
+        self.met.append(request)
+        return worker_pb2.MeetResponse()
+
+    async def Prefill(self, request, context):
+        async for event in self._play(Call(request)):
+            yield event
+
+    async def Generate(self, request, context):
+        async for event in self._play(Call(request)):
+            yield event
+
+    async def _play(self, call: Call) -> AsyncIterator[object]:
+        self.calls.append(call)
+        self._called.set()
+        script = self.scripts.pop(0) if self.scripts else self.script
+        events = script(self, call)
+        try:
+            async for event in events:
+                yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            call.cancelled.set()
+            raise
+        finally:
+            call.ended.set()
+
+
+def play(*events: object) -> Script:
+    """A script of these: events, exceptions to raise, seconds to sleep, functions of (worker, call).
+
+    A function may return an event, None, or something to await.
+    """
+
+    async def script(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
+        for step in events:
+            result: object = step
+            if isinstance(step, Exception):
+                raise step
+            if isinstance(step, (int, float)):
+                await asyncio.sleep(step)
+                continue
+            if callable(step):
+                result = step(worker, call)
+            if isinstance(result, Awaitable):
+                result = await result
+            # what a wait returns is no event
+            if result is not None and result is not True:
+                yield result
+
+    return script
+
+
+async def forever(worker: FakeWorker, call: Call) -> None:
+    """A step that never ends by itself."""
+    await asyncio.Event().wait()
+
+
+def first(text: str = TEXT[0], finish: str | None = None, **kwargs: object):
+    """A step: prefill has computed this request."""
+    return lambda worker, call: computed(call.request, outputs(0, text, finish, **kwargs))

@@ -1,0 +1,534 @@
+"""Attempts: both legs, what each may do wrong and when, and what the client sees of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import ClassVar
+
+import pytest
+from fake_worker import (
+    ADMITTED,
+    EOS,
+    LANDED,
+    LAYOUT,
+    LOCALLY,
+    PREFILL_ADMITTED,
+    RELEASED,
+    REVOKED,
+    TEXT,
+    decode_outputs,
+    decode_well,
+    first,
+    forever,
+    needs_prefill,
+    play,
+    prefill_well,
+    said,
+)
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.errors import (
+    DigestMismatch,
+    Draining,
+    Evicted,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    TransferFailed,
+)
+from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.timeline import Timeline
+from pdserve.router import attempt as attempt_module
+from pdserve.router.attempt import Attempt
+from pdserve.router.attempt_state import EDGES, AttemptState, IllegalMove, moved
+from pdserve.router.placement import Placement
+from pdserve.router.worker import Worker, WorkerIdentity, WorkerRole
+
+
+def refuse(error):
+    """A script that fails before anything."""
+    return play(error)
+
+
+def rest(count, start=1):
+    """Decode's outputs from a position on, one a message."""
+    return [
+        decode_outputs(position, TEXT[position], "length" if position == count - 1 else None)
+        for position in range(start, count)
+    ]
+
+
+async def test_both_legs_carry_the_same_request_and_name_each_other(cluster):
+    await cluster.start()
+    prompt = "x" * 40
+    assert await cluster.text(prompt=prompt) == said(5)
+    [prefill], [decode] = cluster.of("prefill").calls, cluster.of("decode").calls
+    sent = decode.request.request
+    assert len(prefill.request.transfer_id) == 16
+    assert decode.request.source.transfer_id == prefill.request.transfer_id
+    assert decode.request.source.address == cluster.of("prefill").address
+    assert decode.request.source.epoch == cluster.of("prefill").epoch
+    assert prefill.request.receiver.worker_id == "decode0"
+    assert prefill.request.receiver.epoch == cluster.of("decode").epoch
+    assert not decode.request.attempt.prefill_here
+    for request in (sent, prefill.request.request):
+        hasher = BlockHasher(DEVELOPMENT_KEY, 16)
+        root = hasher.root("m" * 32)
+        assert request.hash_root == root
+        assert list(request.block_hashes) == hasher.extend(root, request.prompt_token_ids)
+        assert len(request.block_hashes) == 2
+        assert request.request_digest == hasher.request_digest(
+            root, list(request.block_hashes), request.prompt_token_ids
+        )
+        assert request.sampling.HasField("seed")
+        assert list(request.eos_token_ids) == [EOS]
+        assert "traceparent" in request.trace_headers
+        assert 0 < request.deadline_s <= 600
+    assert sent.request_id == prefill.request.request.request_id
+
+
+async def test_decode_outputs_that_overtake_the_first_token_wait_for_it(cluster):
+    await cluster.start()
+    said_all = asyncio.Event()
+
+    def note(worker, call):
+        said_all.set()
+
+    cluster.of("decode").script = play(ADMITTED, LANDED, *rest(5), note)
+    cluster.of("prefill").script = play(PREFILL_ADMITTED, _wait(said_all), 0.05, first(), RELEASED)
+    assert await cluster.text() == said(5)
+
+
+def _wait(event):
+    async def step(worker, call):
+        await event.wait()
+
+    return step
+
+
+async def test_first_token_reaches_the_client_before_decode_says_anything(cluster):
+    await cluster.start()
+    go_on = asyncio.Event()
+    cluster.of("decode").script = play(ADMITTED, _wait(go_on), LANDED, *rest(3))
+    async with cluster.http.stream(
+        "POST", "/v1/completions", json={"prompt": "hello", "max_tokens": 3, "stream": True}
+    ) as response:
+        lines = response.aiter_lines()
+        assert '"text":"a"' in await anext(lines)
+        go_on.set()
+        assert "[DONE]" in "".join([line async for line in lines])
+
+
+async def test_one_token_needs_prefill_alone(cluster):
+    await cluster.start()
+    assert await cluster.text(max_tokens=1) == "a"
+    assert not cluster.of("decode").calls
+    [call] = cluster.of("prefill").calls
+    assert call.request.transfer_id == b""
+    assert not call.request.HasField("receiver")
+
+
+async def test_one_token_without_a_prefill_worker_comes_from_decode(cluster):
+    await cluster.start(prefill=0)
+    assert await cluster.text(max_tokens=1) == "a"
+    [call] = cluster.of("decode").calls
+    assert call.request.attempt.prefill_here
+    assert not call.request.HasField("source")
+
+
+async def test_first_token_that_ends_the_sequence_ends_both_legs(cluster):
+    await cluster.start()
+    cluster.of("prefill").script = play(
+        lambda worker, call: cluster.of("decode").called(), first("", "stop", token_ids=[EOS]), forever
+    )
+    cluster.of("decode").script = play(ADMITTED, forever)
+    response = await cluster.complete()
+    assert response.json()["choices"][0] == {
+        "index": 0,
+        "text": "",
+        "logprobs": None,
+        "finish_reason": "stop",
+        "stop_reason": None,
+    }
+    assert response.json()["usage"]["completion_tokens"] == 1
+    for role in ("prefill", "decode"):
+        async with asyncio.timeout(2):
+            await cluster.of(role).calls[0].cancelled.wait()
+
+
+async def test_stop_string_ends_both_legs(cluster):
+    await cluster.start()
+    cluster.of("prefill").script = play(first(), forever)
+    cluster.of("decode").script = play(ADMITTED, *rest(10), forever)
+    response = await cluster.complete(max_tokens=20, stop=["zzz", "def"])
+    choice = response.json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("abc", "stop", "def")
+    for role in ("prefill", "decode"):
+        async with asyncio.timeout(2):
+            await cluster.of(role).calls[0].cancelled.wait()
+
+
+async def test_without_prefill_workers_decode_prefills(cluster):
+    await cluster.start(prefill=0)
+    assert await cluster.text() == said(5)
+    assert cluster.of("decode").calls[0].request.attempt.prefill_here
+
+
+async def test_needs_prefill_is_placed_anew_and_not_counted(cluster):
+    await cluster.start(local_prefill="always", max_attempts=1)
+    cluster.of("decode").scripts = [play(ADMITTED, needs_prefill())]
+    assert await cluster.text() == said(5)
+    local, remote = cluster.of("decode").calls
+    assert not local.request.HasField("source")
+    assert remote.request.HasField("source")
+    assert (local.request.attempt.number, remote.request.attempt.number) == (0, 1)
+
+
+async def test_needs_prefill_for_ever_is_an_error(cluster):
+    await cluster.start(local_prefill="always", max_attempts=2)
+    cluster.of("decode").script = play(needs_prefill())
+    response = await cluster.complete()
+    assert response.status_code == 503
+    assert "asks for prefill" in response.json()["error"]["message"]
+    assert len(cluster.of("decode").calls) < 6
+
+
+async def test_prefilling_locally_cancels_prefill(cluster):
+    await cluster.start()
+    cluster.of("prefill").script = play(PREFILL_ADMITTED, forever)
+    cluster.of("decode").script = play(ADMITTED, LOCALLY, *rest(5, start=0))
+    assert await cluster.text() == said(5)
+    async with asyncio.timeout(2):
+        await cluster.of("prefill").calls[0].cancelled.wait()
+    assert len(cluster.of("decode").calls) == 1
+
+
+async def test_prefilling_locally_after_the_first_token_repeats_none(cluster):
+    await cluster.start()
+    computed_it = asyncio.Event()
+    cluster.of("prefill").script = play(first(), lambda w, c: computed_it.set(), forever)
+    cluster.of("decode").script = play(_wait(computed_it), 0.02, LOCALLY, *rest(5, start=0))
+    assert await cluster.text() == said(5)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        pytest.param(refuse(TransferFailed("t")), decode_well, id="prefill refuses"),
+        pytest.param(refuse(Overloaded("full")), decode_well, id="prefill is full"),
+        pytest.param(refuse(Draining("bye")), decode_well, id="prefill drains"),
+        pytest.param(play(PREFILL_ADMITTED), play(ADMITTED, forever), id="prefill ends early"),
+        pytest.param(play(PREFILL_ADMITTED, REVOKED), play(ADMITTED, forever), id="prefill revokes"),
+        pytest.param(play(first(), REVOKED), play(ADMITTED, forever), id="prefill revokes after computing"),
+        pytest.param(play(first(), TransferFailed("t")), play(ADMITTED, forever), id="prefill fails after computing"),
+        pytest.param(play(PREFILL_ADMITTED, forever), refuse(TransferFailed("t")), id="decode cannot fetch"),
+        pytest.param(play(first(), forever), play(ADMITTED, 0.02, TransferFailed("t")), id="transfer breaks"),
+        pytest.param(play(first(), forever), play(ADMITTED, LANDED, *rest(6)[:2], Evicted("e")), id="decode evicts"),
+        pytest.param(play(first(), RELEASED), play(LANDED, *rest(6)[:2], Draining("d")), id="decode drains"),
+        pytest.param(play(first(), RELEASED), play(LANDED, *rest(6)[:1]), id="decode ends early"),
+        pytest.param(play(first(), forever), refuse(Overloaded("full")), id="decode is full"),
+        pytest.param(play(first(), forever), play(LANDED, decode_outputs(3, "d"), forever), id="a position is missing"),
+    ],
+)
+async def test_a_leg_that_fails_is_retried_without_a_trace_in_the_text(cluster, prefill, decode):
+    await cluster.start(prefill=2, decode=2)
+    attempts = {"prefill": [prefill], "decode": [decode]}
+
+    def once(role, well):
+        async def script(worker, call):
+            wanted = attempts[role].pop() if call.request.attempt.number == 0 else well
+            async for event in wanted(worker, call):
+                yield event
+
+        return script
+
+    for worker in cluster.workers:
+        worker.script = once(worker.role, prefill_well if worker.role == "prefill" else decode_well)
+    response = await cluster.complete(max_tokens=6)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["text"] == said(6)
+    assert response.json()["usage"]["completion_tokens"] == 6
+    await cluster.idle()
+    seeds = {call.request.request.sampling.seed for worker in cluster.workers for call in worker.calls}
+    assert len(seeds) == 1
+
+
+async def test_prefill_may_fail_once_everything_has_landed(cluster):
+    await cluster.start(max_attempts=1)
+    landed = asyncio.Event()
+    cluster.of("prefill").script = play(first(), _wait(landed), 0.15, InternalError("late"))
+    cluster.of("decode").script = play(ADMITTED, LANDED, lambda w, c: landed.set(), 0.3, *rest(5))
+    assert await cluster.text() == said(5)
+    assert len(cluster.of("decode").calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidRequest("bad", "x"), 400, "invalid_request"),
+        (DigestMismatch("other"), 503, "digest_mismatch"),
+        (InternalError("bug"), 500, "internal_error"),
+    ],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_errors_that_no_attempt_can_mend_go_to_the_client(cluster, role, error, status, code):
+    await cluster.start()
+    other = "decode" if role == "prefill" else "prefill"
+    cluster.of(role).script = refuse(error)
+    cluster.of(other).script = play(forever)
+    response = await cluster.complete()
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert response.json()["error"]["message"] == error.message
+    await cluster.idle()
+    assert len(cluster.of(role).calls) == 1
+
+
+async def test_attempts_are_bounded_and_the_last_error_is_told(cluster):
+    await cluster.start(max_attempts=3, on_kv_failure="remote")
+    cluster.of("decode").script = refuse(TransferFailed("no bytes came"))
+    response = await cluster.complete()
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "no bytes came"
+    assert response.headers["retry-after"] == "1"
+    assert len(cluster.of("decode").calls) == 3
+
+
+async def test_worker_overload_is_told_as_overload(cluster):
+    await cluster.start(max_attempts=2)
+    cluster.of("decode").script = refuse(Overloaded("full"))
+    response = await cluster.complete()
+    assert response.status_code == 429
+    assert "retry-after" in response.headers
+
+
+@pytest.mark.parametrize(
+    ("policy", "local_prefill", "second"),
+    [("local", "auto", "local"), ("remote", "auto", "remote"), ("local", "never", "remote"), ("fail", "auto", None)],
+)
+async def test_what_follows_a_failed_transfer(cluster, policy, local_prefill, second):
+    await cluster.start(prefill=2, on_kv_failure=policy, local_prefill=local_prefill)
+    cluster.of("decode").scripts = [play(ADMITTED, TransferFailed("lost"))]
+    response = await cluster.complete()
+    calls = cluster.of("decode").calls
+    if second is None:
+        assert response.status_code == 503
+        assert len(calls) == 1
+        return
+    assert response.json()["choices"][0]["text"] == said(5)
+    assert calls[1].request.HasField("source") == (second == "remote")
+    if second == "remote":
+        assert calls[0].request.source.worker_id != calls[1].request.source.worker_id
+
+
+async def test_never_local_without_prefill_says_so(cluster, monkeypatch):
+    monkeypatch.setattr("pdserve.router.request_run.WAIT_FOR_WORKER_S", 0.1)
+    await cluster.start(prefill=0, local_prefill="never")
+    response = await cluster.complete()
+    assert response.status_code == 503
+    assert "no prefill address was given" in response.json()["error"]["message"]
+    assert (await cluster.http.get("/health")).status_code == 503
+
+
+async def test_a_request_waits_for_a_worker_that_comes_late(cluster):
+    late = cluster.worker("decode")
+    late.port = _free_port()
+    await cluster.start(prefill=0, decode=0, wait=False)
+    asking = asyncio.create_task(cluster.text())
+    await asyncio.sleep(0.3)
+    await late.start()
+    assert await asking == said(5)
+
+
+def _free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_another_continuation_is_an_error_not_a_wrong_text(cluster):
+    await cluster.start()
+    cluster.of("prefill").script = play(first("a"), forever)
+    go_on = asyncio.Event()
+    cluster.of("decode").scripts = [play(LANDED, decode_outputs(1, "b"), _wait(go_on), Evicted("gone"))]
+    cluster.of("decode").script = play(LOCALLY, decode_outputs(0, "XYZ", "length"))
+    received = await cluster.streamed(go_on.set, prompt="hello")
+    assert '"code":"position_conflict"' in received
+    assert "X" not in received
+    assert "[DONE]" not in received
+
+
+async def test_computed_for_another_request_is_refused(cluster):
+    await cluster.start()
+
+    def wrong(worker, call):
+        event = first()(worker, call)
+        event.computed.request_digest = b"?" * 16
+        return event
+
+    cluster.of("prefill").script = play(wrong, forever)
+    cluster.of("decode").script = play(forever)
+    response = await cluster.complete()
+    assert response.json()["error"]["code"] == "digest_mismatch"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("when", ["at once", "after a token"])
+async def test_a_worker_that_dies_is_replaced(cluster, role, when):
+    await cluster.start(prefill=2, decode=2)
+    dying = []
+
+    async def die(worker, call):
+        dying.append(asyncio.create_task(worker.kill()))
+        await asyncio.Event().wait()
+
+    steps = [die] if when == "at once" else ([first(), 0.05, die] if role == "prefill" else [LANDED, *rest(6)[:2], die])
+    victims = [worker for worker in cluster.workers if worker.role == role]
+    well = prefill_well if role == "prefill" else decode_well
+
+    def choose(worker, call):
+        return play(*steps)(worker, call) if call.request.attempt.number == 0 else well(worker, call)
+
+    for victim in victims:
+        victim.script = choose
+    if role == "prefill" and when == "after a token":
+        for worker in cluster.workers:
+            if worker.role == "decode":
+                worker.script = lambda w, c: (
+                    play(ADMITTED, forever)(w, c) if c.request.attempt.number == 0 else decode_well(w, c)
+                )
+    assert await cluster.text(max_tokens=6) == said(6)
+    await asyncio.gather(*dying)
+    assert len(dying) == 1
+
+
+async def test_two_deaths_poison_a_prompt(cluster):
+    await cluster.start(prefill=0, decode=3)
+    dying = []
+
+    async def die(worker, call):
+        dying.append(asyncio.create_task(worker.kill()))
+        await asyncio.Event().wait()
+
+    def choose(worker, call):
+        bad = len(call.request.request.prompt_token_ids) == 6
+        return (play(die) if bad else decode_well)(worker, call)
+
+    for worker in cluster.workers:
+        worker.script = choose
+    response = await cluster.complete(prompt="poison")
+    assert response.status_code == 503
+    assert "2 workers died" in response.json()["error"]["message"]
+    again = await cluster.complete(prompt="poison")
+    assert again.status_code == 503
+    assert "refused" in again.json()["error"]["message"]
+    await asyncio.gather(*dying)
+    assert len(dying) == 2
+    assert await cluster.text(prompt="sound") == said(5)
+
+
+async def test_a_deadline_ends_both_legs(cluster):
+    await cluster.start(request_timeout_s=0.3)
+    cluster.of("prefill").script = play(first(), forever)
+    cluster.of("decode").script = play(ADMITTED, forever)
+    started = time.monotonic()
+    response = await cluster.complete()
+    assert response.status_code == 504
+    assert 0.2 < time.monotonic() - started < 2
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    for role in ("prefill", "decode"):
+        async with asyncio.timeout(2):
+            await cluster.of(role).calls[0].cancelled.wait()
+
+
+async def test_unknown_events_of_a_newer_worker_are_ignored(cluster):
+    from pdserve.v1 import decode_pb2, prefill_pb2
+
+    await cluster.start()
+    cluster.of("prefill").script = play(prefill_pb2.PrefillEvent(), first(), RELEASED)
+    cluster.of("decode").script = play(decode_pb2.DecodeEvent(), LANDED, *rest(5))
+    assert await cluster.text() == said(5)
+
+
+async def test_late_and_repeated_events_change_nothing(cluster):
+    await cluster.start()
+    cluster.of("prefill").script = play(PREFILL_ADMITTED, PREFILL_ADMITTED, first(), first(), RELEASED, RELEASED)
+    cluster.of("decode").script = play(
+        LANDED, LANDED, decode_outputs(1, "bc"), decode_outputs(1, "bcd"), decode_outputs(2, "cde", "length")
+    )
+    assert await cluster.text() == said(5)
+
+
+class SilentLeg:
+    """A leg that says nothing and notes when it is cancelled."""
+
+    opened: ClassVar[list] = []
+
+    def __init__(self, *args, **kwargs):
+        self.cancelled = False
+        SilentLeg.opened.append(self)
+
+    def cancel(self):
+        self.cancelled = True
+
+    async def next(self):
+        await asyncio.Event().wait()
+
+
+async def test_cancelling_reaches_both_legs_in_the_next_turn_of_the_loop(monkeypatch):
+    monkeypatch.setattr(SilentLeg, "opened", [])
+    monkeypatch.setattr(attempt_module, "PrefillLeg", SilentLeg)
+    monkeypatch.setattr(attempt_module, "DecodeLeg", SilentLeg)
+    request = PreparedRequest(
+        request_id="r",
+        prompt_token_ids=[1],
+        sampling_params=SamplingParams(),
+        eos_token_ids=(),
+        block_hashes=[],
+        hash_root=b"",
+        request_digest=b"",
+        deadline=0,
+    )
+    workers = [Worker(identity(role), None) for role in ("prefill", "decode")]
+    attempt = Attempt(0, request, Placement(prefill=workers[0], decode=workers[1]), Timeline(), lambda outputs: False)
+    running = asyncio.create_task(attempt.run())
+    await asyncio.sleep(0.01)
+    assert [worker.num_in_flight for worker in workers] == [1, 1]
+    running.cancel()
+    await asyncio.sleep(0)
+    assert [leg.cancelled for leg in SilentLeg.opened] == [True, True]
+    assert [worker.num_in_flight for worker in workers] == [0, 0]
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert attempt.state is AttemptState.CANCELLED
+
+
+def identity(role):
+    return WorkerIdentity(
+        worker_id=role,
+        epoch=1,
+        role=WorkerRole(role),
+        protocol_version=1,
+        address="127.0.0.1:1",
+        layout=LAYOUT,
+        tokenizer_fingerprint="",
+        key_check="",
+        max_model_len=256,
+        vocab_size=300,
+        num_blocks=10,
+    )
+
+
+@pytest.mark.parametrize("start", list(AttemptState))
+def test_only_legal_edges(start):
+    for end in AttemptState:
+        if end in EDGES[start]:
+            assert moved(start, end) is end
+        else:
+            with pytest.raises(IllegalMove, match=f"from {start.value} to {end.value}"):
+                moved(start, end)

@@ -1,0 +1,142 @@
+"""An attempt under every order in which the events of its two legs can come."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import combinations
+
+import pytest
+from fake_worker import LAYOUT
+
+from pdserve.common.engine_types import FinishReason
+from pdserve.common.errors import TransferFailed, WorkerLost
+from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.timeline import Timeline
+from pdserve.router import attempt as attempt_module
+from pdserve.router.attempt import Attempt
+from pdserve.router.attempt_failure import AttemptFailed
+from pdserve.router.attempt_state import EDGES, AttemptState
+from pdserve.router.legs import Admitted, Computed, Ended, Landed, LegFailed, Outputs
+from pdserve.router.placement import Placement
+from pdserve.router.worker import Worker, WorkerIdentity, WorkerRole
+
+DIGEST = b"d" * 16
+END = object()
+PREFILL = [Admitted({}), Computed(1, DIGEST, [Outputs(0, 0, [10])], {}), Ended(True, "", {}), END]
+DECODE = [Admitted({}), Landed(1, 1, "local", {}), Outputs(0, 1, [11]), Outputs(0, 2, [12], FinishReason.LENGTH), END]
+
+
+class FedLeg:
+    """A leg whose events are fed one by one."""
+
+    def __init__(self, *args, **kwargs):
+        self.events = asyncio.Queue()
+        self.cancelled = False
+        legs.append(self)
+
+    def cancel(self):
+        self.cancelled = True
+
+    async def next(self):
+        event = await self.events.get()
+        if isinstance(event, Exception):
+            raise event
+        return None if event is END else event
+
+
+legs: list[FedLeg] = []
+
+
+def worker(role):
+    identity = WorkerIdentity(
+        worker_id=role,
+        epoch=1,
+        role=WorkerRole(role),
+        protocol_version=1,
+        address="127.0.0.1:1",
+        layout=LAYOUT,
+        tokenizer_fingerprint="",
+        key_check="",
+        max_model_len=256,
+        vocab_size=300,
+        num_blocks=10,
+    )
+    return Worker(identity, None)
+
+
+REQUEST = PreparedRequest(
+    request_id="r",
+    prompt_token_ids=[1],
+    sampling_params=SamplingParams(),
+    eos_token_ids=(),
+    block_hashes=[],
+    hash_root=b"",
+    request_digest=DIGEST,
+    deadline=0,
+)
+
+
+async def run(prefill, decode, prefill_turns, monkeypatch):
+    """Feed both legs, prefill at these turns; (relayed token ids, state, failure)."""
+    monkeypatch.setattr(attempt_module, "PrefillLeg", FedLeg)
+    monkeypatch.setattr(attempt_module, "DecodeLeg", FedLeg)
+    legs.clear()
+    relayed = []
+
+    def relay(outputs):
+        assert outputs.first_position == len(relayed)
+        relayed.extend(outputs.token_ids)
+        return outputs.finish_reason is not None
+
+    workers = [worker("prefill"), worker("decode")]
+    attempt = Attempt(0, REQUEST, Placement(prefill=workers[0], decode=workers[1]), Timeline(), relay)
+    running = asyncio.create_task(attempt.run())
+    await asyncio.sleep(0)
+    feeds = [iter(prefill), iter(decode)]
+    for turn in range(len(prefill) + len(decode)):
+        role = 0 if turn in prefill_turns else 1
+        legs[role].events.put_nowait(next(feeds[role]))
+        for _ in range(3):
+            await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        [failure] = await asyncio.gather(running, return_exceptions=True)
+    assert not EDGES[attempt.state]
+    assert all(leg.cancelled for leg in legs)
+    assert [w.num_in_flight for w in workers] == [0, 0]
+    return relayed, attempt.state, failure
+
+
+async def test_every_order_gives_every_token_once(monkeypatch):
+    for turns in combinations(range(len(PREFILL) + len(DECODE)), len(PREFILL)):
+        relayed, state, failure = await run(PREFILL, DECODE, turns, monkeypatch)
+        assert (relayed, state, failure) == ([10, 11, 12], AttemptState.DONE, None), turns
+
+
+@pytest.mark.parametrize("died", [True, False])
+@pytest.mark.parametrize("cut", range(4))
+async def test_prefill_failing_at_any_point_in_any_order(monkeypatch, cut, died):
+    error = LegFailed(WorkerLost("gone") if died else TransferFailed("lost"), died)
+    prefill = [*PREFILL[:cut], error]
+    for turns in combinations(range(len(prefill) + len(DECODE)), len(prefill)):
+        relayed, state, failure = await run(prefill, DECODE, turns, monkeypatch)
+        assert relayed == [10, 11, 12][: len(relayed)]
+        if state is AttemptState.DONE:
+            # harmless only once the first token and all blocks are there
+            assert cut >= 2
+            assert relayed == [10, 11, 12]
+        else:
+            assert isinstance(failure, AttemptFailed)
+            assert failure.blamed.identity.role is WorkerRole.PREFILL
+            assert (failure.died, failure.in_transfer) == (died, True)
+
+
+@pytest.mark.parametrize("cut", range(4))
+async def test_decode_failing_at_any_point_in_any_order(monkeypatch, cut):
+    decode = [*DECODE[:cut], LegFailed(WorkerLost("gone"), True)]
+    for turns in combinations(range(len(PREFILL) + len(decode)), len(PREFILL)):
+        relayed, state, failure = await run(PREFILL, decode, turns, monkeypatch)
+        assert relayed == [10, 11, 12][: len(relayed)]
+        assert state is AttemptState.FAILED
+        assert failure.blamed.identity.role is WorkerRole.DECODE
+        assert (failure.died, failure.in_transfer) == (True, False)

@@ -1,0 +1,186 @@
+"""The fleet: workers that come, go, hang, or do not belong."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import msgspec
+import pytest
+from fake_worker import LAYOUT, decode_well, forever, play, said
+
+from pdserve.router import watched_address
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def eventually(look, timeout_s=8.0):
+    async with asyncio.timeout(timeout_s):
+        while True:
+            if found := look():
+                return found
+            await asyncio.sleep(0.02)
+
+
+async def test_workers_may_come_later_and_come_back(cluster):
+    workers = [cluster.worker("prefill"), cluster.worker("decode")]
+    for worker in workers:
+        worker.port = free_port()
+    await cluster.start(prefill=0, decode=0, wait=False)
+    assert (await cluster.http.get("/health")).status_code == 503
+    for worker in reversed(workers):
+        await worker.start()
+    await cluster.live(prefill=1, decode=1)
+    assert (await cluster.http.get("/health")).status_code == 200
+    await workers[1].kill()
+    await cluster.live(prefill=1, decode=0)
+    await workers[1].start()
+    await cluster.live(prefill=1, decode=1)
+    assert await cluster.text() == said(5)
+    assert workers[0].calls[0].request.receiver.epoch == workers[1].epoch
+
+
+async def test_prefill_and_decode_are_introduced_to_each_other(cluster):
+    await cluster.start(prefill=2, decode=1)
+    [decode] = [worker for worker in cluster.workers if worker.role == "decode"]
+    for worker in cluster.workers:
+        peers = {peer.worker_id: peer for peer in cluster.workers if peer.role != worker.role}
+        await eventually(lambda worker=worker, peers=peers: {met.worker_id for met in worker.met} == set(peers))
+        for met in worker.met:
+            assert (met.epoch, met.address) == (peers[met.worker_id].epoch, peers[met.worker_id].address)
+    before = len(cluster.workers[0].met)
+    await decode.kill()
+    await cluster.live(decode=0)
+    await decode.start()
+    await eventually(lambda: len(cluster.workers[0].met) > before)
+    assert cluster.workers[0].met[-1].epoch == decode.epoch
+
+
+async def test_a_worker_whose_tick_stands_still_is_dead_until_it_moves(cluster, monkeypatch):
+    monkeypatch.setattr(watched_address, "TICK_STILL_S", 0.6)
+    monkeypatch.setattr("pdserve.router.fleet.TICK_STILL_S", 0.6)
+    await cluster.start(prefill=0, decode=1)
+    wedged = cluster.of("decode")
+    wedged.scripts = [play(forever)]
+    asking = asyncio.create_task(cluster.text())
+    await eventually(lambda: wedged.calls)
+    wedged.ticking = False
+    await cluster.live(decode=0)
+    async with asyncio.timeout(2):
+        await wedged.calls[0].cancelled.wait()
+    wedged.ticking = True
+    await cluster.live(decode=1)
+    assert await cluster.text() == said(5)
+    # the first request does not go back to the life that died under it
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert len(wedged.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"key": b"another key of this length"}, "deployment key differs"),
+        ({"protocol_version": 99}, "protocol version 99, this router 1"),
+        ({"said_role": "prefill"}, "its role is prefill, but the address was given as decode"),
+        ({"fingerprint": "f" * 32}, "ffffffff there"),
+    ],
+)
+async def test_a_worker_that_does_not_belong_is_refused_once_and_the_rest_serves_on(cluster, caplog, options, told):
+    caplog.set_level(logging.WARNING)
+    stranger = await cluster.worker("decode", worker_id="stranger", **options).start()
+    stranger.report(num_running=0)
+    await cluster.start(wait=False)
+    await cluster.live(decode=1, prefill=1)
+    await eventually(lambda: any("refused" in record.message for record in caplog.records))
+    for _ in range(3):
+        assert await cluster.text() == said(5)
+    assert not stranger.calls
+    assert not stranger.met
+    counts = (await cluster.http.get("/health")).json()["workers"]["decode"]
+    assert counts == {"addresses": 2, "live": 1, "draining": 0, "refused": 1}
+    # also when it comes again
+    await stranger.kill()
+    await stranger.start()
+    await asyncio.sleep(0.8)
+    warnings = [record.message for record in caplog.records if "refused" in record.message]
+    assert len(warnings) == 1
+    assert told in warnings[0]
+    assert stranger.address in warnings[0]
+
+
+async def test_unequal_blocks_are_not_paired_and_the_difference_is_told(cluster, caplog):
+    caplog.set_level(logging.WARNING)
+    other = msgspec.structs.replace(LAYOUT, block_size=32, model_fingerprint="n" * 32)
+    await cluster.worker("prefill", worker_id="odd", layout=other).start()
+    await cluster.start(prefill=0, decode=1)
+    assert await cluster.text() == said(5)
+    assert not cluster.of("prefill").calls
+    assert not cluster.of("decode").calls[0].request.HasField("source")
+    [warning] = [record.message for record in caplog.records if "not paired" in record.message]
+    assert "block_size: 16 != 32" in warning or "block_size: 32 != 16" in warning
+    assert "model_fingerprint" in warning
+    assert not cluster.of("prefill").met
+
+
+async def test_during_an_upgrade_each_generation_is_hashed_its_own_way(cluster):
+    new = msgspec.structs.replace(LAYOUT, model_fingerprint="n" * 32, block_size=8)
+    for role in ("prefill", "decode"):
+        await cluster.worker(role, layout=new, worker_id=f"new-{role}").start()
+    await cluster.start(prefill=1, decode=1)
+    for _ in range(4):
+        assert await cluster.text(prompt="y" * 32) == said(5)
+    for worker in cluster.workers:
+        assert len(worker.calls) == 2
+        for call in worker.calls:
+            assert len(call.request.request.block_hashes) == 32 // worker.layout.block_size
+            if worker.role == "decode":
+                assert call.request.source.worker_id.startswith("new") == worker.worker_id.startswith("new")
+
+
+async def test_draining_workers_get_nothing_new(cluster):
+    await cluster.start(prefill=0, decode=2)
+    leaving, staying = cluster.workers
+    leaving.report(draining=True)
+    await cluster.live(decode=1)
+    for _ in range(3):
+        await cluster.text()
+    assert not leaving.calls
+    assert len(staying.calls) == 3
+
+
+async def test_requests_spread_over_equal_workers_before_any_report(cluster):
+    await cluster.start(prefill=2, decode=2)
+    for worker in cluster.workers:
+        worker.step_s = 0.01
+    await asyncio.gather(*(cluster.text() for _ in range(8)))
+    assert [len(worker.calls) for worker in cluster.workers] == [4, 4, 4, 4]
+
+
+async def test_a_loaded_worker_is_passed_over(cluster):
+    await cluster.start(prefill=0, decode=2)
+    loaded, idle = cluster.workers
+    loaded.report(num_waiting_tokens=5000, num_running=3)
+    await asyncio.sleep(0.1)
+    for _ in range(3):
+        await cluster.text()
+    assert not loaded.calls
+    assert len(idle.calls) == 3
+
+
+async def test_a_worker_that_stops_tells_its_requests(cluster):
+    await cluster.start(prefill=0, decode=2)
+    for worker in cluster.workers:
+        worker.scripts = [play(forever)]
+    asking = asyncio.create_task(cluster.text())
+    busy = await eventually(lambda: next((worker for worker in cluster.workers if worker.calls), None))
+    for worker in cluster.workers:
+        worker.scripts = []
+        worker.script = decode_well
+    await busy.kill()
+    assert await asking == said(5)
