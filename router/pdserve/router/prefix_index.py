@@ -1,0 +1,129 @@
+"""`PrefixIndex`: which worker holds which blocks, and how long a prefix of a prompt each of them has.
+
+One entry a block hash: a bit mask over workers. A lookup walks the prompt's hashes and narrows the mask, so it costs one
+dictionary access a block however many workers there are, and stops where nobody is left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+WorkerKey = tuple[str, int]
+
+SPECULATIVE_S = 2.0
+"""How long what was just routed counts as held, until the worker's own word has come."""
+
+
+class PrefixIndex:
+    """Fed by the workers' own reports; wrong only by what is still under way."""
+
+    def __init__(self) -> None:
+        self._bits: dict[WorkerKey, int] = {}
+        self._held: dict[WorkerKey, set[bytes]] = {}
+        self._masks: dict[bytes, int] = {}
+        self._speculative: dict[WorkerKey, deque[tuple[float, frozenset[bytes]]]] = {}
+
+    def __len__(self) -> int:
+        """Distinct blocks known."""
+        return len(self._masks)
+
+    def num_blocks(self, worker: WorkerKey) -> int:
+        """Blocks known of one worker."""
+        return len(self._held.get(worker, ()))
+
+    def stored(self, worker: WorkerKey, hashes: Iterable[bytes]) -> None:
+        """The worker has these blocks now."""
+        held = self._held.setdefault(worker, set())
+        bit = 1 << self._bit(worker)
+        masks = self._masks
+        for block_hash in hashes:
+            held.add(block_hash)
+            masks[block_hash] = masks.get(block_hash, 0) | bit
+
+    def removed(self, worker: WorkerKey, hashes: Iterable[bytes]) -> None:
+        """The worker has these no more; unknown ones are nothing."""
+        held = self._held.get(worker)
+        if held is None:
+            return
+        keep = ~(1 << self._bits[worker])
+        for block_hash in hashes:
+            if block_hash in held:
+                held.discard(block_hash)
+                self._narrow(block_hash, keep)
+
+    def cleared(self, worker: WorkerKey) -> None:
+        """The worker begins anew, or is gone."""
+        held = self._held.pop(worker, set())
+        self._speculative.pop(worker, None)
+        bit = self._bits.pop(worker, None)
+        if bit is not None:
+            for block_hash in held:
+                self._narrow(block_hash, ~(1 << bit))
+
+    def routed(self, worker: WorkerKey, hashes: Sequence[bytes], now_s: float) -> None:
+        """A prompt was just sent there: count its blocks as held for `SPECULATIVE_S`."""
+        if hashes:
+            self._speculative.setdefault(worker, deque()).append((now_s + SPECULATIVE_S, frozenset(hashes)))
+
+    def match(self, hashes: Sequence[bytes], workers: Iterable[WorkerKey], now_s: float) -> dict[WorkerKey, int]:
+        """worker -> blocks of the prompt's longest prefix that it holds, 0 included."""
+        bits = {worker: self._bits.get(worker) for worker in workers}
+        lengths = dict.fromkeys(bits, 0)
+        alive = sum(1 << bit for bit in bits.values() if bit is not None)
+        by_bit = {bit: worker for worker, bit in bits.items() if bit is not None}
+        masks = self._masks
+        depth = 0
+        for block_hash in hashes:
+            left = alive & masks.get(block_hash, 0)
+            if left != alive:
+                _note(lengths, by_bit, alive & ~left, depth)
+                alive = left
+                if not alive:
+                    break
+            depth += 1
+        _note(lengths, by_bit, alive, depth)
+        for worker in lengths:
+            if worker in self._speculative:
+                lengths[worker] = max(lengths[worker], self._speculated(worker, hashes, lengths[worker], now_s))
+        return lengths
+
+    def _speculated(self, worker: WorkerKey, hashes: Sequence[bytes], known: int, now_s: float) -> int:
+        """The prefix when what was routed lately counts as well."""
+        entries = self._speculative[worker]
+        while entries and entries[0][0] < now_s:
+            entries.popleft()
+        if not entries:
+            del self._speculative[worker]
+            return known
+        held = self._held.get(worker, set())
+        length = known
+        while length < len(hashes):
+            block_hash = hashes[length]
+            if block_hash not in held and not any(block_hash in routed for _, routed in entries):
+                break
+            length += 1
+        return length
+
+    def _bit(self, worker: WorkerKey) -> int:
+        bit = self._bits.get(worker)
+        if bit is None:
+            used = set(self._bits.values())
+            bit = next(number for number in range(len(used) + 1) if number not in used)
+            self._bits[worker] = bit
+        return bit
+
+    def _narrow(self, block_hash: bytes, keep: int) -> None:
+        left = self._masks.get(block_hash, 0) & keep
+        if left:
+            self._masks[block_hash] = left
+        else:
+            self._masks.pop(block_hash, None)
+
+
+def _note(lengths: dict[WorkerKey, int], by_bit: dict[int, WorkerKey], mask: int, depth: int) -> None:
+    """Every worker in `mask` goes no further than `depth`."""
+    while mask:
+        low = mask & -mask
+        lengths[by_bit[low.bit_length() - 1]] = depth
+        mask ^= low
