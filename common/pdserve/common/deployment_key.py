@@ -30,6 +30,10 @@ def resolve_deployment_key(key: str | None, key_file: Path | None, addresses: li
             key = key_file.read_text().strip()
         except OSError as error:
             raise ConfigError(f"deployment_key_file {key_file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"deployment_key_file {key_file}: not text") from error
+        if not key:
+            raise ConfigError(f"deployment_key_file {key_file} is empty")
     if key:
         if len(key) < MIN_KEY_BYTES:
             raise ConfigError(f"deployment_key has {len(key)} characters, at least {MIN_KEY_BYTES} are needed")

@@ -84,7 +84,10 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
     code = _metadata_value(error, ERROR_CODE_KEY)
     message = error.details() or ""
     if code is not None:
-        return errors.from_code(code, message)
+        rebuilt = errors.from_code(code, message)
+        if isinstance(rebuilt, errors.Overloaded):
+            rebuilt.retry_after_s = _retry_after_s(error)
+        return rebuilt
     match error.code():
         case grpc.StatusCode.UNAVAILABLE:
             return errors.WorkerLost(message or "the peer is unreachable")
@@ -100,6 +103,14 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
             return errors.WorkerLost(f"the call broke: {message}")
         case _:
             return InternalError(f"{error.code().name}: {message}")
+
+
+def _retry_after_s(error: grpc.aio.AioRpcError) -> float:
+    try:
+        seconds = float(_metadata_value(error, RETRY_AFTER_KEY) or 1.0)
+    except ValueError:
+        return 1.0
+    return seconds if 0 <= seconds < float("inf") else 1.0
 
 
 def _metadata_value(error: grpc.aio.AioRpcError, key: str) -> str | None:

@@ -15,6 +15,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
+MAX_MAX_TOKENS = 2**32 - 1
+"""These three are what the wire can carry."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False):
@@ -57,12 +60,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         _require(0 <= self.temperature <= 100, "temperature", self.temperature, "from 0 to 100")
         _require_finite("top_p", self.top_p)
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (all) or positive")
+        _require(
+            -1 <= self.top_k <= MAX_TOP_K, "top_k", self.top_k, f"-1 or 0 (all), or positive and at most {MAX_TOP_K}"
+        )
         _require_finite("min_p", self.min_p)
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         if self.seed is not None:
             _require(-MAX_SEED - 1 <= self.seed <= MAX_SEED, "seed", self.seed, "a signed 64-bit integer")
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _require(
+            1 <= self.max_tokens <= MAX_MAX_TOKENS,
+            "max_tokens",
+            self.max_tokens,
+            f"at least 1 and at most {MAX_MAX_TOKENS}",
+        )
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
         _require(
             self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"

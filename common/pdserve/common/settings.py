@@ -109,6 +109,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(f"num_blocks is {self.num_blocks}, at least 2 are needed")
         if not 0 < self.run_ahead_share <= 1:
             raise ConfigError(f"run_ahead_share is {self.run_ahead_share}, above 0 and at most 1 is needed")
+        for name in ("attach_timeout_s", "lease_grace_s", "lease_max_s", "drain_s"):
+            _verify_seconds(name, getattr(self, name))
 
 
 class PrefillSettings(WorkerSettings, frozen=True, kw_only=True):
@@ -156,14 +158,21 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         for name in ("max_attempts", "max_queued_requests", "max_unread_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, at least 1 is needed")
+        for name in ("request_timeout_s", "drain_s"):
+            _verify_seconds(name, getattr(self, name))
         for field in ("prefill", "decode"):
             for address in getattr(self, field):
                 _verify_address(field, address)
 
 
+def _verify_seconds(field: str, value: float) -> None:
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"{field} is {value}, a number of seconds from 0 on is needed")
+
+
 def _verify_address(field: str, address: str) -> None:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise ConfigError(f"{field} is {address!r}, host:port is needed")
 
 
@@ -213,13 +222,19 @@ def _from_toml(kind: type[ServiceSettings], path: Path | None) -> dict[str, Any]
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
-    sections = {service.section for service in SERVICES}
+    sections = {service.section: service for service in SERVICES}
     known = {name for service in SERVICES for name in service.__struct_fields__}
     for key, value in content.items():
         if key not in known and not (key in sections and isinstance(value, dict)):
             raise ConfigError(f"{path}: unknown key {key!r}")
+        if key in sections and isinstance(value, dict):
+            for name in value:
+                if name not in sections[key].__struct_fields__:
+                    raise ConfigError(f"{path}: unknown key {name!r} in [{key}]")
     common = {
-        key: value for key, value in content.items() if key in kind.__struct_fields__ and not isinstance(value, dict)
+        key: value
+        for key, value in content.items()
+        if key in kind.__struct_fields__ and not (key in sections and isinstance(value, dict))
     }
     own = content.get(kind.section, {})
     return common | (own if isinstance(own, dict) else {})
@@ -238,5 +253,5 @@ def _from_environ(kind: type[ServiceSettings], environ: Mapping[str, str]) -> di
             raise ConfigError(f"environment: unknown setting {variable}")
         if name in kind.__struct_fields__:
             is_list = name in ("prefill", "decode", "api_keys")
-            values[name] = [part for part in text.split(",") if part] if is_list else text
+            values[name] = [part for part in map(str.strip, text.split(",")) if part] if is_list else text
     return values

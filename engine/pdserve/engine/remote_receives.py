@@ -27,7 +27,6 @@ from pdserve.engine.remote_kv import (
 from pdserve.engine.request import Request
 from pdserve.engine.request_queue import RequestQueue
 
-
 Ready = tuple[Request, int]
 """A request that has everything it waited for, and its first output token, sampled at the source."""
 

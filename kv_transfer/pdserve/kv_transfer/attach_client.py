@@ -15,7 +15,7 @@ from pdserve.common.errors import PdServeError, TransferFailed, WorkerLost
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.rpc import from_rpc_error
 from pdserve.common.wire import layout_to_wire
-from pdserve.kv_transfer.attach_servicer import ALIVE_EVERY_S, TICK_STALLED_S, TickWatch
+from pdserve.kv_transfer.attach_servicer import TICK_STALLED_S, Heartbeat, TickWatch
 from pdserve.kv_transfer.digest import XXH3_64
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer
 from pdserve.kv_transfer.source_transfer import PeerId
@@ -24,6 +24,8 @@ from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, prefill_pb2
 log = logging.getLogger(__name__)
 
 REATTACH_EVERY_S = 0.2
+ANSWER_MARGIN_S = 1.0
+"""The source waits as long for its prefill leg as the receiver for the source: its answer should still be heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +66,24 @@ class _Requests:
         self._messages.put_nowait(None)
 
     async def __aiter__(self) -> AsyncIterator[kv_source_pb2.AttachRequest]:
-        while True:
-            try:
-                async with asyncio.timeout(ALIVE_EVERY_S):
-                    message = await self._messages.get()
-            except TimeoutError:
-                alive = kv_source_pb2.Alive(engine_tick=self._engine_tick())
-                message = kv_source_pb2.AttachRequest(alive=alive)
-            if message is None:
-                return
+        heartbeat = Heartbeat[kv_source_pb2.AttachRequest | None](self._alive)
+        while (message := await heartbeat.next(self._messages)) is not None:
             yield message
+
+    def _alive(self) -> kv_source_pb2.AttachRequest:
+        return kv_source_pb2.AttachRequest(alive=kv_source_pb2.Alive(engine_tick=self._engine_tick()))
 
 
 async def attach(transfer: ReceiverTransfer, receiving: Receiving, channel: grpc.aio.Channel) -> None:
     """Carry a transfer's control stream until the transfer has ended. Never raises for what a peer does."""
     broken_since: float | None = None
+    ticks = TickWatch()
     loop = asyncio.get_running_loop()
     stub = kv_source_pb2_grpc.KvSourceServiceStub(channel)
     while True:
+        before = (ticks.tick, receiving.engine_tick())
         try:
-            if await _one_stream(transfer, receiving, stub) or transfer.is_ending:
+            if await _one_stream(transfer, receiving, stub, ticks) or transfer.is_ending:
                 return
             why: PdServeError = WorkerLost("the source closed the control stream")
         except grpc.aio.AioRpcError as error:
@@ -92,6 +92,8 @@ async def attach(transfer: ReceiverTransfer, receiving: Receiving, channel: grpc
             why = WorkerLost(f"the source has said nothing for {TICK_STALLED_S:.0f} s")
         if transfer.is_ending:
             return
+        if ticks.tick != before[0] and receiving.engine_tick() != before[1]:
+            broken_since = None  # both engines ran meanwhile, so this is another break, with a grace of its own
         broken_since = broken_since or loop.time()
         if loop.time() - broken_since > receiving.grace_s:
             transfer.fail(TransferFailed(f"source {transfer.source.worker_id} is lost: {why.message}"))
@@ -101,18 +103,21 @@ async def attach(transfer: ReceiverTransfer, receiving: Receiving, channel: grpc
 
 
 async def _one_stream(
-    transfer: ReceiverTransfer, receiving: Receiving, stub: kv_source_pb2_grpc.KvSourceServiceAsyncStub
+    transfer: ReceiverTransfer,
+    receiving: Receiving,
+    stub: kv_source_pb2_grpc.KvSourceServiceAsyncStub,
+    ticks: TickWatch,
 ) -> bool:
     """One stream from Open to its end; True when the transfer needs no other."""
     requests = _Requests(receiving.engine_tick)
     requests.say(kv_source_pb2.AttachRequest(open=_open(transfer, receiving)))
     call = stub.Attach(aiter(requests))
-    ticks = TickWatch()
     accepted = False
     try:
         while True:
             # before Accepted the source may still be waiting for its prefill leg
-            async with asyncio.timeout(TICK_STALLED_S if accepted else receiving.attach_timeout_s):
+            answer_s = receiving.attach_timeout_s + ANSWER_MARGIN_S
+            async with asyncio.timeout(TICK_STALLED_S if accepted else answer_s):
                 message = await call.read()
             if message is grpc.aio.EOF:
                 return transfer.is_ending
@@ -120,6 +125,7 @@ async def _one_stream(
             match event.WhichOneof("event"):
                 case "accepted":
                     accepted = True
+                    ticks.start()
                     transfer.attached(requests, event.accepted.metadata, event.accepted.token)
                 case "published":
                     transfer.published(event.published.first_index, event.published.digests, event.published.locations)
@@ -137,7 +143,7 @@ async def _one_stream(
                     return True
                 case other:
                     log.warning("an unexpected %s came from %s: dropped", other, transfer.source.worker_id)
-            if ticks.stalled:
+            if accepted and ticks.stalled:
                 raise TimeoutError
     finally:
         transfer.detached(requests)

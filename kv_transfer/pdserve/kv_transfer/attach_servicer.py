@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -28,16 +29,42 @@ OPEN_TIMEOUT_S = 5.0
 MAX_DIGESTS_A_MESSAGE = 65_536
 
 
+Message = TypeVar("Message")
+
+
+class Heartbeat(Generic[Message]):
+    """Puts an `Alive` between other messages whenever one is due: by the clock, however much else there is to say."""
+
+    def __init__(self, make_alive: Callable[[], Message]) -> None:
+        self._make_alive = make_alive
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time() + ALIVE_EVERY_S
+
+    async def next(self, messages: asyncio.Queue[Message]) -> Message:
+        """The next message, or an `Alive` if that is due before one comes."""
+        if self._loop.time() < self._due:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._due):
+                    return await messages.get()
+        self._due = self._loop.time() + ALIVE_EVERY_S
+        return self._make_alive()
+
+
 class TickWatch:
     """Notices a peer whose engine stands still although its process answers."""
 
     def __init__(self) -> None:
-        self._tick = -1
+        self.tick = -1
+        """The last one seen."""
         self._since = time.monotonic()
 
     def saw(self, tick: int) -> None:
-        if tick != self._tick:
-            self._tick, self._since = tick, time.monotonic()
+        if tick != self.tick:
+            self.tick, self._since = tick, time.monotonic()
+
+    def start(self) -> None:
+        """Count from now on: only from here can ticks be expected."""
+        self._since = time.monotonic()
 
     @property
     def stalled(self) -> bool:
@@ -111,15 +138,12 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             log.warning("an attach was refused: %s", error.message)
             yield failed_event(error)
             return
-        yield self._accepted(transfer)
         reader = asyncio.create_task(self._read(incoming, transfer, stream), name="attach reader")
+        heartbeat = Heartbeat[kv_source_pb2.AttachEvent | None](self._alive)
         try:
+            yield self._accepted(transfer)
             while True:
-                try:
-                    async with asyncio.timeout(ALIVE_EVERY_S):
-                        message = await stream.messages.get()
-                except TimeoutError:
-                    message = kv_source_pb2.AttachEvent(alive=kv_source_pb2.Alive(engine_tick=self._engine_tick()))
+                message = await heartbeat.next(stream.messages)
                 if message is None:
                     return
                 yield message
@@ -147,6 +171,9 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             raise TransferFailed(f"no common connector: {self._connector.name} here, {list(request.connectors)} there")
         receiver = PeerId(request.receiver.worker_id, request.receiver.epoch)
         return await self._transfers.attach(request.transfer_id, receiver, request.request_digest, stream, request.have)
+
+    def _alive(self) -> kv_source_pb2.AttachEvent:
+        return kv_source_pb2.AttachEvent(alive=kv_source_pb2.Alive(engine_tick=self._engine_tick()))
 
     def _accepted(self, transfer: SourceTransfer) -> kv_source_pb2.AttachEvent:
         accepted = kv_source_pb2.Accepted(

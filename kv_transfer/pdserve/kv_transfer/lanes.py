@@ -101,15 +101,17 @@ class PeerLanes:
         self.connect = connect
         self.queue = ReadQueue(limits.window_blocks, limits.in_flight_blocks, self._interrupt, call_soon)
         self.closed = False
-        self.lanes: dict[_Lane, threading.Thread] = {}
+        self.lanes: set[_Lane] = set()
+        """Those that take windows. One that leaves has still its last words to say: it is in `_threads` until then."""
+        self._threads: set[threading.Thread] = set()
         self._call_soon = call_soon
         self._names = (f"{thread_name}-{number}" for number in itertools.count())
 
     @property
     def is_idle(self) -> bool:
-        """No lane runs; so no read is under way."""
+        """No thread runs; so no read is under way."""
         with self.queue.changed:
-            return not self.lanes
+            return not self._threads
 
     def read(self, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> QueuedRead:
         """Begin a read of at least one block, all within the pool. Not after `close`."""
@@ -125,7 +127,7 @@ class PeerLanes:
         """End all reads with CANCELLED, close all wires, join all threads. Idempotent."""
         with self.queue.changed:
             self.closed = True
-            threads = list(self.lanes.values())
+            threads = list(self._threads)
             self.queue.changed.notify_all()
         self.queue.cancel_all()
         for thread in threads:
@@ -134,7 +136,7 @@ class PeerLanes:
 
     def _start_lane(self) -> None:
         lane = _Lane(self)
-        thread = threading.Thread(target=lane.run, name=next(self._names), daemon=True)
+        thread = threading.Thread(target=self._run, args=(lane,), name=next(self._names), daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -143,7 +145,15 @@ class PeerLanes:
                 cause = TransferFailed(f"no thread to read from {self.peer}: {error}")
                 self._call_soon(lambda: self.queue.fail_pending(cause))
             return
-        self.lanes[lane] = thread
+        self.lanes.add(lane)
+        self._threads.add(thread)
+
+    def _run(self, lane: _Lane) -> None:
+        try:
+            lane.run()
+        finally:
+            with self.queue.changed:
+                self._threads.discard(threading.current_thread())
 
     def _interrupt(self, read: QueuedRead) -> None:
         for lane in self.lanes:
@@ -192,7 +202,7 @@ class _Lane:
                 self._queue.changed.wait_for(self._has_work, self._lanes.limits.idle_close_s)
             if self._lanes.closed or not self._queue.num_pending:
                 # In the same breath: a read that is added from now on must not count on this lane.
-                del self._lanes.lanes[self]
+                self._lanes.lanes.discard(self)
                 return False
             return True
 
@@ -264,7 +274,7 @@ class _Lane:
         with self._queue.changed:
             if self not in self._lanes.lanes:
                 return
-            del self._lanes.lanes[self]
+            self._lanes.lanes.discard(self)
             is_last = not self._lanes.lanes
             # Another lane may be connected; then the work is its.
             self._queue.changed.notify()

@@ -212,7 +212,7 @@ class ReadQueue:
         return self._end_if_over(read)
 
     def _end_if_over(self, read: QueuedRead) -> bool:
-        if read.state is ReadState.ENDED or read.in_flight or read.pending:
+        if read.in_flight or read.pending:
             return False
         read.move(ReadState.ENDED)
         self._reads.discard(read)

@@ -173,6 +173,9 @@ class ReceiverTransfer:
         """The source is done."""
         if self._source_finished or self.is_ending:
             return
+        if self._local_blocks is None:
+            self.fail(TransferFailed("the source finished before its blocks were wanted"))
+            return
         if request_digest != self.source.request_digest:
             self.fail(DigestMismatch("the source computed another request: the digests differ"))
             return

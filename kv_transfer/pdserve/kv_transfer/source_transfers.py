@@ -26,7 +26,7 @@ class SourceTransfers:
         self._limits = limits
         self._events = events
         self._transfers: dict[bytes, SourceTransfer] = {}
-        self._awaited: dict[bytes, asyncio.Future[SourceTransfer]] = {}
+        self._awaited: dict[bytes, set[asyncio.Future[SourceTransfer]]] = {}
         # an id is used once: tombstones outlive every attach that may still be under way
         self._tombstones: OrderedDict[bytes, float] = OrderedDict()
 
@@ -41,8 +41,9 @@ class SourceTransfers:
         transfer = SourceTransfer(expected, self._connector, self._limits, self._events)
         self._transfers[expected.transfer_id] = transfer
         transfer.over.add_done_callback(lambda _: self._ended(expected.transfer_id))
-        if (awaited := self._awaited.pop(expected.transfer_id, None)) is not None and not awaited.done():
-            awaited.set_result(transfer)
+        for awaited in self._awaited.pop(expected.transfer_id, ()):
+            if not awaited.done():
+                awaited.set_result(transfer)
         return transfer
 
     async def attach(
@@ -67,14 +68,18 @@ class SourceTransfers:
         return transfer
 
     async def _wait_for(self, transfer_id: bytes) -> SourceTransfer:
-        awaited = self._awaited.setdefault(transfer_id, asyncio.get_running_loop().create_future())
+        awaited: asyncio.Future[SourceTransfer] = asyncio.get_running_loop().create_future()
+        # several streams of one receiver may wait: an older one that breaks must not take the wait of a newer along
+        together = self._awaited.setdefault(transfer_id, set())
+        together.add(awaited)
         try:
             async with asyncio.timeout(self._limits.attach_timeout_s):
-                return await asyncio.shield(awaited)
+                return await awaited
         except TimeoutError:
             raise TransferFailed("no such transfer") from None
         finally:
-            if self._awaited.get(transfer_id) is awaited and not awaited.done():
+            together.discard(awaited)
+            if not together and self._awaited.get(transfer_id) is together:
                 del self._awaited[transfer_id]
 
     def revoke_all(self, cause: PdServeError) -> None:

@@ -62,6 +62,11 @@ class TcpConnector:
     def source_counters(self) -> SourceCounters:
         return self._source.counters
 
+    @property
+    def num_connections(self) -> int:
+        """Connections that peers hold to this source."""
+        return self._source.num_connections
+
     def grant(self, token: bytes) -> Grant:
         """As `BlockConnector.grant`."""
         return self._source.grant(token)

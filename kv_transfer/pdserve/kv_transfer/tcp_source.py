@@ -61,6 +61,11 @@ class TcpSource:
         self._accepting = threading.Thread(target=self._accept, name=f"tcp-accept-{self.port}", daemon=True)
         self._accepting.start()
 
+    @property
+    def num_connections(self) -> int:
+        with self._lock:
+            return len(self._connections)
+
     def grant(self, token: bytes) -> BookedGrant:
         return self._grants.open(token)
 
@@ -97,8 +102,8 @@ class TcpSource:
     def _welcome(self, sock: socket.socket, peer: str) -> None:
         with self._lock:
             if self._closed or len(self._connections) >= self._settings.max_connections:
-                sock.close()
                 self.counters.add(connections=1)
+                sock.close()
                 return
             try:
                 stream = TcpStream(sock, self._settings.first_request_s, self._settings.send_stall_s)
@@ -146,9 +151,9 @@ class TcpSource:
         try:
             header = memoryview(ReadAnswer.to_request(request).encode())
             stream.send([header, *block_runs(self._pool, allowed.blocks)])
+            self.counters.add(sent=request.count)
         finally:
             self._grants.end(allowed)
-        self.counters.add(sent=request.count)
 
     def _allow(self, stream: TcpStream, request: ReadRequest) -> Sending | Refusal:
         block_bytes = self._pool.block_bytes

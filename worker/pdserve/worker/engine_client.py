@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
-from pdserve.common.errors import Draining, PdServeError, WorkerLost, from_code
+from pdserve.common.errors import Draining, InvalidRequest, PdServeError, WorkerLost, from_code
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.remote_kv import IntoEngine
 from pdserve.worker.engine_thread import EngineThread
@@ -104,6 +104,8 @@ class EngineClient:
         if self.died.is_set():
             raise WorkerLost("the engine has failed")
         self._core.verify(request)
+        if request.request_id in self._streams:
+            raise InvalidRequest(f"request {request.request_id} is here already", "request_id")
         stream = self._streams[request.request_id] = OutputStream(request.request_id)
         self._thread.post(lambda core: core.add_request(request))
         return stream

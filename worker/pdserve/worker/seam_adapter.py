@@ -14,7 +14,7 @@ import grpc
 import msgspec
 
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
-from pdserve.common.errors import PdServeError
+from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.engine.block_pool import BlockHold
 from pdserve.engine.remote_kv import (
     HoldReturned,
@@ -118,20 +118,27 @@ class SeamAdapter:
     # ---- source
 
     def source(self, request: EngineCoreRequest, transfer: SourceTransfer) -> None:
-        """The blocks of `request`, which is about to be submitted, belong to `transfer`."""
+        """The blocks of `request`, which is about to be submitted, belong to `transfer`.
+
+        Raises: InvalidRequest when the request is the source of another transfer already.
+        """
+        if request.request_id in self._sources:
+            transfer.cancel()
+            raise InvalidRequest(f"request {request.request_id} is being transferred already", "request_id")
         self._sources[request.request_id] = _Source(request, transfer)
 
     def wanted(self, transfer: SourceTransfer, first_index: int) -> None:
         source = self._sources.get(transfer.expected.request_id)
-        if source is not None:
+        if source is not None and source.transfer is transfer:
             source.wanted_from = first_index
             self.engine.apply(Want(source.request.request_id, first_index))
             self._prefill_again_if_ended(source)
 
     def ended(self, transfer: SourceTransfer) -> None:
         """Fenced: what the transfer pinned goes back, and what still computes for it stops."""
-        source = self._sources.pop(transfer.expected.request_id, None)
-        if source is not None:
+        source = self._sources.get(transfer.expected.request_id)
+        if source is not None and source.transfer is transfer:
+            del self._sources[transfer.expected.request_id]
             self._return(source.request.request_id, source.holds)
             self.engine.apply(Revoke(source.request.request_id))
             if source.runs_again:
@@ -179,7 +186,12 @@ class SeamAdapter:
     def receive(
         self, request_id: str, source: SourceRef, receiving: Receiving, channel: grpc.aio.Channel
     ) -> asyncio.Future[ReceiverTransfer]:
-        """Open the control stream for a request that is about to be submitted; resolves when all has landed."""
+        """Open the control stream for a request that is about to be submitted; resolves when all has landed.
+
+        Raises: InvalidRequest when the request is being received already.
+        """
+        if request_id in self._receivers:
+            raise InvalidRequest(f"request {request_id} is being received already", "request_id")
         landed: asyncio.Future[ReceiverTransfer] = self._loop.create_future()
         transfer = ReceiverTransfer(request_id, source, self._connector, self)
         receiver = self._receivers[request_id] = _Receiver(transfer, landed)

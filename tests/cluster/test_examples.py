@@ -1,0 +1,124 @@
+"""What the README shows: `pdserve up` with the bundled model, the examples, and the commands that ask."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cluster_processes import START_S
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).resolve().parents[2]
+PDSERVE = [sys.executable, "-m", "pdserve.cli.main"]
+ANSWER = "The capital of France is Paris."
+ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
+"""Settings of whoever runs the tests are not ours."""
+_READY = re.compile(r"^ready  OpenAI (http://\S+/v1)   gRPC (\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class UpCluster:
+    """A running `pdserve up`."""
+
+    base_url: str
+    grpc: str
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpCluster]:
+    """Started as `make up` does, on free ports; ends by Ctrl-C, with status 0 and without a traceback."""
+    log = tmp_path_factory.mktemp("up") / "up.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*PDSERVE, "up", "--port", "0", "--grpc-port", "0", "--ask", ""],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=ENVIRON,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + START_S
+        while not (ready := _READY.search(log.read_text())):
+            assert process.poll() is None, f"it ended:\n{log.read_text()}"
+            assert time.monotonic() < deadline, f"it is not ready:\n{log.read_text()}"
+            time.sleep(0.05)
+        yield UpCluster(*ready.groups())
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            status = process.wait(START_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+    assert status == 0, log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+def output_of(*command: str) -> str:
+    """What a command prints; it must end well and in time."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False, env=ENVIRON)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def test_openai_example(up: UpCluster) -> None:
+    lines = output_of(sys.executable, str(ROOT / "examples/openai_client.py"), "--base-url", up.base_url).splitlines()
+    assert lines[0].split() == ["model", "demo"]
+    assert [line for line in lines if line.endswith(ANSWER)] == [
+        f"chat              {ANSWER}",
+        f"the same streamed {ANSWER}",
+    ]
+    # the stop string ends both completions
+    sentence = ANSWER.removesuffix(".")
+    assert [line for line in lines if line.endswith(sentence)] == [
+        f"completion        {sentence}",
+        f"the same streamed {sentence}",
+    ]
+    assert sum("usage" in line for line in lines) == 2
+
+
+def test_grpc_example(up: UpCluster) -> None:
+    printed = output_of(sys.executable, str(ROOT / "examples/grpc_client.py"), "--address", up.grpc)
+    assert printed.startswith("demo: 4096 tokens at most")
+    assert ANSWER in printed.splitlines()
+    assert "FINISH_REASON_STOP" in printed
+    moments = re.findall(r" ms  (\w+)$", printed, re.MULTILINE)
+    assert moments[0] == "arrived"
+    assert {"prefill_computed", "kv_landed", "first_token", "decode_finished", "finished"} <= set(moments)
+
+
+def test_grpc_example_names_what_is_wrong(up: UpCluster) -> None:
+    too_long = [sys.executable, str(ROOT / "examples/grpc_client.py"), "Paris " * 5000, "--address", up.grpc]
+    done = subprocess.run(too_long, capture_output=True, text=True, timeout=START_S, check=False, env=ENVIRON)
+    assert done.returncode == 1
+    assert done.stderr.startswith("prompt_too_long: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_chat_and_generate(up: UpCluster) -> None:
+    chat = output_of(*PDSERVE, "chat", "--url", up.grpc, "--timeline", "What is the capital of France?").splitlines()
+    assert chat[0] == ANSWER
+    assert {"prefill", "kv transfer", "decode"} <= phases(chat)
+    assert (
+        output_of(*PDSERVE, "generate", "--url", up.grpc, "--max-tokens", "2", "The capital of France is")
+        == " Paris.\n"
+    )
+
+
+def test_up_once_answers_and_ends() -> None:
+    lines = output_of(*PDSERVE, "up", "--once", "--port", "0", "--grpc-port", "0").splitlines()
+    assert lines[lines.index("What is the capital of France?") + 1] == ANSWER
+    assert {"prefill", "kv transfer", "decode"} <= phases(lines)
+
+
+def phases(lines: list[str]) -> set[str]:
+    """Names in the first column of the timeline, those with a time in the second."""
+    return {match[1] for line in lines if (match := re.match(r"([a-z ]+?) +\d+\.\d\d\b", line))}

@@ -1,0 +1,86 @@
+"""Keepalive on real processes: a peer that is stopped is noticed within 3 s, and one that idles is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import grpc
+import pytest
+
+from pdserve.common.rpc import bind, make_channel, make_server
+
+PEER = Path(__file__).with_name("idle_peer.py")
+_spec = spec_from_file_location("idle_peer", PEER)
+assert _spec is not None
+assert _spec.loader is not None
+idle_peer = module_from_spec(_spec)
+_spec.loader.exec_module(idle_peer)
+
+EXPECTED_S = 3.0
+LIMIT_S = 6.0
+"""A busy machine may be late; settings that notice nothing take a minute."""
+
+
+@contextlib.asynccontextmanager
+async def peer(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(PEER), *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        await process.wait()
+
+
+async def line(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    return (await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip()
+
+
+async def test_i6_a_silent_server_ends_the_clients_stream_within_three_seconds() -> None:
+    async with peer("server") as process, make_channel(f"127.0.0.1:{await line(process)}") as channel:
+        call = channel.unary_stream(idle_peer.METHOD)(b"")
+        assert await call.read() == b"hello"
+        process.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), LIMIT_S)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert time.monotonic() - stopped < LIMIT_S
+        assert time.monotonic() - stopped > 0.5, "it ended for another reason"
+
+
+async def test_i6_a_silent_client_ends_the_servers_handler_within_three_seconds() -> None:
+    handler, server = idle_peer.IdleHandler(), make_server()
+    server.add_generic_rpc_handlers((handler,))
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with peer("client", str(port)) as process:
+            assert await line(process) == "heard"
+            process.send_signal(signal.SIGSTOP)
+            await asyncio.wait_for(handler.ended.wait(), LIMIT_S)
+    finally:
+        await server.stop(None)
+
+
+async def test_healthy_streams_may_idle_for_longer_than_any_timeout() -> None:
+    async with peer("server") as process, make_channel(f"127.0.0.1:{await line(process)}") as channel:
+        call = channel.unary_stream(idle_peer.METHOD)(b"")
+        assert await call.read() == b"hello"
+        done, _ = await asyncio.wait({asyncio.ensure_future(call.read())}, timeout=8.5)
+        assert not done
+        assert not call.done()
+        call.cancel()
+        for read in asyncio.all_tasks() - {asyncio.current_task()}:
+            read.cancel()

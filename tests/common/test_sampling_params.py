@@ -1,0 +1,72 @@
+"""`SamplingParams.verify`: every field at, below and above its limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.sampling_params import SamplingParams, verify_token_ids
+
+NAN, INF = float("nan"), float("inf")
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 100.0},
+    {"top_p": 1e-9},
+    {"top_p": 1.0},
+    {"top_k": -1},
+    {"top_k": 0},
+    {"top_k": 2**31 - 1},
+    {"min_p": 0.0},
+    {"min_p": 1.0},
+    {"seed": -(2**63)},
+    {"seed": 2**63 - 1},
+    {"max_tokens": 1},
+    {"max_tokens": 2**32 - 1},
+    {"min_tokens": 0},
+    {"min_tokens": 16, "max_tokens": 16},
+    {"stop": ("x" * 256,) * 16},
+    {"stop_token_ids": (0, 9) * 128},
+]
+BAD: list[tuple[str, dict[str, Any]]] = [
+    *(("temperature", {"temperature": value}) for value in (-0.1, 100.1, NAN, INF, -INF)),
+    *(("top_p", {"top_p": value}) for value in (0.0, -0.5, 1.0001, NAN, INF)),
+    *(("top_k", {"top_k": value}) for value in (-2, 2**31, 10**30)),
+    *(("min_p", {"min_p": value}) for value in (-0.01, 1.01, NAN, INF)),
+    *(("seed", {"seed": value}) for value in (2**63, -(2**63) - 1)),
+    *(("max_tokens", {"max_tokens": value}) for value in (0, -1, 2**32)),
+    *(("min_tokens", {"min_tokens": value}) for value in (-1, 17)),
+    ("stop", {"stop": ("x",) * 17}),
+    ("stop", {"stop": ("",)}),
+    ("stop", {"stop": ("x" * 257,)}),
+    ("stop_token_ids", {"stop_token_ids": (1,) * 257}),
+    ("stop_token_ids", {"stop_token_ids": (10,)}),
+    ("stop_token_ids", {"stop_token_ids": (-1,)}),
+]
+
+
+@pytest.mark.parametrize("fields", GOOD, ids=str)
+def test_values_at_their_limits_pass(fields: dict[str, Any]) -> None:
+    SamplingParams(**fields).verify(vocab_size=10)
+
+
+@pytest.mark.parametrize(("field", "fields"), BAD, ids=lambda value: str(value)[:40])
+def test_values_beyond_their_limits_are_named(field: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        SamplingParams(**fields).verify(vocab_size=10)
+    assert caught.value.field == field
+    assert len(caught.value.message) < 300
+
+
+def test_token_ids_are_held_against_the_vocabulary_where_it_is_known() -> None:
+    SamplingParams(stop_token_ids=(10**9,)).verify()
+    with pytest.raises(InvalidRequest, match=r"prompt_token_ids\[2\] is 10, outside the vocabulary of 10 tokens"):
+        verify_token_ids("prompt_token_ids", [0, 9, 10, 11], 10)
+
+
+def test_greedy_is_temperature_zero_or_almost() -> None:
+    assert SamplingParams(temperature=0).greedy
+    assert SamplingParams(temperature=1e-5).greedy
+    assert not SamplingParams(temperature=1e-4).greedy

@@ -1,0 +1,152 @@
+"""Settings: one order of sources, unknown keys refused everywhere, secrets nowhere to be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.common.deployment_key import DEVELOPMENT_KEY, is_loopback, key_check, new_deployment_key
+from pdserve.common.errors import ConfigError
+from pdserve.common.settings import DecodeSettings, PrefillSettings, RouterSettings, describe, load_settings
+
+SECRET = "a secret of many characters"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "settings.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_win_over_environment_over_toml_over_defaults(tmp_path: Path) -> None:
+    toml = write(tmp_path, 'model = "toml"\nnum_blocks = 11\nkv_cache_mib = 12\n[prefill]\nnum_blocks = 13\n')
+    environ = {"PDSERVE_MODEL": "environment", "PDSERVE_PORT": "14", "HOME": "/nowhere"}
+    flags = {"port": 15, "max_num_seqs": None, "data_port": "16"}
+    settings = load_settings(PrefillSettings, flags=flags, toml=toml, environ=environ)
+    assert (settings.model, settings.num_blocks, settings.kv_cache_mib) == ("environment", 13, 12)
+    assert (settings.port, settings.max_num_seqs, settings.data_port) == (15, 64, 16)
+    assert load_settings(DecodeSettings, toml=toml, environ={}).num_blocks == 11
+    assert load_settings(RouterSettings, toml=toml, environ={}).model == "toml"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bogus = 1", "unknown key 'bogus'"),
+        ("[bogus]\nport = 1", "unknown key 'bogus'"),
+        ("[prefill]\nbogus = 1", "unknown key 'bogus' in .prefill."),
+        ("[decode]\nbogus = 1", "unknown key 'bogus' in .decode."),
+        ("[router]\nnum_blocks = 1", "unknown key 'num_blocks' in .router."),
+        ("num_blocks = 'many'", r"Expected `int \| null`"),
+        ("[host]\na = 1", "Expected `str`"),
+        ("log_level = 'loud'", "Invalid enum value 'loud'"),
+        ("= 3", "Invalid"),
+    ],
+)
+def test_a_wrong_toml_file_is_refused_and_named(tmp_path: Path, text: str, message: str) -> None:
+    toml = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_settings(PrefillSettings, toml=toml, environ={})
+    assert str(toml) in caught.value.message
+
+
+def test_a_missing_toml_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*absent\.toml"):
+        load_settings(PrefillSettings, toml=tmp_path / "absent.toml", environ={})
+
+
+def test_unknown_variables_and_flags_are_refused() -> None:
+    with pytest.raises(ConfigError, match="PDSERVE_BOGUS"):
+        load_settings(PrefillSettings, environ={"PDSERVE_BOGUS": "1"})
+    with pytest.raises(ConfigError, match=r"flags.*bogus"):
+        load_settings(PrefillSettings, flags={"bogus": 1}, environ={})
+    with pytest.raises(ConfigError, match=r"environment.*num_blocks"):
+        load_settings(PrefillSettings, environ={"PDSERVE_NUM_BLOCKS": "several"})
+
+
+def test_variables_of_other_services_and_of_clients_are_left_alone() -> None:
+    environ = {"PDSERVE_GRPC_PORT": "1", "PDSERVE_API_KEY": "x", "PDSERVE_PREFILL": "h:1"}
+    assert load_settings(DecodeSettings, environ=environ).port == 0
+
+
+def test_lists_are_written_with_commas() -> None:
+    environ = {"PDSERVE_PREFILL": "127.0.0.1:1, [::1]:2,", "PDSERVE_API_KEYS": "a,b", "PDSERVE_INSECURE": "true"}
+    settings = load_settings(RouterSettings, environ=environ)
+    assert settings.prefill == ("127.0.0.1:1", "[::1]:2")
+    assert (settings.api_keys, settings.insecure) == (("a", "b"), True)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        *((PrefillSettings, {name: 0}) for name in ("block_size", "kv_cache_mib", "max_num_seqs", "num_threads")),
+        (PrefillSettings, {"max_num_batched_tokens": -1}),
+        (PrefillSettings, {"num_blocks": 1}),
+        *((PrefillSettings, {"run_ahead_share": value}) for value in (0.0, 1.1, -1.0, NAN)),
+        *((DecodeSettings, {"lease_grace_s": value}) for value in (-1.0, NAN, INF)),
+        (DecodeSettings, {"attach_timeout_s": NAN}),
+        (RouterSettings, {"request_timeout_s": NAN}),
+        *((RouterSettings, {name: 0}) for name in ("max_attempts", "max_queued_requests", "max_unread_bytes")),
+        *((RouterSettings, {"prefill": (value,)}) for value in ("host", "host:", ":1", "host:0", "host:65536", "h:²")),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_work_are_refused_by_name(kind: type, flags: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(flags))):
+        load_settings(kind, flags=flags, environ={})
+
+
+def test_listening_beyond_loopback_needs_to_be_said() -> None:
+    with pytest.raises(ConfigError, match="--insecure"):
+        load_settings(PrefillSettings, flags={"host": "0.0.0.0"}, environ={})
+    load_settings(PrefillSettings, flags={"host": "0.0.0.0", "insecure": True}, environ={})
+
+
+def test_secrets_are_not_in_the_log_line() -> None:
+    flags = {"deployment_key": SECRET, "api_keys": (SECRET,)}
+    line = describe(load_settings(RouterSettings, flags=flags, environ={}))
+    assert SECRET not in line
+    assert "deployment_key=***" in line
+    assert "api_keys=***" in line
+    assert "port=8000" in line
+
+
+def test_a_key_is_needed_as_soon_as_an_address_is_not_loopback(tmp_path: Path) -> None:
+    assert load_settings(PrefillSettings, environ={}).key() == (DEVELOPMENT_KEY, True)
+    far = load_settings(RouterSettings, flags={"decode": ("10.0.0.1:1",)}, environ={})
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1"):
+        far.key()
+    path = tmp_path / "key"
+    path.write_text(f"{SECRET}\n")
+    for flags in ({"deployment_key": SECRET}, {"deployment_key_file": str(path)}):
+        assert load_settings(RouterSettings, flags=flags, environ={}).key() == (SECRET.encode(), False)
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"\xff\xfe\xff", b"too short"])
+def test_a_key_file_without_a_usable_key_never_falls_back_to_the_public_one(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(PrefillSettings, flags={"deployment_key_file": str(path)}, environ={}).key()
+    assert "too short" not in caught.value.message
+    with pytest.raises(ConfigError, match="No such file"):
+        load_settings(PrefillSettings, flags={"deployment_key_file": str(tmp_path / "absent")}, environ={}).key()
+
+
+def test_the_check_of_a_key_tells_keys_apart_and_nothing_else() -> None:
+    one, two = new_deployment_key(), new_deployment_key()
+    assert len(one) == 64
+    assert key_check(one.encode()) == key_check(one.encode()) != key_check(two.encode())
+    assert len(key_check(one.encode())) == 12
+
+
+def test_loopback_is_recognised_with_and_without_port() -> None:
+    near = ("127.0.0.1", "127.1.2.3:80", "localhost", "localhost:1", "::1", "[::1]:80", "[::1]")
+    far = ("0.0.0.0", "10.0.0.1:80", "::", "[fe80::1]:80", "example.org", "localhost.example.org", "")
+    assert all(is_loopback(address) for address in near)
+    assert not any(is_loopback(address) for address in far)

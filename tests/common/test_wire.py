@@ -1,0 +1,174 @@
+"""Our types on the wire: what goes out comes back, and what a stranger sends is refused by name."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.common.engine_types import FinishReason
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.wire import (
+    finish_reason_from_wire,
+    finish_reason_to_wire,
+    layout_from_wire,
+    layout_to_wire,
+    moments_from_wire,
+    moments_to_wire,
+    prepared_from_wire,
+    prepared_to_wire,
+    sampling_from_wire,
+    sampling_to_wire,
+)
+from pdserve.v1 import kv_source_pb2, request_pb2
+
+TOKENS = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    max_tokens = draw(st.integers(1, 2**32 - 1))
+    return SamplingParams(
+        temperature=draw(st.floats(0, 100)),
+        top_p=draw(st.floats(0, 1, exclude_min=True)),
+        top_k=draw(st.integers(-1, 2**31 - 1)),
+        min_p=draw(st.floats(0, 1)),
+        seed=draw(st.none() | st.integers(-(2**63), 2**63 - 1)),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        stop=tuple(draw(st.lists(st.text(min_size=1, max_size=9), max_size=4))),
+        stop_token_ids=tuple(draw(st.lists(TOKENS, max_size=4))),
+        include_stop_str_in_output=draw(st.booleans()),
+        ignore_eos=draw(st.booleans()),
+        skip_special_tokens=draw(st.booleans()),
+    )
+
+
+@given(sampling_params())
+def test_sampling_params_come_back_as_they_were(params: SamplingParams) -> None:
+    message = request_pb2.SamplingParams.FromString(sampling_to_wire(params).SerializeToString())
+    assert sampling_from_wire(message) == params
+
+
+def test_absent_fields_take_the_given_defaults_and_then_ours() -> None:
+    message = request_pb2.SamplingParams(top_k=7)
+    assert sampling_from_wire(message) == SamplingParams(top_k=7)
+    assert sampling_from_wire(message, {"temperature": 0.3, "top_k": 9}) == SamplingParams(top_k=7, temperature=0.3)
+
+
+def test_values_outside_their_limits_are_refused_on_arrival() -> None:
+    with pytest.raises(InvalidRequest, match="top_p"):
+        sampling_from_wire(request_pb2.SamplingParams(top_p=float("nan")))
+
+
+@st.composite
+def prepared_requests(draw: st.DrawFn) -> PreparedRequest:
+    tokens = draw(st.lists(TOKENS, min_size=1, max_size=40))
+    blocks = len(tokens) // 4
+    hashes = st.binary(min_size=16, max_size=16)
+    return PreparedRequest(
+        request_id=draw(st.text(min_size=1, max_size=8)),
+        prompt_token_ids=tokens,
+        sampling_params=draw(sampling_params()),
+        eos_token_ids=tuple(draw(st.lists(TOKENS, max_size=3))),
+        block_hashes=draw(st.lists(hashes, min_size=blocks, max_size=blocks)),
+        hash_root=draw(hashes),
+        request_digest=draw(hashes),
+        deadline=time.monotonic() + draw(st.floats(1, 86_000)),
+        trace_headers=draw(st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)),
+        priority=draw(st.integers(-(2**31), 2**31 - 1)),
+    )
+
+
+@given(prepared_requests())
+def test_prepared_requests_come_back_but_for_the_moment_of_their_deadline(request: PreparedRequest) -> None:
+    message = request_pb2.PreparedRequest.FromString(prepared_to_wire(request).SerializeToString())
+    back = prepared_from_wire(message, block_size=4)
+    for name in PreparedRequest.__struct_fields__:
+        if name != "deadline":
+            assert getattr(back, name) == getattr(request, name)
+    assert abs(back.deadline - request.deadline) < 1
+    assert 0 < back.remaining_s <= 86_400
+
+
+def good_message() -> request_pb2.PreparedRequest:
+    return request_pb2.PreparedRequest(
+        request_id="r",
+        prompt_token_ids=[1] * 9,
+        block_hashes=[b"h" * 16] * 2,
+        hash_root=b"r" * 16,
+        request_digest=b"d" * 16,
+        deadline_s=3.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("request_id", "", "request_id"),
+        ("prompt_token_ids", [], "prompt_token_ids"),
+        ("prompt_token_ids", [1] * 12, "block_hashes"),
+        ("block_hashes", [], "block_hashes"),
+        ("block_hashes", [b"h" * 16] * 3, "block_hashes"),
+        ("block_hashes", [b"h" * 16, b"h" * 15], "block_hashes"),
+        ("hash_root", b"", "hash_root"),
+        ("request_digest", b"d" * 17, "request_digest"),
+        ("deadline_s", 0.0, "deadline_s"),
+        ("deadline_s", -1.0, "deadline_s"),
+        ("deadline_s", float("nan"), "deadline_s"),
+        ("deadline_s", float("inf"), "deadline_s"),
+    ],
+)
+def test_a_prepared_request_that_does_not_fit_together_is_refused(field: str, value: object, named: str) -> None:
+    message = good_message()
+    prepared_from_wire(message, block_size=4)
+    message.ClearField(field)
+    part = request_pb2.PreparedRequest(**{field: value})
+    message.MergeFrom(part)
+    with pytest.raises(InvalidRequest, match=named):
+        prepared_from_wire(message, block_size=4)
+
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16, dtype="float32", model_fingerprint="f" * 32)
+
+
+@given(
+    st.builds(
+        KvLayout,
+        num_layers=TOKENS,
+        num_kv_heads=TOKENS,
+        head_dim=TOKENS,
+        block_size=TOKENS,
+        dtype=st.sampled_from(["float32", "bfloat16", "float16", "another"]),
+        model_fingerprint=st.text(max_size=9),
+    )
+)
+def test_layouts_come_back_and_differ_field_by_field(layout: KvLayout) -> None:
+    back = layout_from_wire(kv_source_pb2.KvLayout.FromString(layout_to_wire(layout).SerializeToString()))
+    assert back == layout
+    assert layout.differences(back) == []
+    names = [line.partition(":")[0] for line in LAYOUT.differences(layout)]
+    assert names == [n for n in KvLayout.__struct_fields__ if getattr(LAYOUT, n) != getattr(layout, n)]
+
+
+def test_a_block_is_one_run_of_bytes() -> None:
+    assert LAYOUT.block_shape == (2, 2, 3, 16, 8)
+    assert LAYOUT.block_bytes == 2 * 2 * 3 * 16 * 8 * 4
+
+
+def test_finish_reasons_come_back_and_unknown_ones_are_errors() -> None:
+    for reason in (None, *FinishReason):
+        assert finish_reason_from_wire(finish_reason_to_wire(reason)) is reason
+    assert finish_reason_from_wire(99) is FinishReason.ERROR
+
+
+def test_moments_travel_as_wall_clock() -> None:
+    now = time.monotonic()
+    back = moments_from_wire(moments_to_wire({"arrived": now, "placed": now + 1.5}))
+    assert back["placed"] - back["arrived"] == pytest.approx(1.5e9, abs=1000)
+    assert abs(back["arrived"] - time.time_ns()) < 1e9

@@ -1,0 +1,175 @@
+"""Two engines, P and D, over the seam: who waits for whom, and that no order of events spoils an answer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_harness import MakeEngine
+from engine_pair import Pair
+from hash_model import greedy_answer
+
+from pdserve.common.engine_types import FinishReason
+from pdserve.engine.remote_kv import Settled
+
+
+def test_i1_a_request_through_p_and_d_gives_one_engines_answer(make_engine: MakeEngine) -> None:
+    pair = Pair(make_engine(max_num_batched_tokens=9), make_engine(max_num_batched_tokens=9))
+    prompts = {f"r{n}": [(n * 7 + i) % 60 for i in range(n)] for n in (1, 3, 4, 8, 22, 31)}
+    for request_id, prompt in prompts.items():
+        pair.add(prompt, request_id, params={"max_tokens": 9})
+        pair.round()
+    pair.run()
+    for request_id, prompt in prompts.items():
+        answer = pair.answer(request_id)
+        assert (answer.token_ids, answer.finish_reason) == (greedy_answer(prompt, 9), FinishReason.LENGTH)
+
+
+def test_the_same_prompt_again_is_cache_on_both_sides(make_engine: MakeEngine) -> None:
+    pair = Pair(make_engine(), make_engine())
+    prompt = list(range(24))
+    for number in range(3):
+        pair.add(prompt, f"r{number}")
+        pair._step_d()
+        pair._deliver()
+        pair.run()
+        assert pair.answer(f"r{number}").token_ids == greedy_answer(prompt, 4)
+    assert pair.d.model.num_tokens == 3 * 3
+    assert pair.p.model.num_tokens == 24 + 4 + 4
+
+
+@pytest.mark.parametrize("small_first", [True, False])
+def test_pins_and_reservations_do_not_wait_for_each_other(make_engine: MakeEngine, small_first: bool) -> None:
+    # pools of 100, 30 in use on D, requests of 90 and 15: both complete, nothing is prefilled twice
+    p = make_engine(num_blocks=100, max_model_len=400, max_num_batched_tokens=40)
+    d = make_engine(num_blocks=100, max_model_len=400, max_num_batched_tokens=400)
+    pair = Pair(p, d)
+    resident = d.add([50] * 119, params={"max_tokens": 20})
+    d.step()
+    assert d.scheduler.pool.num_in_use == 30
+    large, small = [n % 60 for n in range(359)], [n % 7 + 9 for n in range(59)]
+    for request_id in ("small", "large") if small_first else ("large", "small"):
+        pair.add(small if request_id == "small" else large, request_id, params={"max_tokens": 3})
+    pair.run()
+    assert pair.answer("large").token_ids == greedy_answer(large, 3)
+    assert pair.answer("small").token_ids == greedy_answer(small, 3)
+    assert d.answers[resident].token_ids == greedy_answer([50] * 119, 20)
+    assert p.model.num_tokens == len(large) + len(small)
+    assert p.scheduler.num_preemptions == 0
+
+
+def test_a_transfer_that_ended_unwanted_is_prefilled_again_mostly_from_cache(make_engine: MakeEngine) -> None:
+    p, d = make_engine(), make_engine(num_blocks=12)
+    pair = Pair(p, d)
+    blocker = d.add([50] * 30, params={"max_tokens": 12})
+    d.step()
+    prompt = list(range(22))
+    pair.add(prompt, "late")
+    for _ in range(3):
+        pair.round()
+    assert p.answers["late"].transfer_unwanted
+    assert p.scheduler.pool.num_in_use == 0
+    pair.run()
+    assert pair.answer("late").token_ids == greedy_answer(prompt, 4)
+    assert d.answers[blocker].token_ids == greedy_answer([50] * 30, 12)
+    assert p.model.num_tokens == 22 + 2
+
+
+def test_blocks_stay_pinned_from_settled_to_release_whatever_p_does(make_engine: MakeEngine) -> None:
+    p, d = make_engine(num_blocks=12, max_num_batched_tokens=8), make_engine()
+    pair = Pair(p, d)
+    pair.add(list(range(20)), "r")
+    pair._step_d()
+    pair._deliver()
+    for _ in range(3):
+        pair._step_p()
+    busy = p.add([9] * 20, params={"max_tokens": 8})
+    for _ in range(10):
+        pair._step_p()
+    assert p.answers[busy].token_ids == greedy_answer([9] * 20, 8)
+    pair.run()
+    assert pair.answer("r").token_ids == greedy_answer(list(range(20)), 4)
+
+
+def scripted(make_engine: MakeEngine, seed: int) -> None:
+    """One random life of two small pools; every rule is checked after every round and at the end."""
+    draw = random.Random(seed)
+    p = make_engine(
+        num_blocks=draw.choice([14, 20, 32]),
+        max_model_len=48,
+        max_num_batched_tokens=draw.choice([3, 7, 16, 64]),
+        max_num_seqs=draw.choice([2, 4, 16]),
+        run_ahead_share=draw.choice([0.3, 0.5, 1.0]),
+    )
+    d = make_engine(
+        num_blocks=draw.choice([14, 20, 32]),
+        max_model_len=48,
+        max_num_batched_tokens=draw.choice([3, 7, 16, 64]),
+        max_num_seqs=draw.choice([2, 4, 16]),
+        look_ahead=draw.choice([0, 1, 8]),
+        max_local_prefill_tokens=draw.choice([None, None, 10]),
+    )
+    pair = Pair(p, d, seed)
+    prompts: dict[str, list[int]] = {}
+    lengths: dict[str, int] = {}
+    aborted: set[str] = set()
+    stems = [[draw.randrange(60) for _ in range(24)] for _ in range(3)]
+    for number in range(draw.randint(3, 10)):
+        prompt = draw.choice(stems)[: draw.randint(1, 24)] + [draw.randrange(60) for _ in range(draw.randint(0, 12))]
+        request_id = f"r{number}"
+        prompts[request_id], lengths[request_id] = prompt, draw.randint(2, 11)
+        kind = draw.random()
+        params = {"max_tokens": lengths[request_id]}
+        if kind < 0.7:
+            pair.add(prompt, request_id, params=params)
+        else:
+            (d if kind < 0.9 else p).add(prompt, request_id, params=params, prefill_here=draw.random() < 0.5)
+        for _ in range(draw.randint(0, 12)):
+            pair.round()
+        if draw.random() < 0.35:
+            victim = draw.choice(list(prompts))
+            if victim not in pair.transfers:
+                d.core.abort_request(victim)
+                p.core.abort_request(victim)
+                aborted.add(victim)
+            elif draw.random() < 0.5:
+                pair.abort(victim)
+                aborted.add(victim)
+            else:
+                pair.break_source(victim)
+    pair.run()
+    p.scheduler.check(idle=True)
+    d.scheduler.check(idle=True)
+    assert p.scheduler.admission.num_waiting_tokens == d.scheduler.admission.num_waiting_tokens == 0
+    for request_id, prompt in prompts.items():
+        answer = pair.answer(request_id)
+        expected = greedy_answer(prompt, lengths[request_id])
+        decoded = d.answers.get(request_id)
+        ends = decoded if decoded is not None else p.answers[request_id]
+        assert ends.finish_reason is not None, f"{request_id} never ended"
+        assert answer.token_ids == expected[: len(answer.token_ids)], f"{request_id} has a wrong token"
+        if ends.finish_reason is FinishReason.LENGTH:
+            assert answer.token_ids == expected
+        elif ends.finish_reason is FinishReason.ABORT:
+            assert request_id in aborted
+        else:
+            assert ends.error_code in ("transfer_failed", "evicted", "needs_prefill")
+
+
+@pytest.mark.parametrize("fifty", range(6))
+def test_i2_i4_i13_no_order_of_events_spoils_an_answer_or_loses_a_block(make_engine: MakeEngine, fifty: int) -> None:
+    for seed in range(fifty * 50, fifty * 50 + 50):
+        try:
+            scripted(make_engine, seed)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def test_settled_is_all_a_source_sends(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add([1, 2, 3], "r", transfer_source=True, wanted_from=0)
+    engine.run()
+    (message,) = engine.outbox.take()
+    assert isinstance(message, Settled)
+    engine.scheduler.holds.back(message.hold)

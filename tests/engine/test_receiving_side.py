@@ -1,0 +1,299 @@
+"""The receiving side of the seam: reservation, parking, landing, quarantine, and events that come at the wrong time."""
+
+from __future__ import annotations
+
+import pytest
+from engine_harness import Harness, MakeEngine
+from hash_model import VOCAB_SIZE, greedy_answer
+
+from pdserve.common.engine_types import FinishReason
+from pdserve.common.errors import DigestMismatch, TransferFailed
+from pdserve.engine.remote_kv import (
+    HoldReturned,
+    Landed,
+    NeedBlocks,
+    ReceiveFailed,
+    ReceiveInto,
+    SourceFinished,
+    StopReceiving,
+    Want,
+)
+from pdserve.engine.request import RequestStatus
+
+PROMPT = list(range(22))
+FIRST = greedy_answer(PROMPT, 1)[0]
+
+
+def receive_into(engine: Harness) -> ReceiveInto:
+    (message,) = engine.outbox.take()
+    assert isinstance(message, ReceiveInto)
+    return message
+
+
+def write(engine: Harness, room: ReceiveInto, prompt: list[int]) -> None:
+    """What the transfer does: the prompt's KV, into the blocks of the hold."""
+    size = engine.config.block_size
+    for offset, block in enumerate(room.hold.block_ids):
+        start = (room.first_index + offset) * size
+        for place, token in enumerate(prompt[start : start + size]):
+            engine.kv_cache[block, place] = (start + place) * 1024 + token
+
+
+def park(engine: Harness, request_id: str = "a", prompt: list[int] = PROMPT, **fields: object) -> ReceiveInto:
+    engine.add(prompt, request_id, remote_prefill=True, **fields)
+    engine.step()
+    return receive_into(engine)
+
+
+def finish(engine: Harness, room: ReceiveInto, prompt: list[int] = PROMPT) -> None:
+    write(engine, room, prompt)
+    engine.core.apply(Landed(room.request_id, len(room.hold)))
+    engine.core.apply(SourceFinished(room.request_id, len(prompt), tuple(greedy_answer(prompt, 1))))
+    engine.core.apply(HoldReturned(room.request_id, room.hold))
+
+
+def test_what_has_landed_is_decoded_from_the_second_position_on(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    room = park(engine, params={"max_tokens": 8})
+    assert (room.first_index, len(room.hold)) == (0, 6)
+    assert not engine.core.has_work
+    finish(engine, room)
+    answer = engine.run()["a"]
+    assert (answer.first_position, answer.token_ids) == (1, greedy_answer(PROMPT, 8)[1:])
+    assert engine.model.num_tokens == 7
+
+
+@pytest.mark.parametrize("order", ["landed", "finished", "returned"])
+def test_it_runs_only_when_all_three_are_there_in_any_order(make_engine: MakeEngine, order: str) -> None:
+    engine = make_engine()
+    room = park(engine)
+    write(engine, room, PROMPT)
+    events = {
+        "landed": Landed("a", 6),
+        "finished": SourceFinished("a", 22, (FIRST,)),
+        "returned": HoldReturned("a", room.hold),
+    }
+    last = events.pop(order)
+    for event in events.values():
+        engine.core.apply(event)
+        engine.step()
+        assert engine.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.core.apply(last)
+    assert engine.run()["a"].token_ids == greedy_answer(PROMPT, 4)[1:]
+
+
+def test_a_hold_may_come_back_in_parts(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    room = park(engine)
+    write(engine, room, PROMPT)
+    first, rest = room.hold.split(2)
+    engine.core.apply(HoldReturned("a", rest))
+    engine.core.apply(Landed("a", 3))
+    engine.core.apply(SourceFinished("a", 22, (FIRST,)))
+    engine.core.apply(Landed("a", 6))
+    assert engine.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.core.apply(HoldReturned("a", first))
+    assert engine.run()["a"].token_ids == greedy_answer(PROMPT, 4)[1:]
+
+
+def test_only_what_is_not_cached_is_received(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.ask(PROMPT[:13])
+    room = park(engine)
+    assert (room.first_index, len(room.hold)) == (3, 3)
+    finish(engine, room)
+    answer = engine.run()["a"]
+    assert (answer.num_cached_tokens, answer.token_ids) == (12, greedy_answer(PROMPT, 4)[1:])
+
+
+def test_a_prompt_that_is_cached_whole_receives_nothing_but_the_first_token(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    prompt = list(range(16))
+    engine.ask(prompt)
+    room = park(engine, prompt=prompt)
+    assert (room.first_index, len(room.hold)) == (4, 0)
+    computed = engine.model.num_tokens
+    engine.core.apply(HoldReturned("a", room.hold))
+    engine.core.apply(SourceFinished("a", 16, tuple(greedy_answer(prompt, 1))))
+    assert engine.run()["a"].token_ids == greedy_answer(prompt, 4)[1:]
+    assert engine.model.num_tokens - computed == 3
+
+
+def test_i3_nothing_is_cached_before_it_is_verified_and_all_full_blocks_after(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    room = park(engine)
+    engine.core.apply(Landed("a", 5))
+    assert engine.scheduler.pool.find(engine.scheduler.requests["a"].block_hashes[0]) is None
+    finish_hashes = engine.scheduler.requests["a"].block_hashes[:]
+    write(engine, room, PROMPT)
+    engine.core.apply(Landed("a", 6))
+    engine.core.apply(SourceFinished("a", 22, (FIRST,)))
+    engine.core.apply(HoldReturned("a", room.hold))
+    assert all(engine.scheduler.pool.find(value) is not None for value in finish_hashes)
+    engine.run()
+
+
+@pytest.mark.parametrize(("cause", "cached"), [(TransferFailed("x"), 8), (DigestMismatch("x"), 0)])
+def test_i3_a_failed_transfer_leaves_its_verified_blocks_unless_the_digests_differ(
+    make_engine: MakeEngine, cause: TransferFailed, cached: int
+) -> None:
+    engine = make_engine()
+    room = park(engine)
+    write(engine, room, PROMPT[:8])
+    engine.core.apply(Landed("a", 2))
+    engine.core.apply(ReceiveFailed("a", cause))
+    engine.step()
+    answer = engine.answers["a"]
+    assert (answer.finish_reason, answer.error_code) == (FinishReason.ERROR, cause.code)
+    assert engine.outbox.take() == [StopReceiving("a")]
+    assert engine.scheduler.stats().num_blocks_quarantined == 6
+    engine.core.apply(HoldReturned("a", room.hold))
+    assert engine.scheduler.stats().num_blocks_quarantined == 0
+    again = engine.ask(PROMPT)
+    assert (again.num_cached_tokens, again.token_ids) == (cached, greedy_answer(PROMPT, 4))
+
+
+def test_i13_blocks_of_an_aborted_receive_are_not_handed_out_before_their_hold_is_back(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=12)
+    room = park(engine)
+    engine.core.abort_request("a")
+    assert engine.scheduler.pool.num_in_use == 6
+    local = engine.add([9] * 20, params={"max_tokens": 4})
+    for _ in range(6):
+        engine.step()
+        engine.kv_cache[list(room.hold.block_ids)] = 12345
+    assert engine.answers[local].token_ids == greedy_answer([9] * 20, 4)
+    waits = engine.add([8] * 30)
+    engine.step()
+    assert engine.running() == []
+    engine.core.apply(HoldReturned("a", room.hold))
+    assert engine.run()[waits].token_ids == greedy_answer([8] * 30, 4)
+
+
+def test_a_first_token_that_ends_the_request_ends_it_without_a_step(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    finish(engine, park(engine, eos=(FIRST,)))
+    answer = engine.run()["a"]
+    assert (answer.finish_reason, answer.token_ids) == (FinishReason.STOP, [])
+    assert engine.model.num_tokens == 0
+
+
+@pytest.mark.parametrize("event", [SourceFinished("a", 21, (FIRST,)), SourceFinished("a", 22, ())])
+def test_i8_a_source_that_computed_another_prompt_fails_the_request(
+    make_engine: MakeEngine, event: SourceFinished
+) -> None:
+    engine = make_engine()
+    room = park(engine)
+    engine.core.apply(Landed("a", 6))
+    engine.core.apply(event)
+    engine.core.apply(HoldReturned("a", room.hold))
+    engine.step()
+    assert engine.answers["a"].error_code == "digest_mismatch"
+    assert engine.ask(PROMPT).num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 2**31])
+def test_i9_a_first_token_outside_the_vocabulary_ends_the_request_and_not_the_engine(
+    make_engine: MakeEngine, token: int
+) -> None:
+    engine = make_engine()
+    room = park(engine)
+    engine.core.apply(Landed("a", 6))
+    engine.core.apply(SourceFinished("a", 22, (token,)))
+    engine.core.apply(HoldReturned("a", room.hold))
+    engine.run()
+    assert engine.answers["a"].error_code == "transfer_failed"
+
+
+def test_i9_events_that_come_late_twice_or_for_nobody_are_dropped_and_counted(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    for event in (
+        Landed("nobody", 1),
+        SourceFinished("nobody", 1, (1,)),
+        ReceiveFailed("nobody", TransferFailed("x")),
+        NeedBlocks("nobody", 0, 1),
+    ):
+        engine.core.apply(event)
+    assert engine.scheduler.num_dropped_events == 4
+    engine.add(PROMPT, "a", remote_prefill=True)
+    for event in (Landed("a", 1), SourceFinished("a", 22, (FIRST,)), NeedBlocks("a", 0, 1), Want("a", 0)):
+        engine.core.apply(event)
+    assert engine.scheduler.num_dropped_events == 8
+    engine.step()
+    room = receive_into(engine)
+    write(engine, room, PROMPT)
+    for event in (
+        Landed("a", 4),
+        Landed("a", 3),
+        Landed("a", 4),
+        Landed("a", 7),
+        SourceFinished("a", 22, (FIRST,)),
+        SourceFinished("a", 22, (FIRST + 1,)),
+        SourceFinished("a", 1, (FIRST,)),
+    ):
+        engine.core.apply(event)
+    assert engine.scheduler.num_dropped_events == 13
+    engine.core.apply(Landed("a", 6))
+    engine.core.apply(HoldReturned("a", room.hold))
+    for event in (Landed("a", 6), ReceiveFailed("a", TransferFailed("x")), NeedBlocks("a", 0, 1)):
+        engine.core.apply(event)
+    assert engine.scheduler.num_dropped_events == 16
+    assert engine.run()["a"].token_ids == greedy_answer(PROMPT, 4)[1:]
+
+
+def test_other_blocks_for_a_stalled_read_leave_the_old_ones_in_quarantine(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=12)
+    room = park(engine)
+    write(engine, room, PROMPT)
+    engine.core.apply(Landed("a", 2))
+    engine.core.apply(NeedBlocks("a", 2, 4))
+    more = receive_into(engine)
+    assert (more.first_index, len(more.hold)) == (2, 4)
+    assert not set(more.hold.block_ids) & set(room.hold.block_ids)
+    assert engine.scheduler.stats().num_blocks_quarantined == 4
+    write(engine, more, PROMPT)
+    landed, stalled = room.hold.split(2)
+    engine.core.apply(HoldReturned("a", landed))
+    engine.core.apply(Landed("a", 6))
+    engine.core.apply(SourceFinished("a", 22, (FIRST,)))
+    engine.core.apply(HoldReturned("a", more.hold))
+    for _ in range(5):
+        engine.step()
+        engine.kv_cache[list(stalled.block_ids)] = 12345
+    assert engine.answers["a"].token_ids == greedy_answer(PROMPT, 4)[1:]
+    assert engine.scheduler.pool.num_in_use == 4
+    engine.core.apply(HoldReturned("a", stalled))
+    assert engine.scheduler.stats().num_blocks_quarantined == 0
+
+
+def test_a_stalled_read_without_other_blocks_fails_the_request(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=8)
+    room = park(engine)
+    engine.core.apply(NeedBlocks("a", 0, 6))
+    engine.step()
+    assert engine.answers["a"].error_code == "transfer_failed"
+    assert engine.outbox.take() == [StopReceiving("a")]
+    engine.core.apply(HoldReturned("a", room.hold))
+
+
+@pytest.mark.parametrize(("first_index", "num_blocks"), [(1, 2), (2, 0), (2, 5), (9, 1), (0, 6)])
+def test_blocks_that_landed_or_are_not_received_cannot_be_exchanged(
+    make_engine: MakeEngine, first_index: int, num_blocks: int
+) -> None:
+    engine = make_engine()
+    room = park(engine)
+    engine.core.apply(Landed("a", 2))
+    engine.core.apply(NeedBlocks("a", first_index, num_blocks))
+    assert engine.outbox.take() == []
+    assert engine.scheduler.num_dropped_events == 1
+    engine.core.abort_request("a")
+    engine.core.apply(HoldReturned("a", room.hold))
+
+
+def test_aborting_before_the_reservation_tells_the_transfer(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add(PROMPT, "a", remote_prefill=True)
+    engine.core.abort_request("a")
+    engine.step()
+    assert engine.outbox.take() == [StopReceiving("a")]
+    assert engine.answers["a"].finish_reason is FinishReason.ABORT

@@ -1,0 +1,230 @@
+"""Sampling: noise by coordinates, exact distributions, forbidden tokens, and no dependence on batch mates (I5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_harness import MakeEngine
+from engine_pair import Pair
+from hash_model import VOCAB_SIZE, greedy_answer, next_logits
+from numpy.typing import NDArray
+
+from pdserve.common.engine_types import FinishReason
+from pdserve.engine.noise import uniform
+from pdserve.engine.sampler import Sampler, SamplingMetadata
+
+LOGITS = np.array([2.0, 1.5, 1.5, 0.7, 0.0, -0.4, -1.0, -3.0], dtype=np.float32)
+DRAWS = 20_000
+
+
+def metadata(count: int, **fields: Any) -> SamplingMetadata:
+    """One row a draw: the same parameters, another output position."""
+    given = {"temperature": 1.0, "top_p": 1.0, "top_k": len(LOGITS), "min_p": 0.0} | fields
+    return SamplingMetadata(
+        temperature=np.full(count, given["temperature"], dtype=np.float32),
+        top_p=np.full(count, given["top_p"], dtype=np.float32),
+        top_k=np.full(count, given["top_k"], dtype=np.int64),
+        min_p=np.full(count, given["min_p"], dtype=np.float32),
+        seeds=np.full(count, 42, dtype=np.int64),
+        indexes=np.zeros(count, dtype=np.int64),
+        positions=np.arange(count, dtype=np.int64),
+        forbidden=given.get("forbidden", []),
+    )
+
+
+def draw(count: int = DRAWS, **fields: Any) -> NDArray[np.int64]:
+    logits = torch.from_numpy(np.tile(LOGITS, (count, 1)))
+    return Sampler()(logits, metadata(count, **fields)).sampled_token_ids
+
+
+def softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    weights = np.exp(values - values.max())
+    return weights / weights.sum()
+
+
+def filtered(temperature: float = 1.0, top_k: int = 8, top_p: float = 1.0, min_p: float = 0.0) -> NDArray[np.float64]:
+    """The exact distribution, by the words of the parameters, one token after another."""
+    probs = softmax(LOGITS.astype(np.float64) / temperature)
+    order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+    left = [token for token in order[:top_k] if probs[token] >= min_p * probs.max()]
+    total, kept, reached = sum(probs[token] for token in left), [], 0.0
+    for token in left:
+        if reached >= top_p:
+            break
+        kept.append(token)
+        reached += probs[token] / total
+    expected = np.zeros(len(probs))
+    expected[kept] = probs[kept] / probs[kept].sum()
+    return expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_k": 1},
+        {"top_k": 2},
+        {"top_k": 5},
+        {"top_p": 0.01},
+        {"top_p": 0.6},
+        {"top_p": 0.95},
+        {"min_p": 0.3},
+        {"min_p": 1.0},
+        {"temperature": 1.7, "top_k": 6, "top_p": 0.8, "min_p": 0.1},
+    ],
+)
+def test_tokens_come_in_their_exact_distribution(fields: dict[str, Any]) -> None:
+    counts = np.bincount(draw(**fields), minlength=len(LOGITS))
+    expected = filtered(**fields) * DRAWS
+    assert not counts[expected == 0].any()
+    possible = expected > 0
+    chi_square = float(((counts[possible] - expected[possible]) ** 2 / expected[possible]).sum())
+    # the 99.99 % quantile for at most 7 degrees of freedom is 29.9; the seed is fixed
+    assert chi_square < 29.9
+
+
+def test_greedy_takes_the_most_likely_token_whatever_the_filters() -> None:
+    assert set(draw(8, temperature=0.0).tolist()) == {0}
+    assert set(draw(8, temperature=0.0, top_k=3, top_p=0.1).tolist()) == {0}
+
+
+def test_forbidden_tokens_never_come() -> None:
+    count = 500
+    fields: dict[str, Any] = {"forbidden": [(row, (0, 2)) for row in range(count)]}
+    assert not {0, 2} & set(draw(count, **fields).tolist())
+    assert not {0, 2} & set(draw(count, top_k=3, **fields).tolist())
+    assert set(draw(count, temperature=0.0, **fields).tolist()) == {1}
+    assert 0 in draw(count, forbidden=[(0, (0,))])[1:]
+
+
+@pytest.mark.parametrize("name", ["top_p", "min_p", "top_k"])
+def test_a_row_does_not_depend_on_its_batch_mates(name: str) -> None:
+    random = np.random.default_rng(3)
+    logits = torch.from_numpy(random.normal(size=(12, 40)).astype(np.float32))
+    whole = metadata(12, top_k=40)
+    values = {"top_p": np.linspace(0.2, 1, 12), "min_p": np.linspace(0, 0.5, 12), "top_k": np.arange(29, 41)}[name]
+    getattr(whole, name)[:] = values
+    whole.temperature[::4] = 0
+    together = Sampler()(logits.clone(), whole).sampled_token_ids
+    for row in range(12):
+        alone = SamplingMetadata(
+            **{
+                field: [] if field == "forbidden" else getattr(whole, field)[row : row + 1]
+                for field in SamplingMetadata.__slots__
+            }
+        )
+        assert Sampler()(logits[row : row + 1].clone(), alone).sampled_token_ids[0] == together[row]
+
+
+def test_noise_is_a_function_of_seed_index_and_position() -> None:
+    def one(seed: int, index: int, position: int) -> float:
+        return float(uniform(np.array([seed]), np.array([index]), np.array([position]))[0])
+
+    assert one(1, 2, 3) == one(1, 2, 3)
+    seeds = [0, 1, -1, 2**63 - 1, -(2**63)]
+    values = {one(seed, index, position) for seed in seeds for index in range(4) for position in range(50)}
+    assert len(values) == 5 * 4 * 50
+    assert all(0 <= value < 1 for value in values)
+    grid = np.arange(100_000)
+    for spread in (
+        uniform(grid, grid * 0, grid * 0),
+        uniform(grid * 0, grid, grid * 0),
+        uniform(grid * 0, grid * 0, grid),
+    ):
+        counts = np.bincount((spread * 50).astype(int), minlength=50)
+        assert ((counts - 2000) ** 2 / 2000).sum() < 112  # 99.9999 % of 49 degrees of freedom
+        assert abs(np.corrcoef(spread[:-1], spread[1:])[0, 1]) < 0.02
+
+
+SAMPLED = {"temperature": 1.0, "max_tokens": 12, "top_p": 0.95}
+
+
+def test_i5_a_sampled_text_depends_on_seed_and_index_alone(make_engine: MakeEngine) -> None:
+    prompt = list(range(13))
+    params = [SAMPLED | {"seed": seed} for seed in (5, 6, 7, -3)]
+    alone = [make_engine().ask(prompt, params=given).token_ids for given in params]
+    assert len({tuple(tokens) for tokens in alone}) == 4
+    assert make_engine().ask(prompt, index=1, params=params[0]).token_ids != alone[0]
+    settings: list[dict[str, Any]] = [
+        {},
+        {"max_num_batched_tokens": 3},
+        {"num_blocks": 9, "max_model_len": 36},
+        {"num_blocks": 9, "max_model_len": 36, "max_num_batched_tokens": 5},
+        {"max_num_seqs": 2},
+    ]
+    for fields in settings:
+        engine = make_engine(**fields)
+        ids = [engine.add(prompt, params=given) for given in params]
+        ids += [engine.add([n] * 7, params={"temperature": 0.0, "max_tokens": 9}) for n in range(3)]
+        answers = engine.run()
+        assert [answers[request_id].token_ids for request_id in ids[:4]] == alone
+        if "num_blocks" in fields:
+            assert engine.scheduler.num_preemptions > 0
+
+
+def test_i5_the_split_into_prefill_and_decode_changes_no_sampled_token(make_engine: MakeEngine) -> None:
+    prompt = list(range(13))
+    alone = make_engine().ask(prompt, params=SAMPLED | {"seed": 5}).token_ids
+    pair = Pair(make_engine(max_num_batched_tokens=5), make_engine())
+    pair.add(prompt, "r", params=SAMPLED | {"seed": 5})
+    pair.run()
+    assert pair.answer("r").token_ids == alone
+
+
+def test_a_sampled_text_is_more_than_the_greedy_one(make_engine: MakeEngine) -> None:
+    prompt = list(range(13))
+    assert make_engine().ask(prompt, params=SAMPLED | {"seed": 5}).token_ids != greedy_answer(prompt, 12)
+    assert make_engine().ask(prompt, params=SAMPLED | {"seed": 5, "top_k": 1}).token_ids == greedy_answer(prompt, 12)
+    assert make_engine().ask(prompt, params={"temperature": 1e-6, "max_tokens": 12}).token_ids == greedy_answer(
+        prompt, 12
+    )
+
+
+PROMPT = list(range(13))
+ANSWER = greedy_answer(PROMPT, 8)
+
+
+def test_min_tokens_forbids_eos_and_stop_tokens_until_then(make_engine: MakeEngine) -> None:
+    eos, stop = ANSWER[0], ANSWER[1]
+    at_once = make_engine().ask(PROMPT, eos=(eos,))
+    assert (at_once.token_ids, at_once.finish_reason, at_once.stop_reason) == ([eos], FinishReason.STOP, None)
+    answer = make_engine().ask(PROMPT, eos=(eos,), params={"min_tokens": 3, "max_tokens": 9, "stop_token_ids": (stop,)})
+    assert not {eos, stop} & set(answer.token_ids[:3])
+    assert len(answer.token_ids) >= 3
+    best = next_logits(PROMPT).argsort()[::-1]
+    assert answer.token_ids[0] == next(token for token in best if token not in (eos, stop))
+
+
+def test_min_tokens_is_counted_over_both_legs(make_engine: MakeEngine) -> None:
+    alone = make_engine().ask(PROMPT, eos=(ANSWER[0],), params={"min_tokens": 4, "max_tokens": 9}).token_ids
+    pair = Pair(make_engine(), make_engine())
+    pair.add(PROMPT, "r", eos=(ANSWER[0],), params={"min_tokens": 4, "max_tokens": 9})
+    pair.run()
+    assert pair.answer("r").token_ids == alone
+
+
+def test_ignored_eos_goes_on_but_stop_tokens_stop(make_engine: MakeEngine) -> None:
+    params = {"max_tokens": 8, "ignore_eos": True}
+    assert make_engine().ask(PROMPT, eos=tuple(ANSWER[:3]), params=params).token_ids == ANSWER
+    stopped = make_engine().ask(PROMPT, eos=(ANSWER[0],), params=params | {"stop_token_ids": (ANSWER[2],)})
+    assert (stopped.token_ids, stopped.stop_reason) == (ANSWER[: ANSWER.index(ANSWER[2]) + 1], ANSWER[2])
+
+
+def test_eos_is_allowed_before_min_tokens_when_it_is_ignored(make_engine: MakeEngine) -> None:
+    params = {"max_tokens": 8, "ignore_eos": True, "min_tokens": 8}
+    assert make_engine().ask(PROMPT, eos=tuple(ANSWER), params=params).token_ids == ANSWER
+
+
+def test_eos_ids_beyond_the_vocabulary_do_no_harm(make_engine: MakeEngine) -> None:
+    answer = make_engine().ask(PROMPT, eos=(VOCAB_SIZE, 10**6), params={"min_tokens": 2, "max_tokens": 8})
+    assert answer.token_ids == ANSWER
+
+
+def test_i9_the_largest_parameters_a_client_may_send_do_no_harm(make_engine: MakeEngine) -> None:
+    params = {"temperature": 100.0, "top_k": 2**31 - 1, "max_tokens": 2**32 - 1, "seed": 2**63 - 1}
+    assert len(make_engine(num_blocks=8).ask(PROMPT, params=params).token_ids) == 32 - 13

@@ -1,0 +1,186 @@
+"""Engines for tests: made by a factory, driven by hand, their pools checked after every step and after every test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hash_model import VOCAB_SIZE, HashModel, make_hash_cache
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.remote_kv import OutOfEngine
+
+KEY = b"a key for tests, 16 or more"
+
+
+class Outbox:
+    """A `KVConnector` that keeps what the engine sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[OutOfEngine] = []
+
+    def send(self, message: OutOfEngine) -> None:
+        self.messages.append(message)
+
+    def take(self) -> list[OutOfEngine]:
+        messages, self.messages = self.messages, []
+        return messages
+
+
+@dataclass
+class Answer:
+    """What came out for one request, in order and without a gap (I4)."""
+
+    first_position: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error_code: str = ""
+    error_message: str = ""
+    num_cached_tokens: int = 0
+    transfer_unwanted: bool = False
+    num_outputs: int = 0
+
+    def add(self, output: EngineCoreOutput) -> None:
+        assert self.finish_reason is None, f"{output.request_id} said something after its end"
+        if self.num_outputs == 0:
+            self.first_position = output.first_position
+        assert output.first_position == self.first_position + len(self.token_ids), "a position was lost or repeated"
+        self.num_outputs += 1
+        self.token_ids += output.new_token_ids
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+        self.error_code, self.error_message = output.error_code, output.error_message
+        self.num_cached_tokens = output.num_cached_tokens
+        self.transfer_unwanted = output.transfer_unwanted
+
+
+class Harness:
+    """One engine and everything it said."""
+
+    def __init__(self, config: EngineConfig, model: Any, kv_cache: Any, vocab_size: int) -> None:
+        self.config = config
+        self.model = model
+        self.kv_cache = kv_cache
+        self.hasher = BlockHasher(KEY, config.block_size)
+        self.root = self.hasher.root("fingerprint")
+        self.outbox = Outbox()
+        self.core = EngineCore(config, model, kv_cache, self.hasher, vocab_size, self.outbox)
+        self.scheduler = self.core.scheduler
+        self.answers: dict[str, Answer] = {}
+        self.must_be_idle = True
+        self._num_requests = 0
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        request_id: str | None = None,
+        *,
+        salt: str | None = None,
+        eos: tuple[int, ...] = (),
+        params: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> EngineCoreRequest:
+        """A verified request; greedy, 4 tokens, unless `params` says otherwise."""
+        self._num_requests += 1
+        root = self.root if salt is None else self.hasher.root("fingerprint", salt)
+        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4} | (params or {})
+        request = EngineCoreRequest(
+            request_id=request_id or f"r{self._num_requests}",
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(**given),
+            eos_token_ids=eos,
+            block_hashes=self.hasher.extend(root, list(prompt)),
+            hash_root=root,
+            **fields,
+        )
+        self.core.verify(request)
+        return request
+
+    def add(self, prompt: Sequence[int], request_id: str | None = None, **fields: Any) -> str:
+        request = self.request(prompt, request_id, **fields)
+        self.core.add_request(request)
+        return request.request_id
+
+    def step(self) -> None:
+        """One step, its outputs booked, then the pool check (I2)."""
+        self._book(self.core.step().outputs)
+        self.scheduler.check()
+
+    def _book(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            self.answers.setdefault(output.request_id, Answer()).add(output)
+
+    def run(self, max_steps: int = 2000) -> dict[str, Answer]:
+        """Step until there is nothing to do."""
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                return self.collect()
+            self.step()
+        raise AssertionError(f"still at work after {max_steps} steps")
+
+    def collect(self) -> dict[str, Answer]:
+        """Everything said so far, by aborts and events too."""
+        self._book(self.scheduler.take_outputs())
+        return self.answers
+
+    def ask(self, prompt: Sequence[int], **fields: Any) -> Answer:
+        """One request, to its end."""
+        request_id = self.add(prompt, **fields)
+        return self.run()[request_id]
+
+    def running(self) -> list[str]:
+        return list(self.scheduler.running)
+
+
+MakeEngine = Callable[..., Harness]
+
+
+@pytest.fixture(autouse=True)
+def harnesses() -> Iterator[list[Harness]]:
+    """After every test the pool of every engine is checked (I2), and idle unless the test says that it is not."""
+    made: list[Harness] = []
+    yield made
+    for harness in made:
+        harness.collect()
+        harness.scheduler.check(idle=harness.must_be_idle)
+
+
+@pytest.fixture
+def make_engine(harnesses: list[Harness]) -> MakeEngine:
+    """`make_engine(num_blocks=..., ...)`: an engine over the hash model; all of `EngineConfig` may be given."""
+
+    def make(**fields: Any) -> Harness:
+        fields = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16} | fields
+        fields.setdefault("max_model_len", min(256, fields["block_size"] * fields["num_blocks"]))
+        config = EngineConfig(**fields)
+        harness = Harness(config, HashModel(), make_hash_cache(config.num_blocks, config.block_size), VOCAB_SIZE)
+        harnesses.append(harness)
+        return harness
+
+    return make
+
+
+@pytest.fixture
+def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
+    """`make_real_engine(folder, ...)`: an engine over a checkpoint, in float32."""
+    from pdserve.models.kv_cache import make_kv_cache
+    from pdserve.models.loading import load_decoder
+
+    def make(folder: Path, **fields: Any) -> Harness:
+        decoder = load_decoder(folder, dtype="float32")
+        fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
+        config = EngineConfig(**fields)
+        layout = decoder.config.kv_layout(config.block_size, "fingerprint")
+        harness = Harness(config, decoder, make_kv_cache(layout, config.num_blocks), decoder.config.vocab_size)
+        harnesses.append(harness)
+        return harness
+
+    return make

@@ -1,0 +1,217 @@
+"""The documents name only what is there: files, names in the code, commands, flags, settings, error codes, bounds."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import re
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import click
+import msgspec
+import pytest
+import typer
+
+from pdserve.cli.main import app
+from pdserve.common.errors import BY_CODE
+from pdserve.common.settings import DecodeSettings, PrefillSettings, RouterSettings, ServiceSettings
+from pdserve.engine import request
+from pdserve.kv_transfer import read_queue, transfer_state
+from pdserve.router import attempt_state
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+PACKAGES = {path.name: path for path in ROOT.glob("*/pdserve/*") if path.is_dir() and path.name != "__pycache__"}
+SETTINGS: dict[str, tuple[type[ServiceSettings], ...]] = {
+    "all": (RouterSettings, PrefillSettings, DecodeSettings),
+    "router": (RouterSettings,),
+    "workers": (PrefillSettings, DecodeSettings),
+}
+_QUOTED = re.compile(r"`([^`\n]+)`")
+_PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)+/?|[A-Z]+\.md")
+_MEMBER = re.compile(r"([A-Z]\w+)\.(\w+)(?:\(\))?")
+
+
+def prose(document: Path) -> str:
+    """The text outside fenced blocks."""
+    return re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def quoted(document: Path) -> list[str]:
+    """What stands between backticks in the prose."""
+    return _QUOTED.findall(prose(document))
+
+
+def rows(document: Path, heading: str) -> Iterator[list[str]]:
+    """Cells of the tables below a heading, without their head; backticks are taken off."""
+    section = document.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    for table in re.findall(r"(?:^\|.*\n?)+", section, re.MULTILINE):
+        for line in table.splitlines()[2:]:
+            yield [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+
+
+def exists(path: str) -> bool:
+    """A path of the repository, or `package/file.py`; `*` stands for any name."""
+    package, _, rest = path.partition("/")
+    folders = [ROOT, *([PACKAGES[package].parent] if package in PACKAGES and rest else [])]
+    return any(any(folder.glob(path.rstrip("/"))) for folder in folders)
+
+
+@DOCUMENT
+def test_every_path_exists(document: Path) -> None:
+    linked = re.findall(r"\]\(([^)#:]+)\)", document.read_text())
+    assert not [path for path in linked if not (document.parent / path).exists()]
+    named = [text for text in quoted(document) if _PATH.fullmatch(text)]
+    missing = [path for path in named if not path.startswith("path/to/") and not exists(path)]
+    assert not missing
+
+
+@cache
+def class_bodies() -> dict[str, str]:
+    """Class, service or message -> the text that defines it, in Python or protobuf."""
+    bodies: dict[str, str] = {}
+    for path in ROOT.glob("*/pdserve/**/*.py"):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                bodies[node.name] = bodies.get(node.name, "") + (ast.get_source_segment(text, node) or "")
+    for path in (ROOT / "proto").rglob("*.proto"):
+        for kind, name, body in re.findall(r"^(service|message) (\w+) \{(.*?)^\}", path.read_text(), re.M | re.S):
+            bodies[name] = bodies.get(name, "") + kind + body
+    return bodies
+
+
+@DOCUMENT
+def test_every_member_named_exists(document: Path) -> None:
+    members = [match.groups() for text in quoted(document) if (match := _MEMBER.fullmatch(text))]
+    unknown = [
+        f"{owner}.{member}"
+        for owner, member in members
+        if owner not in {"README", "LICENSE"} and not re.search(rf"\b{member}\b", class_bodies().get(owner, ""))
+    ]
+    assert not unknown
+
+
+@cache
+def flags() -> dict[str, set[str]]:
+    """Subcommand -> the flags that its --help shows."""
+    group = typer.main.get_command(app)
+    with click.Context(group) as context:
+        commands = {name: group.get_command(context, name) for name in group.list_commands(context)}  # type: ignore[attr-defined]
+    return {
+        name: {
+            flag for parameter in command.params if not getattr(parameter, "hidden", False) for flag in parameter.opts
+        }
+        for name, command in commands.items()
+        if command is not None
+    }
+
+
+@DOCUMENT
+def test_every_command_and_flag_exists(document: Path) -> None:
+    text = document.read_text().replace("\\\n", " ")
+    used = (
+        re.findall(r"^[ .\w/]*\bpdserve +([a-z]+)\b([^\n`]*)", text, re.MULTILINE)
+        if document.name == "README.md"
+        else []
+    )
+    used += re.findall(r"`(?:\.venv/bin/)?pdserve ([a-z]+)\b([^`\n]*)`", text)
+    for command, rest in used:
+        assert command in flags(), f"pdserve {command}"
+        named = set(re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0]))
+        assert named <= flags()[command], f"pdserve {command}: {named - flags()[command]}"
+    alone = {flag for quote in quoted(document) for flag in re.findall(r"^--[a-z-]+", quote)}
+    assert alone <= set().union(*flags().values()), alone
+
+
+def default_of(kind: type[ServiceSettings], name: str) -> str:
+    """As the README writes it."""
+    (field,) = (field for field in msgspec.structs.fields(kind) if field.name == name)
+    if field.default in (None, ()):
+        return "none"
+    return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+
+
+def test_every_setting_in_the_readme_exists() -> None:
+    table = list(rows(ROOT / "README.md", "Settings"))
+    assert len(table) > 20
+    for name, default, service, _ in table:
+        for kind in SETTINGS[service]:
+            assert name in kind.__struct_fields__, name
+            assert default_of(kind, name) == default, name
+
+
+def test_error_table_is_the_tree() -> None:
+    table = {code: tuple(cells) for code, *cells, _ in rows(ROOT / "docs/protocol.md", "Errors")}
+    tree = {
+        code: (error.grpc_status.name, str(error.http_status), "yes" if error.retryable else "no")
+        for code, error in BY_CODE.items()
+    }
+    assert table == tree
+
+
+def test_every_bound_has_the_value_that_the_code_has() -> None:
+    for name, value, path in rows(ROOT / "docs/failure.md", "Every bound"):
+        source = PACKAGES[path.split("/")[0]].parent / path
+        values = {
+            ast.literal_eval(node.value)
+            for node in ast.walk(ast.parse(source.read_text()))
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name) and target.id == name
+        }
+        assert values == {ast.literal_eval(value)}, f"{path}: {name}"
+
+
+def moves_of(table: Mapping[enum.Enum, Collection[enum.Enum]]) -> dict[str, set[str]]:
+    """State -> the states that may follow, for those from which anything may; the ways to finish are one."""
+    return {
+        state.name: {"finished" if to.name.startswith("FINISHED") else to.name for to in following}
+        for state, following in table.items()
+        if following
+    }
+
+
+@pytest.mark.parametrize(
+    ("machine", "table"),
+    [
+        ("RequestStatus", request.LEGAL_MOVES),
+        ("SourceState", transfer_state.SOURCE_MOVES),
+        ("ReceiverState", transfer_state.RECEIVER_MOVES),
+        ("AttemptState", attempt_state.EDGES),
+        ("ReadState", read_queue.LEGAL_MOVES),
+    ],
+)
+def test_state_tables_are_those_of_the_code(machine: str, table: Mapping[enum.Enum, Collection[enum.Enum]]) -> None:
+    section = (ROOT / "docs/architecture.md").read_text().split(f"\n`{machine}` (")[1]
+    lines = re.findall(r"^\| `(\w+)` \| (.+) \|$", section.split("\n\n")[1], re.MULTILINE)
+    assert {state: set(re.findall(r"\w+", following)) for state, following in lines} == moves_of(table)
+
+
+def test_layer_table_is_the_one_that_is_held() -> None:
+    """The table of packages is `MAY_IMPORT` of `test_layers.py`."""
+    tree = ast.parse((ROOT / "tests/house/test_layers.py").read_text())
+    (layers,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "MAY_IMPORT"
+    )
+    assert isinstance(layers, ast.Dict)
+    names = [ast.literal_eval(key) for key in layers.keys if key is not None]
+    table = {cells[0]: cells[2] for cells in rows(ROOT / "docs/architecture.md", "Packages")}
+    assert set(table) == set(names)
+    for name, value in zip(names, layers.values, strict=True):
+        if isinstance(value, ast.Set):
+            assert set(re.findall(r"\w+", table[name])) == set(ast.literal_eval(value)), name
+
+
+@DOCUMENT
+def test_every_constant_named_exists(document: Path) -> None:
+    """Upper-case names in backticks: states, constants, enum members, environment variables."""
+    sources = "\n".join(path.read_text() for path in ROOT.glob("*/pdserve/**/*") if path.suffix in {".py", ".proto"})
+    sources += "\n".join(PACKAGES)
+    named = {text for text in quoted(document) if re.fullmatch(r"[A-Z][A-Z_]{3,}", text)}
+    assert not {name for name in named if name.removeprefix("PDSERVE_") not in sources and name.lower() not in sources}

@@ -1,0 +1,15 @@
+"""What every `BlockConnector` keeps. A connector's test file gives the suite its links:
+
+class TestMyConnector(ConnectorContract):
+    def make_link(self, source_pool, receiver_pool, read_stall_s): return MyLink(...)
+"""
+
+from __future__ import annotations
+
+from .contract_ends import EndContract
+from .contract_faults import FaultContract
+from .contract_reads import ReadContract
+
+
+class ConnectorContract(ReadContract, FaultContract, EndContract):
+    """The whole suite."""

@@ -1,0 +1,237 @@
+"""`ReceiverTransfer`: what it pulls, what it drops, and that its blocks come back once and only when no read writes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from transfer_fakes import DIGEST, FakeConnector, ReceiverEnd, ReceiverOwner, source_ref
+
+from pdserve.common.errors import TransferFailed, WorkerLost
+from pdserve.kv_transfer.connector import ReadOutcome
+from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer
+from pdserve.kv_transfer.transfer_state import ReceiverState
+
+
+class Bench:
+    """A transfer of blocks 2 to 5 into local blocks 40 to 43."""
+
+    def __init__(self) -> None:
+        self.connector, self.owner, self.stream = FakeConnector(), ReceiverOwner(), ReceiverEnd()
+        self.transfer = ReceiverTransfer("r", source_ref(), self.connector, self.owner)
+
+    def attach(self) -> None:
+        self.transfer.attached(self.stream, b"where", b"k" * 16)
+
+    def room(self) -> None:
+        self.transfer.room(2, [40, 41, 42, 43])
+
+    def receiving(self) -> None:
+        self.attach()
+        self.room()
+
+    def publish(self, first: int, count: int) -> None:
+        self.transfer.published(first, [100 + first + i for i in range(count)], [7 * (first + i) for i in range(count)])
+
+    def finish(self) -> None:
+        self.transfer.finished(22, DIGEST, (5,))
+
+
+async def turn() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("room_first", [True, False])
+async def test_want_goes_out_when_there_is_both_stream_and_room(room_first: bool) -> None:
+    bench = Bench()
+    first, second = (bench.room, bench.attach) if room_first else (bench.attach, bench.room)
+    first()
+    assert bench.stream.heard == []
+    second()
+    assert bench.stream.heard == [("want", 2, 4)]
+    assert bench.transfer.state is ReceiverState.RECEIVING
+
+
+async def test_everything_landed_and_finished_releases_and_gives_back() -> None:
+    bench = Bench()
+    bench.receiving()
+    bench.publish(2, 3)
+    bench.publish(5, 1)
+    one, two = bench.connector.reads
+    assert [(b.index, b.digest, b.local_block, b.location) for b in one.blocks] == [
+        (2, 102, 40, 14),
+        (3, 103, 41, 21),
+        (4, 104, 42, 28),
+    ]
+    assert (two.indexes, two.token) == ([5], b"k" * 16)
+    two.land()
+    two.end()
+    one.land(1, 2)
+    await turn()
+    assert bench.owner.heard == []
+    one.land(0, 1)
+    await turn()
+    assert bench.owner.heard == [("landed", 4)]
+    bench.finish()
+    assert bench.transfer.state is ReceiverState.RECEIVING, "the last read may still write"
+    one.end()
+    await turn()
+    assert bench.owner.heard == [("landed", 4), ("source_finished", 22, (5,)), ("fenced",)]
+    assert bench.stream.heard == [("want", 2, 4), ("landed", 4), ("release",)]
+    assert bench.transfer.state is ReceiverState.LANDED
+
+
+async def test_blocks_are_pulled_once_and_only_those_that_are_wanted() -> None:
+    bench = Bench()
+    bench.receiving()
+    for first, count in ((0, 2), (6, 3), (2**32 - 1, 1), (0, 4), (3, 1), (2, 2), (1, 9), (2, 4), (0, 0)):
+        bench.publish(first, count)
+    assert [read.indexes for read in bench.connector.reads] == [[2, 3], [4, 5]]
+
+
+async def test_nothing_is_pulled_before_there_is_room() -> None:
+    bench = Bench()
+    bench.attach()
+    bench.publish(0, 9)
+    assert bench.connector.reads == []
+
+
+async def test_digests_without_their_locations_fail_it() -> None:
+    bench = Bench()
+    bench.receiving()
+    bench.transfer.published(2, [1, 2, 3], [1, 2])
+    assert bench.owner.words == ["failed", "fenced"]
+    whole = Bench()
+    whole.receiving()
+    whole.transfer.published(2, [1, 2], [])
+    assert whole.connector.reads[0].indexes == [2, 3]
+
+
+async def test_nothing_to_fetch_lands_with_finished() -> None:
+    bench = Bench()
+    bench.attach()
+    bench.transfer.room(6, [])
+    assert bench.transfer.state is ReceiverState.ATTACHED
+    bench.finish()
+    assert bench.transfer.state is ReceiverState.LANDED
+    assert bench.owner.words == ["source_finished", "fenced"]
+    assert bench.stream.heard == [("want", 6, 0), ("release",)]
+
+
+async def test_i8_another_digest_at_finished_fails_it_for_good() -> None:
+    bench = Bench()
+    bench.receiving()
+    bench.publish(2, 4)
+    bench.transfer.finished(22, b"x" * 16, (5,))
+    assert bench.owner.heard == [("failed", "DigestMismatch")]
+    assert bench.transfer.state is ReceiverState.DRAINING
+    bench.connector.reads[0].end(ReadOutcome.CANCELLED)
+    await turn()
+    assert bench.transfer.state is ReceiverState.FAILED
+    assert bench.owner.words == ["failed", "fenced"]
+
+
+async def test_a_source_that_finishes_before_it_was_wanted_fails_it() -> None:
+    bench = Bench()
+    bench.attach()
+    bench.finish()
+    assert bench.owner.heard == [("failed", "TransferFailed")]
+
+
+async def test_finished_counts_once() -> None:
+    bench = Bench()
+    bench.receiving()
+    bench.finish()
+    bench.transfer.finished(9, DIGEST, (6,))
+    assert bench.owner.heard == [("source_finished", 22, (5,))]
+
+
+async def test_a_reattach_says_want_again_changes_no_state_and_reads_go_on() -> None:
+    bench = Bench()
+    bench.receiving()
+    bench.publish(2, 2)
+    bench.transfer.detached(bench.stream)
+    bench.connector.reads[0].land()
+    await turn()
+    assert (bench.owner.heard, bench.transfer.num_landed) == ([("landed", 2)], 2)
+    assert bench.transfer.state is ReceiverState.RECEIVING
+    again = ReceiverEnd()
+    bench.transfer.attached(again, b"where", b"k" * 16)
+    assert again.heard == [("want", 2, 4)]
+    bench.transfer.detached(bench.stream)
+    bench.publish(2, 4)
+    assert [read.indexes for read in bench.connector.reads] == [[2, 3], [4, 5]]
+    bench.connector.reads[1].land()
+    for read in bench.connector.reads:
+        read.end()
+    bench.finish()
+    await turn()
+    assert again.heard == [("want", 2, 4), ("landed", 4), ("release",)]
+
+
+async def test_a_failed_read_fails_it_and_cancels_the_others() -> None:
+    bench = Bench()
+    bench.receiving()
+    bench.publish(2, 1)
+    bench.publish(3, 3)
+    one, two = bench.connector.reads
+    one.end(ReadOutcome.FAILED, TransferFailed("no"))
+    await turn()
+    assert bench.owner.heard == [("failed", "TransferFailed")]
+    assert (one.num_cancels, two.num_cancels) == (0, 1)
+    two.land(0, 2)
+    await turn()
+    assert bench.owner.words == ["failed"], "what lands while it drains is nobody's news"
+    two.end(ReadOutcome.DONE)
+    await turn()
+    assert bench.owner.words == ["failed", "fenced"]
+    assert bench.transfer.state is ReceiverState.FAILED
+    assert bench.stream.heard[-1] == ("close",)
+
+
+@pytest.mark.parametrize("stage", ["new", "attached", "room", "receiving", "reading", "all landed", "detached"])
+@pytest.mark.parametrize("how", ["stop", "fail"])
+async def test_i13_every_end_at_every_stage_gives_back_once_and_after_the_last_read(stage: str, how: str) -> None:
+    bench = Bench()
+    transfer = bench.transfer
+    if stage == "attached":
+        bench.attach()
+    elif stage == "room":
+        bench.room()
+    elif stage != "new":
+        bench.receiving()
+    if stage in ("reading", "all landed", "detached"):
+        bench.publish(2, 3)
+        bench.publish(5, 1)
+        bench.connector.reads[0].land(0, 2)
+        await turn()
+    if stage == "all landed":
+        bench.connector.reads[0].land(2, 1)
+        bench.connector.reads[1].land()
+        await turn()
+    if stage == "detached":
+        transfer.detached(bench.stream)
+    transfer.stop() if how == "stop" else transfer.fail(WorkerLost("gone"))
+    transfer.stop()
+    transfer.fail(WorkerLost("again"))
+    bench.publish(2, 4)
+    bench.finish()
+    assert bench.owner.words.count("failed") == (how == "fail")
+    reads = bench.connector.reads
+    if reads:
+        assert transfer.state is ReceiverState.DRAINING
+        reads[0].end(ReadOutcome.CANCELLED)
+        await turn()
+        assert "fenced" not in bench.owner.words
+        reads[1].end(ReadOutcome.DONE)
+        await turn()
+    assert transfer.state is (ReceiverState.CANCELLED if how == "stop" else ReceiverState.FAILED)
+    had_room = stage not in ("new", "attached")
+    assert bench.owner.words.count("fenced") == had_room
+    if not had_room:  # room that was on its way comes straight back
+        bench.room()
+        assert bench.owner.words.count("fenced") == 1
+    late = ReceiverEnd()
+    transfer.attached(late, b"", b"")
+    assert late.heard == [("close",)]

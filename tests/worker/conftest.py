@@ -1,0 +1,198 @@
+"""Two workers' insides in one process: engine threads, seam adapters, control stream over gRPC, a real data plane."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from engine_harness import KEY
+from hash_model import VOCAB_SIZE, HashModel, make_hash_cache
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.engine_types import EngineCoreRequest, FinishReason
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.rpc import bind, make_channel, make_server
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.engine_core import EngineCore
+from pdserve.kv_transfer.attach_client import Receiving
+from pdserve.kv_transfer.attach_servicer import AttachServicer
+from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.local import LocalConnector, LocalNetwork
+from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
+from pdserve.kv_transfer.source_transfer import ExpectedTransfer, LeaseLimits, PeerId, SourceTransfer
+from pdserve.kv_transfer.source_transfers import SourceTransfers
+from pdserve.kv_transfer.tcp import TcpConnector
+from pdserve.kv_transfer.tcp_settings import TcpSettings
+from pdserve.v1 import kv_source_pb2_grpc
+from pdserve.worker.engine_client import EngineClient, OutputStream
+from pdserve.worker.seam_adapter import SeamAdapter
+
+BLOCK_SIZE = 4
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model_fingerprint="f" * 32)
+HASHER = BlockHasher(KEY, BLOCK_SIZE)
+ROOT = HASHER.root("fingerprint")
+_numbers = itertools.count()
+
+
+class Node:
+    """What a worker holds, without its process."""
+
+    def __init__(self, name: str, connector: Any, **fields: Any) -> None:
+        fields = {
+            "block_size": BLOCK_SIZE,
+            "num_blocks": 64,
+            "max_model_len": 128,
+            "max_num_batched_tokens": 16,
+        } | fields
+        self.config = EngineConfig(**fields)
+        self.model = HashModel()
+        self.cache = make_hash_cache(self.config.num_blocks, BLOCK_SIZE)
+        view = memoryview(self.cache.view(torch.uint8).numpy().reshape(-1).data)
+        self.connector = connector
+        pool = PoolMemory(view, BLOCK_SIZE * 8, self.config.num_blocks)
+        connector.serve(pool)
+        self.adapter = SeamAdapter(connector, pool)
+        self.core = EngineCore(self.config, self.model, self.cache, HASHER, VOCAB_SIZE, self.adapter)
+        self.engine = EngineClient(self.core)
+        self.adapter.connect(self.engine)
+        self.peer = PeerId(name, secrets.randbits(64))
+        self.transfers = SourceTransfers(connector, LeaseLimits(2.0, 0.4, 20.0), self.adapter)
+        self.server: grpc.aio.Server | None = make_server()
+        servicer = AttachServicer(self.transfers, connector, LAYOUT, self.peer.epoch, lambda: self.engine.tick)
+        kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
+        self.port = bind(self.server, "127.0.0.1", 0)
+        self.must_be_idle = True
+
+    async def start(self) -> None:
+        self.engine.start()
+        assert self.server is not None
+        await self.server.start()
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop(None)
+        self.adapter.close()
+        await asyncio.to_thread(self.connector.close)
+        await asyncio.to_thread(self.engine.stop)
+        self.core.scheduler.check(idle=self.must_be_idle)
+
+    async def idle(self) -> None:
+        """Wait until nothing is under way and every block is back."""
+        async with asyncio.timeout(8):
+            while (  # noqa: ASYNC110 - four counters in two threads
+                self.core.scheduler.requests
+                or self.core.scheduler.pool.num_in_use
+                or self.adapter.num_open
+                or len(self.transfers)
+            ):
+                await asyncio.sleep(0.005)
+
+
+@dataclass
+class Asked:
+    """A request through P and D."""
+
+    prompt: list[int]
+    prefill: OutputStream
+    decode: OutputStream
+    transfer: SourceTransfer
+    landed: asyncio.Future[ReceiverTransfer]
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    async def answer(self) -> list[int]:
+        """All tokens. Raises what either leg raises."""
+        first = await self.prefill.get()
+        self.tokens += first.new_token_ids
+        if first.finish_reason is None:
+            async for output in self.decode:
+                assert output.first_position == len(self.tokens), "a position was lost or repeated"
+                self.tokens += output.new_token_ids
+                self.finish_reason = output.finish_reason
+        return self.tokens
+
+
+class Pair:
+    """P, D and the router's part of an attempt."""
+
+    def __init__(self, p: Node, d: Node) -> None:
+        self.p, self.d = p, d
+        self.channel = make_channel(f"127.0.0.1:{p.port}")
+
+    def ask(self, prompt: list[int], max_tokens: int = 4, **params: Any) -> Asked:
+        request_id = f"r{next(_numbers)}.0.0"
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens} | params)),
+            block_hashes=HASHER.extend(ROOT, prompt),
+            hash_root=ROOT,
+        )
+        digest = HASHER.request_digest(ROOT, request.block_hashes, prompt)
+        transfer_id = secrets.token_bytes(16)
+        ref = SourceRef(self.p.peer.worker_id, self.p.peer.epoch, "", transfer_id, digest)
+        receiving = Receiving(self.d.peer, LAYOUT, (self.d.connector.name,), lambda: self.d.engine.tick, 2.0, 0.4)
+        landed = self.d.adapter.receive(request_id, ref, receiving, self.channel)
+        decode = self.d.engine.submit(_replace(request, remote_prefill=True))
+        expected = ExpectedTransfer(transfer_id, request_id, self.d.peer, digest, 20.0)
+        transfer = self.p.transfers.expect(expected)
+        source = _replace(request, transfer_source=True)
+        self.p.adapter.source(source, transfer)
+        return Asked(prompt, self.p.engine.submit(source), decode, transfer, landed)
+
+    def leave(self, asked: Asked) -> None:
+        """Both legs end, in whatever state they are."""
+        self.d.engine.release(asked.decode)
+        self.p.engine.release(asked.prefill)
+        asked.transfer.cancel()
+
+    async def idle(self) -> None:
+        await self.d.idle()
+        await self.p.idle()
+
+
+def _replace(request: EngineCoreRequest, **changes: Any) -> EngineCoreRequest:
+    import msgspec
+
+    return msgspec.structs.replace(request, **changes)
+
+
+MakePair = Callable[..., Awaitable[Pair]]
+
+
+@pytest.fixture
+async def make_pair() -> AsyncIterator[MakePair]:
+    """`await make_pair("local" | "tcp", p={...}, d={...})`: both pools are checked, and idle, after the test."""
+    made: list[Pair] = []
+
+    async def make(kind: str = "local", p: dict[str, Any] | None = None, d: dict[str, Any] | None = None) -> Pair:
+        network = LocalNetwork()
+
+        def connector() -> Any:
+            if kind == "local":
+                return LocalConnector(network, read_stall_s=0.3)
+            return TcpConnector(TcpSettings(request_bytes=256, read_window_bytes=1024, read_stall_s=0.3))
+
+        pair = Pair(Node("prefill-1", connector(), **(p or {})), Node("decode-1", connector(), **(d or {})))
+        made.append(pair)
+        await pair.p.start()
+        await pair.d.start()
+        return pair
+
+    yield make
+    for pair in made:
+        try:
+            if pair.p.must_be_idle and pair.d.must_be_idle:
+                await pair.idle()
+        finally:
+            await pair.channel.close()
+            await pair.d.stop()
+            await pair.p.stop()

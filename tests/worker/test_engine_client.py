@@ -1,0 +1,128 @@
+"""`EngineClient` and its thread: streams, refusals, aborts, and an engine that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
+from hash_model import greedy_answer
+
+from pdserve.common.engine_types import EngineCoreOutput, FinishReason
+from pdserve.common.errors import Draining, InternalError, InvalidRequest, NeedsPrefill, WorkerLost
+from pdserve.worker.engine_client import EngineClient, OutputStream
+from pdserve.worker.engine_request import engine_request_id
+
+PROMPT = list(range(22))
+
+
+@pytest.fixture
+async def engine(make_engine: MakeEngine) -> AsyncIterator[Harness]:  # noqa: F811
+    harness = make_engine(max_num_batched_tokens=8, max_local_prefill_tokens=40)
+    harness.client = EngineClient(harness.core)
+    harness.client.start()
+    yield harness
+    await asyncio.to_thread(harness.client.stop)
+
+
+async def read(stream: OutputStream) -> list[int]:
+    tokens: list[int] = []
+    async with asyncio.timeout(10):
+        async for output in stream:
+            assert output.first_position == len(tokens)
+            tokens += output.new_token_ids
+    return tokens
+
+
+async def test_i4_a_stream_has_every_token_once_however_slowly_it_is_read(engine: Harness) -> None:
+    client = engine.client
+    slow, fast = (client.submit(engine.request([*PROMPT, n], params={"max_tokens": 20})) for n in range(2))
+    assert await read(fast) == greedy_answer([*PROMPT, 1], 20)
+    outputs = [output async for output in slow]
+    assert len(outputs) == 1
+    assert outputs[0].new_token_ids == greedy_answer([*PROMPT, 0], 20)
+    assert outputs[0].finish_reason is FinishReason.LENGTH
+    assert {"queued", "scheduled", "first_token", "finished"} <= set(outputs[0].moments)
+    for stream in (slow, fast):
+        client.release(stream)
+        client.release(stream)
+    assert client.num_streams == 0
+
+
+async def test_i7_a_released_stream_aborts_its_request(engine: Harness) -> None:
+    stream = engine.client.submit(engine.request(PROMPT, params={"max_tokens": 200}))
+    await asyncio.wait_for(stream.get(), 10)
+    engine.client.release(stream)
+    async with asyncio.timeout(10):
+        while engine.scheduler.requests:  # noqa: ASYNC110 - the engine's thread tells nobody
+            await asyncio.sleep(0.005)
+    assert engine.scheduler.pool.num_in_use == 0
+
+
+async def test_what_the_engine_refuses_is_raised_from_the_stream(engine: Harness) -> None:
+    stream = engine.client.submit(engine.request([1] * 41))
+    with pytest.raises(NeedsPrefill) as caught:
+        await read(stream)
+    assert caught.value.uncached_tokens == 41
+
+
+async def test_a_wrong_request_never_reaches_the_engine(engine: Harness) -> None:
+    import msgspec
+
+    good = engine.request(PROMPT, "r")
+    for changes, field in (
+        ({"prompt_token_ids": []}, "prompt_token_ids"),
+        ({"prompt_token_ids": [0] * 256}, "prompt_token_ids"),
+        ({"prompt_token_ids": [64]}, "prompt_token_ids"),
+        ({"sampling_params": msgspec.structs.replace(good.sampling_params, top_p=0.0)}, "top_p"),
+        ({"sampling_params": msgspec.structs.replace(good.sampling_params, stop_token_ids=(64,))}, "stop_token_ids"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            engine.client.submit(msgspec.structs.replace(good, **changes))
+        assert caught.value.field == field
+    assert engine.client.num_streams == 0
+
+
+async def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(engine: Harness) -> None:
+    stream = engine.client.submit(engine.request(PROMPT))
+    engine.client.draining = True
+    with pytest.raises(Draining):
+        engine.client.submit(engine.request(PROMPT))
+    assert await read(stream) == greedy_answer(PROMPT, 4)
+
+
+async def test_an_idle_engine_ticks_on(engine: Harness) -> None:
+    before = engine.client.tick
+    async with asyncio.timeout(5):
+        while engine.client.tick < before + 2:  # noqa: ASYNC110 - the engine's thread tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def test_a_failed_step_ends_every_request_with_an_error_and_says_so(engine: Harness) -> None:
+    def fail() -> None:
+        raise ValueError("a bug in a kernel")
+
+    engine.model.before_step = fail
+    streams = [engine.client.submit(engine.request([n] * 9)) for n in range(3)]
+    for stream in streams:
+        with pytest.raises(InternalError, match="log has the details"):
+            await read(stream)
+    await asyncio.wait_for(engine.client.died.wait(), 5)
+    with pytest.raises(WorkerLost):
+        engine.client.submit(engine.request(PROMPT))
+    assert "a bug" not in engine.answers
+
+
+async def test_an_error_is_raised_even_when_tokens_came_before_it() -> None:
+    stream = OutputStream("r")
+    stream.put(EngineCoreOutput(request_id="r", new_token_ids=[1]))
+    stream.put(
+        EngineCoreOutput(request_id="r", error_code="evicted", error_message="x", finish_reason=FinishReason.ERROR)
+    )
+    with pytest.raises(Exception, match="x"):
+        await read(stream)
+
+
+def test_every_attempt_has_engine_requests_of_its_own() -> None:
+    assert engine_request_id("r", 2, 1) == "r.2.1"

@@ -1,0 +1,161 @@
+"""`SeamAdapter` between two real engine threads: blocks over `local` and `tcp`, and every way in which it may end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Any
+
+import pytest
+from hash_model import greedy_answer
+from transfer_fakes import expected
+
+from pdserve.common.engine_types import FinishReason
+from pdserve.common.errors import InvalidRequest, TransferFailed
+from pdserve.kv_transfer.transfer_state import ReceiverState, SourceState
+
+PROMPTS = [[(n * 7 + i) % 60 for i in range(n)] for n in (1, 3, 4, 5, 16, 23, 60, 100)]
+
+
+@pytest.mark.parametrize("kind", ["local", "tcp"])
+async def test_i1_requests_through_p_and_d_give_one_engines_answers(make_pair: Any, kind: str) -> None:
+    pair = await make_pair(kind)
+    asked = [pair.ask(prompt, max_tokens=6) for prompt in PROMPTS]
+    answers = await asyncio.wait_for(asyncio.gather(*(one.answer() for one in asked)), 20)
+    assert answers == [greedy_answer(prompt, 6) for prompt in PROMPTS]
+    assert {one.finish_reason for one in asked} == {FinishReason.LENGTH}
+    for one in asked:
+        transfer = await asyncio.wait_for(one.landed, 5)
+        assert transfer.state is ReceiverState.LANDED
+        assert await asyncio.wait_for(asyncio.shield(one.transfer.over), 5) is SourceState.RELEASED
+    await pair.idle()
+    assert pair.d.model.num_tokens == 5 * len(PROMPTS), "decode prefilled something itself"
+
+
+async def test_what_decode_has_cached_is_not_moved_again(make_pair: Any) -> None:
+    pair = await make_pair()
+    prompt = PROMPTS[-1]
+    for expected_blocks in (25, 0):
+        asked = pair.ask(prompt)
+        assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(prompt, 4)
+        assert (await asked.landed).num_blocks == expected_blocks
+        await pair.idle()
+    longer = [*prompt, 1, 2, 3]
+    asked = pair.ask(longer)
+    assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(longer, 4)
+    assert (await asked.landed).num_blocks == 1
+
+
+async def test_a_prefill_that_ended_before_it_was_wanted_is_done_again_from_cache(make_pair: Any) -> None:
+    pair = await make_pair(d={"num_blocks": 32})
+    blocker = pair.ask(PROMPTS[-1], max_tokens=28)
+    pair.d.model.before_step = lambda: time.sleep(0.01)
+    late = pair.ask(PROMPTS[-2], max_tokens=4)
+    assert (await asyncio.wait_for(late.prefill.get(), 10)).transfer_unwanted
+    answers = await asyncio.wait_for(asyncio.gather(blocker.answer(), _rest(late)), 20)
+    assert answers[0] == greedy_answer(PROMPTS[-1], 28)
+    assert answers[1] == greedy_answer(PROMPTS[-2], 4)[1:]
+
+
+async def _rest(asked: Any) -> list[int]:
+    return [token async for output in asked.decode for token in output.new_token_ids]
+
+
+async def test_small_pools_on_both_sides_lose_no_request(make_pair: Any) -> None:
+    pair = await make_pair("local", p={"num_blocks": 32}, d={"num_blocks": 32})
+    prompts = [[(n * 11 + i) % 60 for i in range(10 + 9 * n)] for n in range(10)]
+    asked = [pair.ask(prompt, max_tokens=12) for prompt in prompts]
+    answers = await asyncio.wait_for(asyncio.gather(*(one.answer() for one in asked)), 30)
+    assert answers == [greedy_answer(prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", ["local", "tcp"])
+async def test_i7_legs_that_leave_at_any_moment_leave_no_block_behind(make_pair: Any, kind: str) -> None:
+    pair = await make_pair(kind, p={"num_blocks": 48}, d={"num_blocks": 48})
+    draw = random.Random(3)
+    for _ in range(4):
+        asked = [pair.ask(draw.choice(PROMPTS[3:]), max_tokens=8) for _ in range(8)]
+        tasks = [asyncio.ensure_future(one.answer()) for one in asked]
+        for one in draw.sample(asked, 5):
+            await asyncio.sleep(draw.choice([0, 0, 0.001, 0.004]))
+            pair.leave(one)
+        kept = [(one, task) for one, task in zip(asked, tasks, strict=True) if one.decode.request_id in _streams(pair)]
+        for one, task in kept:
+            assert await asyncio.wait_for(task, 10) == greedy_answer(one.prompt, 8)
+        for one, task in zip(asked, tasks, strict=True):
+            task.cancel()
+            pair.leave(one)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await pair.idle()
+
+
+def _streams(pair: Any) -> dict[str, object]:
+    return dict(pair.d.engine._streams)
+
+
+async def test_one_turned_bit_is_read_again_and_many_fail_the_transfer(make_pair: Any) -> None:
+    pair = await make_pair()
+    pair.p.connector.flip_bits(1)
+    prompt = PROMPTS[-1]
+    assert await asyncio.wait_for(pair.ask(prompt).answer(), 10) == greedy_answer(prompt, 4)
+    await pair.idle()
+    pair.p.connector.flip_bits(10_000)
+    other = [(token + 1) % 60 for token in prompt]
+    asked = pair.ask(other)
+    with pytest.raises(TransferFailed):
+        await asyncio.wait_for(asked.answer(), 10)
+    pair.leave(asked)
+    pair.p.connector.flip_bits(0)
+    await pair.idle()
+    assert await asyncio.wait_for(pair.ask(other).answer(), 10) == greedy_answer(other, 4)
+
+
+async def test_i6_a_source_whose_data_plane_is_silent_fails_the_request_in_time(make_pair: Any) -> None:
+    pair = await make_pair()
+    pair.p.connector.serve_only(3)
+    asked = pair.ask(PROMPTS[-1])
+    with pytest.raises(TransferFailed):
+        await asyncio.wait_for(asked.answer(), 5)
+    pair.leave(asked)
+    pair.p.connector.resume()
+    await pair.idle()
+    assert await asyncio.wait_for(pair.ask(PROMPTS[-1]).answer(), 10) == greedy_answer(PROMPTS[-1], 4)
+
+
+async def test_i6_a_source_whose_server_dies_fails_the_request_within_the_grace(make_pair: Any) -> None:
+    pair = await make_pair()
+    pair.p.connector.pause()
+    asked = pair.ask(PROMPTS[-1])
+    await asyncio.sleep(0.02)
+    await pair.p.server.stop(None)
+    pair.p.server = None
+    with pytest.raises(TransferFailed):
+        await asyncio.wait_for(asked.answer(), 6)
+    pair.leave(asked)
+    pair.p.connector.resume()
+    await pair.idle()
+
+
+async def test_a_request_that_is_there_already_is_refused_and_disturbs_nothing(make_pair: Any) -> None:
+    pair = await make_pair()
+    asked = pair.ask(PROMPTS[-1], max_tokens=8)
+    receiver = pair.d.adapter._receivers[asked.decode.request_id]
+    with pytest.raises(InvalidRequest, match="already"):
+        pair.d.adapter.receive(asked.decode.request_id, receiver.transfer.source, None, pair.channel)
+    source = pair.p.adapter._sources[asked.prefill.request_id]
+    other = pair.p.transfers.expect(expected(request_id=asked.prefill.request_id))
+    with pytest.raises(InvalidRequest, match="already"):
+        pair.p.adapter.source(source.request, other)
+    assert other.state is SourceState.CANCELLED
+    with pytest.raises(InvalidRequest, match="already"):
+        pair.d.engine.submit(source.request)
+    assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(PROMPTS[-1], 8)
+
+
+async def test_a_first_token_that_ends_the_request_ends_both_legs(make_pair: Any) -> None:
+    pair = await make_pair()
+    prompt = PROMPTS[5]
+    asked = pair.ask(prompt, max_tokens=9, stop_token_ids=(greedy_answer(prompt, 1)[0],))
+    assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(prompt, 1)
+    pair.leave(asked)
