@@ -19,6 +19,7 @@ from pdserve.engine.remote_kv import (
     HoldReturned,
     IntoEngine,
     Landed,
+    Missed,
     ReceiveFailed,
     ReceiveInto,
     Revoke,
@@ -45,7 +46,6 @@ class Transfer:
     first_token: int | None = None
     said_finished: bool = False
     wanted: bool = False
-    ended_unwanted: bool = False
     runs_again: bool = False
     stopped: bool = False
     """D reads no more; its blocks may still be written to."""
@@ -135,9 +135,10 @@ class Pair:
                 self._heard[name] = answer.num_outputs
                 if answer.token_ids and transfer.first_token is None:
                     transfer.first_token = answer.token_ids[0]
-                    transfer.ended_unwanted = answer.transfer_unwanted
-                    self._again_if_ended(request_id, transfer)
         for message in self.p.outbox.take():
+            if isinstance(message, Missed):
+                self._again(message.request_id, self.transfers[message.request_id])
+                continue
             assert isinstance(message, Settled)
             transfer = self.transfers[message.request_id.removesuffix(_AGAIN)]
             if transfer.over:
@@ -161,10 +162,9 @@ class Pair:
                 if not transfer.over:
                     transfer.wanted = True
                     self._post("p", Want(message.request_id, message.first_index))
-                    self._again_if_ended(message.request_id, transfer)
 
-    def _again_if_ended(self, request_id: str, transfer: Transfer) -> None:
-        if transfer.wanted and transfer.ended_unwanted and not transfer.runs_again and not transfer.over:
+    def _again(self, request_id: str, transfer: Transfer) -> None:
+        if not transfer.runs_again and not transfer.over:
             assert transfer.room is not None
             transfer.runs_again = True
             request = self.p.request(transfer.prompt, request_id + _AGAIN, params={"max_tokens": 99})

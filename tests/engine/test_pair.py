@@ -58,7 +58,10 @@ def test_pins_and_reservations_do_not_wait_for_each_other(make_engine: MakeEngin
     assert p.scheduler.num_preemptions == 0
 
 
-def test_a_transfer_that_ended_unwanted_is_prefilled_again_mostly_from_cache(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("room_reused", [False, True])
+def test_a_transfer_that_ended_unwanted_is_computed_again_only_if_its_room_was_reused(
+    make_engine: MakeEngine, room_reused: bool
+) -> None:
     p, d = make_engine(), make_engine(num_blocks=12)
     pair = Pair(p, d)
     blocker = d.add([50] * 30, params={"max_tokens": 12})
@@ -69,10 +72,16 @@ def test_a_transfer_that_ended_unwanted_is_prefilled_again_mostly_from_cache(mak
         pair.round()
     assert p.answers["late"].transfer_unwanted
     assert p.scheduler.pool.num_in_use == 0
+    others = 0
+    if room_reused:
+        # every free block but the prompt's five full ones, which are the last to be reused
+        others = (len(p.scheduler.pool.blocks) - 5) * 4 - 2
+        p.add([55] * others, "others", params={"max_tokens": 1})
+        p.run()
     pair.run()
     assert pair.answer("late").token_ids == greedy_answer(prompt, 4)
     assert d.answers[blocker].token_ids == greedy_answer([50] * 30, 12)
-    assert p.model.num_tokens == 22 + 2
+    assert p.model.num_tokens == others + 22 + (2 if room_reused else 0)
 
 
 def test_blocks_stay_pinned_from_settled_to_release_whatever_p_does(make_engine: MakeEngine) -> None:

@@ -13,6 +13,7 @@ from hash_model import VOCAB_SIZE, greedy_answer, next_logits
 from numpy.typing import NDArray
 
 from pdserve.common.engine_types import FinishReason
+from pdserve.engine import sampler
 from pdserve.engine.noise import uniform
 from pdserve.engine.sampler import Sampler, SamplingMetadata
 
@@ -100,6 +101,14 @@ def test_forbidden_tokens_never_come() -> None:
     assert not {0, 2} & set(draw(count, top_k=3, **fields).tolist())
     assert set(draw(count, temperature=0.0, **fields).tolist()) == {1}
     assert 0 in draw(count, forbidden=[(0, (0,))])[1:]
+
+
+@pytest.mark.parametrize("noise", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_noise_choose_no_token_of_probability_zero(monkeypatch: Any, noise: float) -> None:
+    monkeypatch.setattr(sampler, "uniform", lambda seeds, indexes, positions: np.full(len(seeds), noise))
+    chosen = 1 if noise == 0 else 6
+    assert draw(1, forbidden=[(0, (0, 7))]).tolist() == [chosen]
+    assert draw(1, top_k=3).tolist() == [0 if noise == 0 else 2]
 
 
 @pytest.mark.parametrize("name", ["top_p", "min_p", "top_k"])

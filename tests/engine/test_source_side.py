@@ -186,31 +186,38 @@ def test_a_preempted_transfer_that_becomes_wanted_runs_as_wanted(make_engine: Ma
 
 
 def test_a_wanted_transfer_is_never_a_victim(make_engine: MakeEngine) -> None:
-    engine = make_engine(num_blocks=12, max_num_batched_tokens=8)
-    local = engine.add([5] * 10, params={"max_tokens": 30})
-    engine.step()
-    add_source(engine, [6] * 28, "pinned", wanted_from=0)
-    while "pinned" not in engine.answers:
+    engine = make_engine(num_blocks=9, max_num_batched_tokens=3)
+    local = engine.add([5] * 6, params={"max_tokens": 20})
+    while local not in engine.answers:
         engine.step()
-        assert engine.scheduler.requests.get("pinned") is None or (
-            engine.scheduler.requests["pinned"].num_preemptions == 0
-        )
-    engine.step()
-    settled(engine)
-    give_back(engine)
-    assert engine.run()[local].token_ids == greedy_answer([5] * 10, 30)
-
-
-def test_unwanted_transfers_are_the_first_victims(make_engine: MakeEngine) -> None:
-    engine = make_engine(num_blocks=10, run_ahead_share=1.0, max_num_batched_tokens=2)
-    local = engine.add([5] * 4, params={"max_tokens": 20})
-    engine.step()
-    add_source(engine, [6] * 28, "unwanted")
+    add_source(engine, [6] * 28, "pinned", wanted_from=0)
     while engine.scheduler.num_preemptions == 0:
         engine.step()
+    pinned = engine.scheduler.requests["pinned"]
+    assert pinned.num_computed_tokens < engine.scheduler.requests[local].num_tokens
+    assert engine.running() == ["pinned"]
+    while "pinned" not in engine.answers:
+        engine.step()
+    settled(engine)
+    give_back(engine)
+    assert engine.run()[local].token_ids == greedy_answer([5] * 6, 20)
+    assert pinned.num_preemptions == 0
+
+
+def test_unwanted_transfers_are_the_first_victims_however_much_they_computed(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=9, run_ahead_share=1.0, max_num_batched_tokens=8)
+    local = engine.add([5] * 6, params={"max_tokens": 20})
+    engine.step()
+    add_source(engine, [6] * 28, "unwanted")
+    unwanted = engine.scheduler.requests["unwanted"]
+    computed = 0
+    while engine.scheduler.num_preemptions == 0:
+        computed = unwanted.num_computed_tokens
+        engine.step()
+    assert computed > engine.scheduler.requests[local].num_computed_tokens
     assert engine.running() == [local]
     answers = engine.run()
-    assert answers[local].token_ids == greedy_answer([5] * 4, 20)
+    assert answers[local].token_ids == greedy_answer([5] * 6, 20)
     assert answers["unwanted"].token_ids == greedy_answer([6] * 28, 1)
 
 

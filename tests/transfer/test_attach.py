@@ -11,6 +11,7 @@ import pytest
 from transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID
 
 from pdserve.common.errors import LayoutMismatch, TransferFailed
+from pdserve.kv_transfer import attach_servicer
 from pdserve.kv_transfer.source_transfer import PeerId
 from pdserve.kv_transfer.transfer_state import ReceiverState, SourceState
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc
@@ -182,6 +183,18 @@ async def test_a_stopped_engine_at_the_source_breaks_the_stream_and_fails_it_unl
     else:
         await until(lambda: transfer.state is ReceiverState.FAILED, GRACE_S + 2 * BREAK_LIMIT_S)
         assert "prefill-1 is lost" in rig.owner.cause.message
+
+
+async def test_an_alive_is_put_before_messages_that_wait_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach_servicer, "ALIVE_EVERY_S", 0.05)
+    heartbeat, messages = attach_servicer.Heartbeat(lambda: "alive"), asyncio.Queue[str]()
+    heard = []
+    while heard.count("alive") < 3:
+        messages.put_nowait("more")
+        heard.append(await asyncio.wait_for(heartbeat.next(messages), 1))
+        await asyncio.sleep(0.01)
+    assert 3 < len(heard) < 40
+    assert messages.qsize() == 3
 
 
 async def test_a_stopped_engine_at_the_receiver_ends_the_lease(rig: Any, until: Any) -> None:

@@ -10,7 +10,7 @@ from engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: 
 from hash_model import greedy_answer
 
 from pdserve.common.engine_types import EngineCoreOutput, FinishReason
-from pdserve.common.errors import Draining, InternalError, InvalidRequest, NeedsPrefill, WorkerLost
+from pdserve.common.errors import Draining, InvalidRequest, NeedsPrefill, WorkerLost
 from pdserve.worker.engine_client import EngineClient, OutputStream
 from pdserve.worker.engine_request import engine_request_id
 
@@ -106,7 +106,7 @@ async def test_a_failed_step_ends_every_request_with_an_error_and_says_so(engine
     engine.model.before_step = fail
     streams = [engine.client.submit(engine.request([n] * 9)) for n in range(3)]
     for stream in streams:
-        with pytest.raises(InternalError, match="log has the details"):
+        with pytest.raises(WorkerLost, match="log has the details"):
             await read(stream)
     await asyncio.wait_for(engine.client.died.wait(), 5)
     with pytest.raises(WorkerLost):

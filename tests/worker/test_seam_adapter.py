@@ -20,7 +20,7 @@ PROMPTS = [[(n * 7 + i) % 60 for i in range(n)] for n in (1, 3, 4, 5, 16, 23, 60
 
 @pytest.mark.parametrize("kind", ["local", "tcp"])
 async def test_i1_requests_through_p_and_d_give_one_engines_answers(make_pair: Any, kind: str) -> None:
-    pair = await make_pair(kind)
+    pair = await make_pair(kind, d={"num_blocks": 128})
     asked = [pair.ask(prompt, max_tokens=6) for prompt in PROMPTS]
     answers = await asyncio.wait_for(asyncio.gather(*(one.answer() for one in asked)), 20)
     assert answers == [greedy_answer(prompt, 6) for prompt in PROMPTS]

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
@@ -23,6 +24,8 @@ from pdserve.router.service import run_router
 log = logging.getLogger(__name__)
 
 CHILD_DRAIN_S = 35.0
+JOIN_S = 10.0
+JOIN_LOOK_S = 0.02
 MIN_CORES_FOR_PINNING = 2
 
 
@@ -47,6 +50,8 @@ class Addresses:
     grpc: str
     prefill: list[str] = field(default_factory=list)
     decode: list[str] = field(default_factory=list)
+    api_key: str | None = None
+    """One that the front ends accept, when they want one."""
 
 
 WhenReady = Callable[[Addresses], Awaitable[bool]]
@@ -72,7 +77,9 @@ async def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady
         decode = [worker.address for worker in workers if worker.plan.role == "decode"]
         flags = plan.router_flags | {"model": plan.model, "prefill": prefill, "decode": decode, "deployment_key": key}
         settings = load_settings(RouterSettings, flags=flags)
-        await _route(settings, plan.folder, Addresses("", "", prefill, decode), when_ready, leave)
+        api_key = settings.api_keys[0] if settings.api_keys else None
+        addresses = Addresses("", "", prefill, decode, api_key)
+        await _route(settings, plan.folder, addresses, when_ready, leave)
     finally:
         for watcher in watchers:
             watcher.cancel()
@@ -91,6 +98,7 @@ async def _route(
 
     async def greet() -> None:
         await listening.wait()
+        await _all_live(addresses)
         if not await when_ready(addresses):
             leave.set()
 
@@ -98,6 +106,19 @@ async def _route(
         greeting = group.create_task(greet())
         await run_router(settings, model_folder=folder, ready=ready, stop=leave)
         greeting.cancel()
+
+
+async def _all_live(addresses: Addresses) -> None:
+    """Until the router counts every worker as live, or `JOIN_S` are over: the first question is for the whole cluster."""
+    expected = {"prefill": len(addresses.prefill), "decode": len(addresses.decode)}
+    async with httpx.AsyncClient() as client:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(JOIN_S):
+                while True:
+                    workers = (await client.get(f"http://{addresses.http}/health")).json()["workers"]
+                    if {role: count["live"] for role, count in workers.items()} == expected:
+                        return
+                    await asyncio.sleep(JOIN_LOOK_S)
 
 
 async def _until(leave: asyncio.Event, work: asyncio.Future[list[None]]) -> None:

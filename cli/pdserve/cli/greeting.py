@@ -30,7 +30,7 @@ class Greeting:
         if self._question:
             console.print(f"\n[bold]{self._question}[/]")
             try:
-                async with GrpcClient(addresses.grpc) as client:
+                async with GrpcClient(addresses.grpc, addresses.api_key) as client:
                     await show_answer(
                         console, client.chat([Turn("user", self._question)], temperature=0.0, max_tokens=64), True
                     )
@@ -38,5 +38,7 @@ class Greeting:
             except PdServeError as error:
                 console.print(f"[red]{error.code}: {error.message}[/]")
         if not self._once:
-            console.print('\nAsk more:  pdserve chat --timeline "What is 7 plus 5?"     Ctrl-C drains and stops.')
+            console.print(
+                '\nAsk more:  pdserve chat --timeline "What is 7 plus 5?"     Ctrl-C drains and stops.', soft_wrap=True
+            )
         return not self._once

@@ -64,19 +64,24 @@ def up(
     from pdserve.cli.model_folder import DEMO, model_folder
     from pdserve.cli.service_commands import parse_assignments
     from pdserve.common.logging_setup import configure_logging
+    from pdserve.common.settings import DecodeSettings, RouterSettings
 
     configure_logging("router", "info" if verbose else "warning")
     console = Console()
     name = model or DEMO
     worker_flags = [*(("--connector", connector) if connector else ())]
+    router_flags: dict[str, object] = {"port": port, "grpc_port": grpc_port, "local_prefill": local_prefill}
     for key, value in parse_assignments(set_ or []).items():
-        worker_flags += ["--set", f"{key}={value}"]
+        if key in RouterSettings.__struct_fields__:
+            router_flags[key] = value
+        if key in DecodeSettings.__struct_fields__ or key not in RouterSettings.__struct_fields__:
+            worker_flags += ["--set", f"{key}={value}"]
     plan = ClusterPlan(
         model=name,
         folder=model_folder(name),
         num_prefill=prefill,
         num_decode=decode,
-        router_flags={"port": port, "grpc_port": grpc_port, "local_prefill": local_prefill},
+        router_flags=router_flags,
         worker_flags=tuple(worker_flags),
         quiet_children=not verbose,
     )

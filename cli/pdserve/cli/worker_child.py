@@ -73,7 +73,8 @@ class WorkerChild:
         self.address = ready.address
 
     def _same_port(self) -> Sequence[str]:
-        return ("--port", self.address.rpartition(":")[2]) if self.address else ()
+        # always given: a port in the environment is meant for one service, not for all children
+        return ("--port", self.address.rpartition(":")[2] or "0")
 
     async def _read_reports(self, descriptor: int) -> ReadyReport | None:
         reader = asyncio.StreamReader()

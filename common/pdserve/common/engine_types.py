@@ -65,7 +65,7 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     num_cached_tokens: int = 0
     """Prompt tokens that needed no computing here."""
     transfer_unwanted: bool = False
-    """Source side: it ended before anybody wanted its blocks; they are ordinary cache now."""
+    """Source side: it ended before anybody wanted its blocks; nobody holds them any more."""
     error_code: str = ""
     error_message: str = ""
     moments: dict[str, float] = {}

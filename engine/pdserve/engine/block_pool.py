@@ -22,12 +22,14 @@ class PoolCorrupt(RuntimeError):
 class KVCacheBlock:
     """One block's bookkeeping; its bytes are row `block_id` of the pool's tensor."""
 
-    __slots__ = ("block_hash", "block_id", "ref_cnt")
+    __slots__ = ("block_hash", "block_id", "life", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
+        self.life = 0
+        """Counts how often it was handed out: while it stands still, so does the content."""
 
     def __repr__(self) -> str:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
@@ -100,6 +102,7 @@ class BlockPool:
             self.num_cached -= block.block_hash is not None
             self._forget(block)
             block.ref_cnt = 1
+            block.life += 1
             taken.append(block)
         return taken
 
@@ -111,18 +114,21 @@ class BlockPool:
                 self.num_cached -= block.block_hash is not None
             block.ref_cnt += 1
 
-    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """One reference less to each. Later blocks of a sequence are reused first: a prefix is worth more than its end."""
+    def release(self, blocks: Sequence[KVCacheBlock], keep: bool = False) -> None:
+        """One reference less to each. Later blocks of a sequence are reused first: a prefix is worth more than its end.
+
+        keep: blocks of unknown content are reused as late as known ones: somebody may come back for them.
+        """
         for block in reversed(blocks):
             if block.ref_cnt <= 0:
                 raise PoolCorrupt(f"block {block.block_id} released more often than taken")
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 self._unused[block.block_id] = block
-                if block.block_hash is None:
-                    self._unused.move_to_end(block.block_id, last=False)
-                else:
+                if block.block_hash is not None:
                     self.num_cached += 1
+                elif not keep:
+                    self._unused.move_to_end(block.block_id, last=False)
 
     def hold(self, blocks: Sequence[KVCacheBlock]) -> BlockHold:
         """A hold on blocks that are in use, with references of its own."""

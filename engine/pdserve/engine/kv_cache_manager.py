@@ -39,6 +39,14 @@ class KVCacheBlocks:
 NO_BLOCKS = KVCacheBlocks(())
 
 
+@dataclass(frozen=True, slots=True)
+class RestingTable:
+    """A block table without references: good for as long as none of its blocks is handed out again."""
+
+    blocks: tuple[KVCacheBlock, ...]
+    lives: tuple[int, ...]
+
+
 class KVCacheManager:
     """Block tables over one `BlockPool`."""
 
@@ -158,6 +166,23 @@ class KVCacheManager:
         if table is not None:
             del self._num_remembered[request.request_id]
             self.pool.release(table)
+
+    def rest(self, request: Request) -> RestingTable:
+        """Give up the sequence's references, and remember its table in case that it is wanted after all."""
+        blocks = self._tables.pop(request.request_id)
+        del self._num_remembered[request.request_id]
+        table = RestingTable(tuple(blocks), tuple(block.life for block in blocks))
+        self.pool.release(blocks, keep=True)
+        return table
+
+    def revive(self, request: Request, table: RestingTable) -> bool:
+        """Take a resting table back; False when one of its blocks has been handed out since, and nothing has changed."""
+        if any(block.life != life for block, life in zip(table.blocks, table.lives, strict=True)):
+            return False
+        self.pool.touch(table.blocks)
+        self._tables[request.request_id] = list(table.blocks)
+        self._num_remembered[request.request_id] = request.num_computed_tokens // self.block_size
+        return True
 
     def references(self) -> dict[int, int]:
         """Block id -> references by block tables; for the pool check."""

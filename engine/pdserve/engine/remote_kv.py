@@ -8,7 +8,7 @@ these values over two queues and share nothing else. A late, repeated or unknown
     ReceiveInto   room is reserved, pull            Landed          so many blocks are here, verified
     StopReceiving give the holds back               SourceFinished  the source is done: count, first token
     Settled       these blocks are final            ReceiveFailed   the transfer is over, for this cause
-                                                    HoldReturned    nobody reads or writes these any more
+    Missed        wanted too late: compute again    HoldReturned    nobody reads or writes these any more
                                                     NeedBlocks      go on in other blocks
                                                     Want            the receiver has room: publish
                                                     Revoke          the transfer ended before release
@@ -50,7 +50,14 @@ class Settled:
     """On a GPU: what must have completed before the bytes are read."""
 
 
-OutOfEngine = ReceiveInto | StopReceiving | Settled
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """Source side: `Want` came for a sequence that has ended and lost its blocks. It must be computed again."""
+
+    request_id: str
+
+
+OutOfEngine = ReceiveInto | StopReceiving | Settled | Missed
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ class Scheduler:
 
     def abort_request(self, request_id: str) -> None:
         """End a request in whatever state it is; harmless when it has ended."""
+        self.sources.forget(request_id)
         if (request := self.requests.get(request_id)) is not None:
             self._finish(request, RequestStatus.FINISHED_ABORTED)
 
@@ -100,8 +101,12 @@ class Scheduler:
             self.holds.back(event.hold)
             self._run_if_ready(self.receives.returned(event.request_id, event.hold.block_ids))
             return
+        if isinstance(event, Revoke):
+            self.sources.forget(event.request_id)
         request = self.requests.get(event.request_id)
         if request is None:
+            if isinstance(event, Want) and self.sources.want_ended(event.request_id, event.first_index):
+                return
             self.num_dropped_events += 1
             return
         if isinstance(event, Landed | SourceFinished | NeedBlocks) and not self.receives.expects(event):
@@ -264,6 +269,8 @@ class Scheduler:
         elif request.core.transfer_source:
             # the rest is decoded elsewhere: for this engine the sequence is done, though its text is not
             self._emit(request, [token_id], None)
+            if request.is_unwanted_source:
+                self.sources.rest(request)
             self._forget(request, RequestStatus.FINISHED_STOPPED)
         else:
             self._emit(request, [token_id], None)

@@ -1,10 +1,15 @@
-"""`SourcePublishing`: hands final blocks of wanted sequences to the transfer, each once."""
+"""`SourcePublishing`: hands final blocks of wanted sequences to the transfer, each once.
+
+A prefill that ends before anybody wants it has ended for the engine: its blocks are free, first their content known,
+then reused. Most are wanted a moment later, so its table is remembered without references: if no block has been handed
+out since, everything is published without computing anything again; otherwise the transfer side hears `Missed`.
+"""
 
 from __future__ import annotations
 
 from pdserve.engine.hold_ledger import HoldLedger
-from pdserve.engine.kv_cache_manager import KVCacheManager
-from pdserve.engine.remote_kv import KVConnector, Settled
+from pdserve.engine.kv_cache_manager import KVCacheManager, RestingTable
+from pdserve.engine.remote_kv import KVConnector, Missed, Settled
 from pdserve.engine.request import Request
 
 
@@ -15,6 +20,30 @@ class SourcePublishing:
         self._kv = kv
         self._holds = holds
         self._connector = connector
+        self._resting: dict[str, tuple[Request, RestingTable]] = {}
+
+    def rest(self, request: Request) -> None:
+        """It ended unwanted: let its blocks go, but remember where they are. `forget` follows when its transfer ends."""
+        self._resting[request.request_id] = (request, self._kv.rest(request))
+
+    def forget(self, request_id: str) -> None:
+        """Its transfer has ended. Harmless when it does not rest."""
+        self._resting.pop(request_id, None)
+
+    def want_ended(self, request_id: str, first_index: int) -> bool:
+        """Somebody wants a sequence that has ended: publish it if it rests whole, say `Missed` if not.
+
+        False when it does not rest: it was served before, or its transfer is over.
+        """
+        if (resting := self._resting.pop(request_id, None)) is None:
+            return False
+        request, table = resting
+        if self._kv.revive(request, table):
+            self.want(request, first_index)
+            self._kv.free(request)
+        else:
+            self._connector.send(Missed(request_id))
+        return True
 
     def want(self, request: Request, first_index: int) -> None:
         """The receiver has room for the blocks from `first_index` on; what is final already goes out now."""

@@ -48,8 +48,8 @@ class TcpStream:
         # is noticed after at most 1.25 * stall_s.
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(stall_s / 4))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_stall_s / 4))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _kernel_time(stall_s / 4))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _kernel_time(send_stall_s / 4))
 
     def send(self, views: Sequence[memoryview]) -> None:
         """Send all bytes of all views, in order. Raises StreamBroken."""
@@ -168,5 +168,5 @@ def _wait_readable(socks: Sequence[socket.socket], timeout_s: float | None) -> b
         raise StreamBroken(str(error)) from error
 
 
-def _timeval(seconds: float) -> bytes:
+def _kernel_time(seconds: float) -> bytes:
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1_000_000))

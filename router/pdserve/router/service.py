@@ -15,7 +15,7 @@ import uvicorn
 from pdserve.common.deployment_key import key_check
 from pdserve.common.errors import ConfigError
 from pdserve.common.rpc import bind
-from pdserve.common.settings import RouterSettings
+from pdserve.common.settings import RouterSettings, describe
 from pdserve.router.fleet import Fleet
 from pdserve.router.front_grpc import GrpcFront
 from pdserve.router.front_http import HttpFront
@@ -45,6 +45,7 @@ async def run_router(
     later. stop: when given, signals are the caller's business.
     Raises: ConfigError for a model folder, key or port that cannot be used.
     """
+    log.info("settings: %s", describe(settings))
     key, is_development_key = settings.key()
     if is_development_key:
         log.warning("no deployment key: the public development key is used, which is safe on this machine only")

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from pdserve.common.engine_types import EngineCoreOutputs
-from pdserve.common.errors import InternalError
+from pdserve.common.errors import WorkerLost
 from pdserve.engine.engine_core import EngineCore
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class EngineThread:
         except Exception:
             log.exception("the engine failed; every request it had ends")
             with contextlib.suppress(Exception):
-                self.core.fail_all(InternalError("the engine failed; the worker's log has the details"))
+                self.core.fail_all(WorkerLost("the worker's engine failed; its log has the details"))
                 self._tell(EngineCoreOutputs(outputs=self.core.scheduler.take_outputs()))
             self._call_soon(self._on_death)
 

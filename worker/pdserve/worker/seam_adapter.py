@@ -19,6 +19,7 @@ from pdserve.engine.block_pool import BlockHold
 from pdserve.engine.remote_kv import (
     HoldReturned,
     Landed,
+    Missed,
     OutOfEngine,
     ReceiveFailed,
     ReceiveInto,
@@ -49,7 +50,6 @@ class _Source:
         self.transfer = transfer
         self.holds: list[BlockHold] = []
         self.wanted_from: int | None = None
-        self.ended_unwanted = False
         self.runs_again = False
 
 
@@ -110,6 +110,9 @@ class SeamAdapter:
                 self._settled(message)
             case ReceiveInto():
                 self._room(message)
+            case Missed():
+                if (source := self._sources.get(message.request_id)) is not None:
+                    self._prefill_again(source)
             case StopReceiving():
                 if (receiver := self._receivers.get(message.request_id)) is not None:
                     receiver.transfer.stop()
@@ -132,7 +135,6 @@ class SeamAdapter:
         if source is not None and source.transfer is transfer:
             source.wanted_from = first_index
             self.engine.apply(Want(source.request.request_id, first_index))
-            self._prefill_again_if_ended(source)
 
     def ended(self, transfer: SourceTransfer) -> None:
         """Fenced: what the transfer pinned goes back, and what still computes for it stops."""
@@ -152,14 +154,12 @@ class SeamAdapter:
         if output.error_code:
             source.transfer.fail(engine_error(output))
         elif output.new_token_ids and not again:
-            source.ended_unwanted = output.transfer_unwanted
             result = SourceResult(len(source.request.prompt_token_ids), tuple(output.new_token_ids))
             source.transfer.computed(result)
-            self._prefill_again_if_ended(source)
 
-    def _prefill_again_if_ended(self, source: _Source) -> None:
+    def _prefill_again(self, source: _Source) -> None:
         """Wanted, but computed and gone before: most of it is cache. Its second first token is dropped."""
-        if source.wanted_from is not None and source.ended_unwanted and not source.runs_again:
+        if source.wanted_from is not None and not source.transfer.has_ended and not source.runs_again:
             source.runs_again = True
             request = msgspec.structs.replace(
                 source.request, request_id=source.request.request_id + _AGAIN, wanted_from=source.wanted_from

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005
 """How soon a transport thread gets the interpreter back from the engine thread; Python's own 5 ms is a step's length."""
 STOP_GRACE_S = 1.0
+LAST_WORDS_S = 0.5
+"""What streams that are cut off have to tell their routers."""
 
 AddServicers = Callable[["Worker", grpc.aio.Server], list[str]]
 
@@ -164,10 +166,17 @@ class Worker:
         while (self.engine.num_streams or len(self.transfers)) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         self.transfers.revoke_all(Draining("the source is draining"))
+        if self.engine.num_streams:
+            # their routers hear why, and place them elsewhere
+            self.engine.call(lambda core: core.fail_all(Draining("the worker has drained for as long as it may")))
+            await asyncio.sleep(LAST_WORDS_S)
 
     async def stop(self) -> None:
-        """End everything; leaves no port open and no thread behind."""
-        await self.server.stop(STOP_GRACE_S)
+        """End everything; leaves no port open and no thread behind.
+
+        After an engine's death calls are cut at once: a router takes that for what it is, a worker's death.
+        """
+        await self.server.stop(None if self.engine.died.is_set() else STOP_GRACE_S)
         self.transfers.revoke_all(Draining("the source is leaving"))
         self.adapter.close()
         await self.peers.close()
