@@ -45,13 +45,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--vllm-prefill", required=True)
     parser.add_argument("--vllm-decode", required=True)
+    parser.add_argument("--peer", default="", help="what runs there, for the conditions: version, settings, cores")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     vocabulary = json.loads((options.model / "config.json").read_text())["vocab_size"]
     peer = VllmPrefillDecode(f"{options.vllm_prefill}/v1/completions", f"{options.vllm_decode}/v1/completions")
     report: dict[str, object] = {
-        "conditions": conditions() | {"model": options.model.name, "rounds": str(options.rounds)}
+        "conditions": conditions() | {"model": options.model.name, "rounds": str(options.rounds), "peer": options.peer}
     }
     with serving(options.model) as url:
         ours = PdServe(f"{url}/v1/completions", options.model.name)
