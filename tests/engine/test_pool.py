@@ -120,8 +120,11 @@ def test_i2_free_cached_and_in_use_add_up_whatever_happens(data: st.DataObject) 
     pool = BlockPool(8)
     users: list[list] = []
     holds: list = []
+    told: set[bytes] = set()
     for number in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["allocate", "release", "hold", "back", "remember", "find", "forget"]))
+        action = data.draw(
+            st.sampled_from(["allocate", "release", "hold", "back", "remember", "find", "forget", "tell"])
+        )
         if action == "allocate" and pool.num_available:
             users.append(pool.allocate(data.draw(st.integers(1, pool.num_available))))
         elif action == "release" and users:
@@ -137,6 +140,12 @@ def test_i2_free_cached_and_in_use_add_up_whatever_happens(data: st.DataObject) 
             users.append([block])
         elif action == "forget":
             pool.forget_cached()
+        elif action == "tell":
+            stored, removed = pool.take_changes()
+            assert told.isdisjoint(stored)
+            assert told.issuperset(removed)
+            told = (told | set(stored)) - set(removed)
+            assert told == {bytes([n]) for n in range(5) if pool.find(bytes([n])) is not None}
         references: dict[int, int] = {}
         for block_id in [block.block_id for user in users for block in user] + [b for h in holds for b in h.block_ids]:
             references[block_id] = references.get(block_id, 0) + 1

@@ -167,6 +167,8 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.met: list[worker_pb2.MeetRequest] = []
         self.load = worker_pb2.Load(engine_tick=1)
         self.ticking = True
+        self.blocks: list[worker_pb2.Blocks] = []
+        """Changes that go out next, on the watch that asks for them."""
         self._changed = asyncio.Event()
         self._called = asyncio.Event()
         self._server: grpc.aio.Server | None = None
@@ -227,12 +229,19 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         while True:
             self.load.engine_tick += self.ticking
             yield worker_pb2.WatchEvent(load=self.load)
+            while request.blocks and self.blocks:
+                yield worker_pb2.WatchEvent(blocks=self.blocks.pop(0))
             self._changed.clear()
             try:
                 async with asyncio.timeout(0.2):
                     await self._changed.wait()
             except TimeoutError:
                 pass
+
+    def tell_blocks(self, sequence: int, stored: bytes = b"", removed: bytes = b"", cleared: bool = False) -> None:
+        """Say in the watch, now, which blocks this worker holds."""
+        self.blocks.append(worker_pb2.Blocks(sequence=sequence, stored=stored, removed=removed, cleared=cleared))
+        self._changed.set()
 
     async def Meet(self, request, context):
         self.met.append(request)

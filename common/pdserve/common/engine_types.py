@@ -98,3 +98,7 @@ class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
     timestamp: float = 0.0
+    blocks_stored: list[bytes] = []
+    """Hashes of blocks that the prefix cache knows since this step."""
+    blocks_removed: list[bytes] = []
+    """Hashes of blocks that it knows no more."""

@@ -72,6 +72,8 @@ class BlockPool:
         # unused blocks, next to be taken first: free ones, then cached ones from the least recently used
         self._unused: OrderedDict[int, KVCacheBlock] = OrderedDict((block.block_id, block) for block in self.blocks)
         self._by_hash: dict[bytes, KVCacheBlock] = {}
+        # hash -> whether it is known now; only those of which the last `take_changes` said otherwise
+        self._changes: dict[bytes, bool] = {}
         self.num_cached = 0
         """Unused blocks whose content is known."""
 
@@ -144,6 +146,7 @@ class BlockPool:
         if block.block_hash is None and block_hash not in self._by_hash:
             block.block_hash = block_hash
             self._by_hash[block_hash] = block
+            self._change(block_hash, True)
 
     def forget_cached(self) -> int:
         """Drop what is known of unused blocks; returns how many."""
@@ -157,7 +160,21 @@ class BlockPool:
     def _forget(self, block: KVCacheBlock) -> None:
         if block.block_hash is not None:
             del self._by_hash[block.block_hash]
+            self._change(block.block_hash, False)
             block.block_hash = None
+
+    def _change(self, block_hash: bytes, known: bool) -> None:
+        if self._changes.get(block_hash) is (not known):
+            del self._changes[block_hash]
+        else:
+            self._changes[block_hash] = known
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Hashes that `find` knows and did not know at the last call, and those it does not know any more."""
+        if not self._changes:
+            return [], []
+        changes, self._changes = self._changes, {}
+        return [h for h, known in changes.items() if known], [h for h, known in changes.items() if not known]
 
     def check(self, references: dict[int, int] | None = None) -> None:
         """Add everything up again. references: block id -> how many sequences and holds refer to it, when known.

@@ -83,8 +83,13 @@ class EngineCore:
             self.scheduler.update_from_output(scheduled, computed)
         else:
             self.scheduler.keep_left(scheduled)
+        stored, removed = self.scheduler.pool.take_changes()
         return EngineCoreOutputs(
-            outputs=self.scheduler.take_outputs(), scheduler_stats=self.scheduler.stats(), timestamp=time.monotonic()
+            outputs=self.scheduler.take_outputs(),
+            scheduler_stats=self.scheduler.stats(),
+            timestamp=time.monotonic(),
+            blocks_stored=stored,
+            blocks_removed=removed,
         )
 
     def warm_up(self) -> None:
@@ -107,3 +112,4 @@ class EngineCore:
         while self.has_work:
             self.step()
         self.scheduler.forget_history()
+        self.scheduler.pool.take_changes()

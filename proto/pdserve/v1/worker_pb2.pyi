@@ -42,13 +42,17 @@ class WatchRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
+    blocks: builtins.bool
+    """tell which blocks the prefix cache holds"""
     def __init__(
         self,
         *,
         protocol_version: builtins.int = ...,
+        blocks: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["protocol_version", b"protocol_version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "protocol_version", b"protocol_version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WatchRequest: typing_extensions.TypeAlias = WatchRequest
@@ -59,25 +63,61 @@ class WatchEvent(google.protobuf.message.Message):
 
     IDENTITY_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
     @property
     def identity(self) -> Global___Identity: ...
     @property
     def load(self) -> Global___Load: ...
+    @property
+    def blocks(self) -> Global___Blocks: ...
     def __init__(
         self,
         *,
         identity: Global___Identity | None = ...,
         load: Global___Load | None = ...,
+        blocks: Global___Blocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["event", b"event", "identity", b"identity", "load", b"load"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "event", b"event", "identity", b"identity", "load", b"load"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["event", b"event", "identity", b"identity", "load", b"load"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "event", b"event", "identity", b"identity", "load", b"load"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["identity", "load"]
+    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["identity", "load", "blocks"]
     _WhichOneofArgType_event: typing_extensions.TypeAlias = typing.Literal["event", b"event"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___WatchEvent: typing_extensions.TypeAlias = WatchEvent
+
+@typing.final
+class Blocks(google.protobuf.message.Message):
+    """A step from what the prefix cache held to what it holds: first what is held when the watch begins, then changes, at
+    most every 20 ms. Hashes of 16 bytes, one after the other.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    CLEARED_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
+    REMOVED_FIELD_NUMBER: builtins.int
+    sequence: builtins.int
+    """1, 2, 3, ... in this stream; a gap means that the stream must be opened again"""
+    cleared: builtins.bool
+    """nothing said before counts any more; applied before the others"""
+    stored: builtins.bytes
+    removed: builtins.bytes
+    """applied before `stored`"""
+    def __init__(
+        self,
+        *,
+        sequence: builtins.int = ...,
+        cleared: builtins.bool = ...,
+        stored: builtins.bytes = ...,
+        removed: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cleared", b"cleared", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Blocks: typing_extensions.TypeAlias = Blocks
 
 @typing.final
 class Identity(google.protobuf.message.Message):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from pdserve.common.errors import PdServeError
+from pdserve.common.held_blocks import HeldBlocks
 from pdserve.router.watch import introduce
 from pdserve.router.watched_address import TICK_STILL_S, Expected, WatchedAddress
 from pdserve.router.worker import Worker, WorkerRole, WorkerState
@@ -21,9 +22,12 @@ T = TypeVar("T")
 class Fleet:
     """Watches every address, in whatever order they start; use as an async context."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], expected: Expected) -> None:
+    def __init__(
+        self, prefill: Sequence[str], decode: Sequence[str], expected: Expected, held: HeldBlocks | None = None
+    ) -> None:
+        """held: is told which blocks the workers hold."""
         self._watched = [
-            WatchedAddress(address, role, expected, self._on_change)
+            WatchedAddress(address, role, expected, self._on_change, held)
             for role, addresses in ((WorkerRole.PREFILL, prefill), (WorkerRole.DECODE, decode))
             for address in dict.fromkeys(addresses)
         ]

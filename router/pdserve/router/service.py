@@ -20,6 +20,7 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.front_grpc import GrpcFront
 from pdserve.router.front_http import HttpFront
 from pdserve.router.inference import Inference
+from pdserve.router.prefix_index import PrefixIndex
 from pdserve.router.preparation import Preparation
 from pdserve.router.watched_address import Expected
 from pdserve.text.tokenizer import Tokenizer
@@ -53,7 +54,8 @@ async def run_router(
     preparation = Preparation(Tokenizer.from_folder(model_folder), key)
     expected = Expected(key_check=key_check(key), tokenizer_fingerprint=preparation.tokenizer.fingerprint)
     try:
-        async with Fleet(settings.prefill, settings.decode, expected) as fleet:
+        index = PrefixIndex()
+        async with Fleet(settings.prefill, settings.decode, expected, index) as fleet:
             await _serve(Inference(model, settings, fleet, preparation), ready, stop)
     finally:
         preparation.close()

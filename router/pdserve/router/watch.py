@@ -6,6 +6,9 @@ from collections.abc import AsyncGenerator
 
 import grpc.aio
 
+from pdserve.common.block_hash import HASH_BYTES
+from pdserve.common.errors import WorkerLost
+from pdserve.common.held_blocks import BlocksChange
 from pdserve.common.rpc import PROTOCOL_VERSION, from_rpc_error
 from pdserve.common.wire import layout_from_wire
 from pdserve.router.worker import WorkerIdentity, WorkerLoad, WorkerRole
@@ -16,12 +19,17 @@ MEET_TIMEOUT_S = 5.0
 _ROLES = {worker_pb2.ROLE_PREFILL: WorkerRole.PREFILL, worker_pb2.ROLE_DECODE: WorkerRole.DECODE}
 
 
-async def watch(channel: grpc.aio.Channel) -> AsyncGenerator[WorkerIdentity | WorkerLoad, None]:
+async def watch(
+    channel: grpc.aio.Channel, *, blocks: bool = False
+) -> AsyncGenerator[WorkerIdentity | WorkerLoad | BlocksChange, None]:
     """What the worker at the other end says, until its stream ends or breaks.
 
-    Raises: PdServeError when it breaks. Closing the iterator ends the call.
+    blocks: ask for the blocks it holds as well.
+    Raises: PdServeError when it breaks or contradicts itself. Closing the iterator ends the call.
     """
-    call = WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION))
+    request = worker_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION, blocks=blocks)
+    call = WorkerServiceStub(channel).Watch(request)
+    sequence = 0
     try:
         async for event in call:
             match event.WhichOneof("event"):
@@ -29,6 +37,9 @@ async def watch(channel: grpc.aio.Channel) -> AsyncGenerator[WorkerIdentity | Wo
                     yield _identity(event.identity)
                 case "load":
                     yield _load(event.load)
+                case "blocks":
+                    sequence += 1
+                    yield _blocks(event.blocks, sequence)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
     finally:
@@ -78,3 +89,16 @@ def _load(message: worker_pb2.Load) -> WorkerLoad:
         blocks_free=message.blocks_free,
         prefill_tokens_per_s=message.prefill_tokens_per_s,
     )
+
+
+def _blocks(blocks: worker_pb2.Blocks, sequence: int) -> BlocksChange:
+    """Raises: WorkerLost when a change is missing or malformed: what was told before cannot be trusted."""
+    if blocks.sequence != sequence:
+        raise WorkerLost(f"its change of blocks {blocks.sequence} came where {sequence} was expected")
+    return BlocksChange(cleared=blocks.cleared, stored=_hashes(blocks.stored), removed=_hashes(blocks.removed))
+
+
+def _hashes(joined: bytes) -> tuple[bytes, ...]:
+    if len(joined) % HASH_BYTES:
+        raise WorkerLost(f"its change of blocks has {len(joined)} bytes of hashes, not a multiple of {HASH_BYTES}")
+    return tuple(joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES))

@@ -11,6 +11,7 @@ import grpc.aio
 import msgspec
 
 from pdserve.common.errors import PdServeError, WorkerLost
+from pdserve.common.held_blocks import BlocksChange, HeldBlocks, apply_change
 from pdserve.common.rpc import PROTOCOL_VERSION, make_channel
 from pdserve.router.watch import watch
 from pdserve.router.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
@@ -53,9 +54,16 @@ class WatchedAddress:
     """Keeps `worker`, the life that is now behind this address, or None."""
 
     def __init__(
-        self, address: str, role: WorkerRole, expected: Expected, changed: Callable[[WatchedAddress], None]
+        self,
+        address: str,
+        role: WorkerRole,
+        expected: Expected,
+        changed: Callable[[WatchedAddress], None],
+        held: HeldBlocks | None = None,
     ) -> None:
-        """changed: called after `worker`, its state or `refused` changed."""
+        """changed: called after `worker`, its state or `refused` changed.
+        held: is told which blocks the worker holds; None when somebody else tells it.
+        """
         self.address = address
         self.role = role
         self.worker: Worker | None = None
@@ -63,6 +71,7 @@ class WatchedAddress:
         """Why the worker behind this address is not used; None while none is refused."""
         self._expected = expected
         self._changed = changed
+        self._held = held
         self._channel: grpc.aio.Channel | None = None
         self._tick: tuple[int, int] | None = None
         """(epoch, engine_tick) last seen, also across reconnects."""
@@ -97,7 +106,8 @@ class WatchedAddress:
         self._tick_moved_at += seconds
 
     async def _watch_once(self, channel: grpc.aio.Channel) -> None:
-        events = watch(channel)
+        first = None
+        events = watch(channel, blocks=self._held is not None)
         try:
             try:
                 async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
@@ -111,10 +121,16 @@ class WatchedAddress:
                 self._warn(f"worker {first.worker_id} at {self.address} is refused: {self.refused}")
                 self._changed(self)
             async for event in events:
-                if isinstance(event, WorkerLoad) and self.refused is None:
+                if self.refused is not None:
+                    continue
+                if isinstance(event, WorkerLoad):
                     self._take_load(first, event, channel)
+                elif isinstance(event, BlocksChange) and self._held is not None:
+                    apply_change(self._held, (first.worker_id, first.epoch), event)
         finally:
             await events.aclose()
+            if self._held is not None and isinstance(first, WorkerIdentity):
+                self._held.cleared((first.worker_id, first.epoch))
 
     def _take_load(self, identity: WorkerIdentity, load: WorkerLoad, channel: grpc.aio.Channel) -> None:
         tick = (identity.epoch, load.engine_tick)

@@ -12,6 +12,7 @@ from pdserve.common.engine_types import EngineCoreOutput, EngineCoreOutputs, Eng
 from pdserve.common.errors import Draining, InvalidRequest, PdServeError, WorkerLost, from_code
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.remote_kv import IntoEngine
+from pdserve.worker.cached_blocks import CachedBlocks
 from pdserve.worker.engine_thread import EngineThread
 
 
@@ -76,6 +77,7 @@ class EngineClient:
         self.draining = False
         self.on_unclaimed: Callable[[EngineCoreOutput], None] | None = None
         """Hears outputs of requests that have no stream: repeated prefills belong to the seam adapter."""
+        self.cached_blocks = CachedBlocks()
         self._last_count: tuple[float, int] = (time.monotonic(), 0)
 
     def start(self) -> None:
@@ -137,6 +139,8 @@ class EngineClient:
                 stream.put(output)
             if self.on_unclaimed is not None:
                 self.on_unclaimed(output)
+        if outputs.blocks_stored or outputs.blocks_removed:
+            self.cached_blocks.apply(outputs.blocks_stored, outputs.blocks_removed)
         if outputs.scheduler_stats is not None:
             self._measure(outputs.scheduler_stats)
             self.stats = outputs.scheduler_stats

@@ -160,7 +160,7 @@ class Worker:
         """Take nothing new; let what runs finish, at most `drain_s`; then revoke what is left."""
         self.engine.draining = True
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._watch.announce()
+        self._watch.announce()
         deadline = time.monotonic() + self.settings.drain_s
         # two counters and a clock end this, not one event
         while (self.engine.num_streams or len(self.transfers)) and time.monotonic() < deadline:  # noqa: ASYNC110

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import grpc
 
+from pdserve.common.held_blocks import BlocksChange
 from pdserve.common.rpc import PROTOCOL_VERSION
 from pdserve.common.wire import layout_to_wire
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.worker.cached_blocks import BlocksFollower
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import Role, WorkerIdentity
 from pdserve.worker.peer_channels import PeerChannels
@@ -19,6 +21,7 @@ from pdserve.worker.peer_channels import PeerChannels
 log = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 1.0
+BLOCKS_EVERY_S = 0.02
 _ROLES = {Role.PREFILL: worker_pb2.ROLE_PREFILL, Role.DECODE: worker_pb2.ROLE_DECODE}
 
 
@@ -32,24 +35,39 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._engine = engine
         self._peers = peers
         self._num_transfers = num_transfers
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
 
-    async def announce(self) -> None:
+    def announce(self) -> None:
         """Something changed that routers should hear of before the next second."""
-        async with self._changed:
-            self._changed.notify_all()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def Watch(
         self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.WatchEvent]:
         yield worker_pb2.WatchEvent(identity=self._identity_message())
+        follower = self._engine.cached_blocks.follow() if request.blocks else None
+        try:
+            async for event in self._events(follower):
+                yield event
+        finally:
+            if follower is not None:
+                follower.close()
+
+    async def _events(self, follower: BlocksFollower | None) -> AsyncIterator[worker_pb2.WatchEvent]:
+        loop = asyncio.get_running_loop()
+        sequence = 0
         while True:
+            announced, next_load = self._changed, loop.time() + LOAD_EVERY_S
             yield worker_pb2.WatchEvent(load=self._load_message())
-            try:
-                async with asyncio.timeout(LOAD_EVERY_S), self._changed:
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
+            while not announced.is_set() and loop.time() < next_load:
+                await _any_of(announced.wait(), *(() if follower is None else (follower.wait(),)), until=next_load)
+                for change in () if follower is None else follower.take():
+                    sequence += 1
+                    yield worker_pb2.WatchEvent(blocks=_blocks_message(sequence, change))
+                if not announced.is_set() and follower is not None:
+                    # steps are shorter; several go into one message
+                    await asyncio.sleep(min(BLOCKS_EVERY_S, max(0.0, next_load - loop.time())))
 
     async def Meet(
         self, request: worker_pb2.MeetRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -94,3 +112,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             prefill_tokens_per_s=self._engine.prefill_tokens_per_s,
             open_transfers=self._num_transfers(),
         )
+
+
+def _blocks_message(sequence: int, change: BlocksChange) -> worker_pb2.Blocks:
+    return worker_pb2.Blocks(
+        sequence=sequence,
+        cleared=change.cleared,
+        stored=b"".join(change.stored),
+        removed=b"".join(change.removed),
+    )
+
+
+async def _any_of(*waiting: Coroutine[Any, Any, object], until: float) -> None:
+    """Returns when one of them is done, or at loop time `until`."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in waiting]
+    try:
+        timeout_s = max(0.0, until - asyncio.get_running_loop().time())
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,67 @@
+"""What workers say about their blocks reaches the index, and nothing that contradicts itself stays there."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_worker import FakeWorker
+
+from pdserve.common.deployment_key import DEVELOPMENT_KEY, key_check
+from pdserve.router.fleet import Fleet
+from pdserve.router.prefix_index import PrefixIndex
+from pdserve.router.watched_address import Expected
+
+A, B, C = (bytes([n]) * 16 for n in (1, 2, 3))
+
+
+@pytest.fixture
+async def fleet(fingerprint):
+    """(worker, index): one decode worker under watch."""
+    worker = await FakeWorker("decode", fingerprint).start()
+    index = PrefixIndex()
+    expected = Expected(key_check=key_check(DEVELOPMENT_KEY), tokenizer_fingerprint=fingerprint)
+    async with Fleet([], [worker.address], expected, index):
+        yield worker, index
+    await worker.kill()
+
+
+async def become(index, worker, hashes):
+    """Returns when the index says that the worker holds exactly these."""
+    key = (worker.worker_id, worker.epoch)
+    async with asyncio.timeout(8):
+        while index.num_blocks(key) != len(hashes) or any(index.match([h], [key], 0.0)[key] != 1 for h in hashes):
+            await asyncio.sleep(0.01)
+
+
+async def test_changes_reach_the_index(fleet):
+    worker, index = fleet
+    worker.tell_blocks(1, cleared=True)
+    worker.tell_blocks(2, stored=A + B)
+    await become(index, worker, [A, B])
+    worker.tell_blocks(3, stored=C, removed=A)
+    await become(index, worker, [B, C])
+    worker.tell_blocks(4, stored=A, cleared=True)
+    await become(index, worker, [A])
+
+
+@pytest.mark.parametrize(
+    ("sequence", "stored"), [pytest.param(9, C, id="gap"), pytest.param(2, C[:-1], id="half a hash")]
+)
+async def test_after_a_gap_or_nonsense_everything_is_told_anew(fleet, sequence, stored):
+    worker, index = fleet
+    worker.tell_blocks(1, stored=A + B)
+    await become(index, worker, [A, B])
+    worker.tell_blocks(sequence, stored=stored)
+    await become(index, worker, [])
+    worker.tell_blocks(1, stored=B, cleared=True)
+    await become(index, worker, [B])
+
+
+async def test_a_dead_workers_blocks_are_forgotten(fleet):
+    worker, index = fleet
+    worker.tell_blocks(1, stored=A)
+    await become(index, worker, [A])
+    await worker.kill()
+    await become(index, worker, [])
+    assert len(index) == 0

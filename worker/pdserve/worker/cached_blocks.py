@@ -1,0 +1,84 @@
+"""`CachedBlocks`: the hashes in this worker's prefix cache, and followers who are told what changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from pdserve.common.held_blocks import MAX_HASHES, BlocksChange
+
+
+class CachedBlocks:
+    """A copy of what the engine's pool knows, in the asyncio thread; one step behind at most."""
+
+    def __init__(self) -> None:
+        self.hashes: set[bytes] = set()
+        self._followers: set[BlocksFollower] = set()
+
+    def apply(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """What an engine step changed."""
+        stored, removed = set(stored), set(removed)
+        self.hashes -= removed
+        self.hashes |= stored
+        for follower in self._followers:
+            follower.note(stored, removed)
+
+    def follow(self) -> BlocksFollower:
+        """A new follower; its first change is everything that is held now. It must be closed."""
+        follower = BlocksFollower(self)
+        self._followers.add(follower)
+        return follower
+
+    def leave(self, follower: BlocksFollower) -> None:
+        """The follower hears nothing more; harmless when called again."""
+        self._followers.discard(follower)
+
+
+class BlocksFollower:
+    """Collects changes until they are asked for: a slow follower gets fewer and larger ones, and never too many."""
+
+    def __init__(self, cached: CachedBlocks) -> None:
+        self._cached = cached
+        self._changed = asyncio.Event()
+        self._pending: dict[bytes, bool] = {}
+        self.start_over()
+
+    def start_over(self) -> None:
+        """The next change clears, and tells everything that is held."""
+        self._cleared = True
+        self._pending = dict.fromkeys(self._cached.hashes, True)
+        self._changed.set()
+
+    def note(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """Called by `CachedBlocks`."""
+        self._pending.update(dict.fromkeys(removed, False))
+        self._pending.update(dict.fromkeys(stored, True))
+        self._changed.set()
+
+    async def wait(self) -> None:
+        """Returns when there is something to take."""
+        await self._changed.wait()
+
+    def take(self) -> list[BlocksChange]:
+        """What has changed since the last call, in pieces of at most `MAX_HASHES`; empty when nothing has."""
+        pending, self._pending = self._pending, {}
+        cleared, self._cleared = self._cleared, False
+        self._changed.clear()
+        changes = [
+            BlocksChange(
+                stored=tuple(h for h in piece if pending[h]), removed=tuple(h for h in piece if not pending[h])
+            )
+            for piece in _pieces(pending)
+        ]
+        return [BlocksChange(cleared=True), *changes] if cleared else changes
+
+    def close(self) -> None:
+        """Hear nothing more."""
+        self._cached.leave(self)
+
+
+def _pieces(hashes: Iterable[bytes]) -> Iterator[list[bytes]]:
+    rest = iter(hashes)
+    while piece := list(islice(rest, MAX_HASHES)):
+        yield piece
