@@ -10,10 +10,13 @@ import psutil
 import pytest
 
 pytest.register_assert_rewrite(
-    *(f"tests.kv_transfer.{name}" for name in ("contract_reads", "contract_faults", "contract_ends", "recorded_read"))
+    *(
+        f"tests.kv_transfer.{name}"
+        for name in ("contract_reads", "contract_faults", "contract_ends", "contract_tokens", "recorded_read")
+    )
 )
 
-_CONNECTOR_THREADS = ("tcp-", "local-", "fault-link", "hostile")
+_CONNECTOR_THREADS = ("tcp-", "local-", "nixl-", "fault-link", "hostile")
 _LEAVE_S = 2.0
 
 

@@ -47,12 +47,6 @@ class EndContract(LinkContract):
         assert transfer.close().wait(PATIENCE_S)
         assert transfer.close().wait(PATIENCE_S)
 
-    def test_publish_after_close_is_nothing(self, setup: Setup) -> None:
-        transfer = setup.transfer(8, publish=False)
-        assert transfer.close().wait(PATIENCE_S)
-        transfer.grant.publish(0, transfer.source_blocks)
-        assert setup.read(transfer, transfer.blocks(range(8), range(8))).wait_failed()
-
     def test_what_the_source_itself_does_wrong_raises(self, setup: Setup) -> None:
         transfer = setup.transfer(8)
         with pytest.raises(ValueError, match="token"):

@@ -1,6 +1,6 @@
-"""A process that serves a pool until it is killed: `python stopped_source.py SEED NUM_BLOCKS BLOCK_BYTES TOKEN_HEX`.
+"""A process that serves a pool until it is killed: `python stopped_source.py CONNECTOR SEED NUM_BLOCKS BLOCK_BYTES TOKEN_HEX`.
 
-Prints its metadata, one line, when it serves all blocks of the pool under the token.
+Prints its metadata in hex, one line, when it serves all blocks of the pool under the token.
 """
 
 from __future__ import annotations
@@ -9,17 +9,26 @@ import random
 import signal
 import sys
 
-from pdserve.kv_transfer.connector import PoolMemory
-from pdserve.kv_transfer.tcp import TcpConnector
+from pdserve.kv_transfer.connector import BlockConnector, PoolMemory
+
+
+def make_connector(name: str) -> BlockConnector:
+    if name == "nixl":
+        from pdserve.kv_transfer.nixl import NixlConnector
+
+        return NixlConnector()
+    from pdserve.kv_transfer.tcp import TcpConnector
+
+    return TcpConnector()
 
 
 def main() -> None:
-    seed, num_blocks, block_bytes = (int(argument) for argument in sys.argv[1:4])
+    seed, num_blocks, block_bytes = (int(argument) for argument in sys.argv[2:5])
     content = bytearray(random.Random(seed).randbytes(num_blocks * block_bytes))
-    connector = TcpConnector()
+    connector = make_connector(sys.argv[1])
     connector.serve(PoolMemory(memoryview(content), block_bytes, num_blocks))
-    connector.grant(bytes.fromhex(sys.argv[4])).publish(0, range(num_blocks))
-    print(connector.metadata.decode(), flush=True)
+    connector.grant(bytes.fromhex(sys.argv[5])).publish(0, range(num_blocks))
+    print(connector.metadata.hex(), flush=True)
     signal.pause()
 
 

@@ -7,7 +7,7 @@ import pytest
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.local import LocalConnector, LocalNetwork
 
-from .connector_contract import ConnectorContract
+from .connector_contract import ConnectorContract, TokenContract
 from .contract_link import WINDOW_BLOCKS, Link
 from .recorded_read import BLOCK_BYTES, Transfer, make_pool, start_read
 
@@ -43,7 +43,7 @@ class LocalLink:
         self.source.close()
 
 
-class TestLocalConnector(ConnectorContract):
+class TestLocalConnector(ConnectorContract, TokenContract):
     def make_link(self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float) -> Link:
         return LocalLink(source_pool, receiver_pool, read_stall_s)
 

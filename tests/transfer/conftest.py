@@ -17,6 +17,7 @@ from pdserve.kv_transfer import attach_client, attach_servicer
 from pdserve.kv_transfer.attach_client import Receiving, attach
 from pdserve.kv_transfer.attach_servicer import AttachServicer
 from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.digest import block_digests
 from pdserve.kv_transfer.local import LocalConnector, LocalNetwork
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
@@ -79,7 +80,9 @@ class Rig:
                     yield event
 
         self.server = make_server()
-        servicer = Counting(self.transfers, self.source_connector, LAYOUT, SOURCE_EPOCH, lambda: self._tick("source"))
+        servicer = Counting(
+            self.transfers, ConnectorSet([self.source_connector]), LAYOUT, SOURCE_EPOCH, lambda: self._tick("source")
+        )
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         self.port = bind(self.server, "127.0.0.1", port)
         await self.server.start()
@@ -110,7 +113,7 @@ class Rig:
         """Open the control stream; changes: what it says that it should not, or how long it waits."""
         fields = {"worker_id": "prefill-1", "epoch": SOURCE_EPOCH, "transfer_id": TRANSFER_ID, "request_digest": DIGEST}
         ref = SourceRef(address="", **(fields | {name: changes.pop(name) for name in fields if name in changes}))
-        transfer = ReceiverTransfer("r.0.0", ref, self.receiver_connector, self.owner)
+        transfer = ReceiverTransfer("r.0.0", ref, ConnectorSet([self.receiver_connector]), self.owner)
         receiving = Receiving(
             identity=changes.get("identity", RECEIVER),
             layout=changes.get("layout", LAYOUT),

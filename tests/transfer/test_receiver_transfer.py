@@ -9,6 +9,7 @@ from transfer_fakes import DIGEST, FakeConnector, ReceiverEnd, ReceiverOwner, so
 
 from pdserve.common.errors import TransferFailed, WorkerLost
 from pdserve.kv_transfer.connector import ReadOutcome
+from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer
 from pdserve.kv_transfer.transfer_state import ReceiverState
 
@@ -18,10 +19,10 @@ class Bench:
 
     def __init__(self) -> None:
         self.connector, self.owner, self.stream = FakeConnector(), ReceiverOwner(), ReceiverEnd()
-        self.transfer = ReceiverTransfer("r", source_ref(), self.connector, self.owner)
+        self.transfer = ReceiverTransfer("r", source_ref(), ConnectorSet([self.connector]), self.owner)
 
     def attach(self) -> None:
-        self.transfer.attached(self.stream, b"where", b"k" * 16)
+        self.transfer.attached(self.stream, "fake", b"where", b"k" * 16)
 
     def room(self) -> None:
         self.transfer.room(2, [40, 41, 42, 43])
@@ -157,7 +158,7 @@ async def test_a_reattach_says_want_again_changes_no_state_and_reads_go_on() -> 
     assert (bench.owner.heard, bench.transfer.num_landed) == ([("landed", 2)], 2)
     assert bench.transfer.state is ReceiverState.RECEIVING
     again = ReceiverEnd()
-    bench.transfer.attached(again, b"where", b"k" * 16)
+    bench.transfer.attached(again, "fake", b"where", b"k" * 16)
     assert again.heard == [("want", 2, 4)]
     bench.transfer.detached(bench.stream)
     bench.publish(2, 4)
@@ -233,5 +234,94 @@ async def test_i13_every_end_at_every_stage_gives_back_once_and_after_the_last_r
         bench.room()
         assert bench.owner.words.count("fenced") == 1
     late = ReceiverEnd()
-    transfer.attached(late, b"", b"")
+    transfer.attached(late, "fake", b"", b"")
     assert late.heard == [("close",)]
+
+
+class TwoWays:
+    """A transfer of blocks 2 to 5 for which there are a fast and a slow connector."""
+
+    def __init__(self) -> None:
+        self.fast, self.slow = FakeConnector(), FakeConnector()
+        self.fast.name, self.slow.name = "fast", "slow"
+        self.owner, self.stream = ReceiverOwner(), ReceiverEnd()
+        self.connectors = ConnectorSet([self.fast, self.slow])
+        self.transfer = ReceiverTransfer("r", source_ref(), self.connectors, self.owner)
+        self.transfer.attached(self.stream, "fast", b"where", b"k" * 16)
+        self.transfer.room(2, [40, 41, 42, 43])
+
+    def publish(self, first: int, count: int) -> None:
+        self.transfer.published(first, list(range(count)), list(range(count)))
+
+    async def fail_first_of_two_reads(self) -> None:
+        self.publish(2, 2)
+        self.publish(4, 2)
+        one, two = self.fast.reads
+        one.land(0, 1)
+        one.end(ReadOutcome.FAILED, TransferFailed("it stalls"))
+        await turn()
+        assert two.num_cancels == 1
+
+    async def end_second(self) -> None:
+        self.fast.reads[1].land(1, 1)
+        self.fast.reads[1].end(ReadOutcome.CANCELLED)
+        await turn()
+
+
+async def test_i13_a_failed_connector_is_left_only_when_all_its_reads_have_ended() -> None:
+    ways = TwoWays()
+    await ways.fail_first_of_two_reads()
+    assert (ways.transfer.wants_attach, ways.transfer.given_up) == (False, {"fast"})
+    ways.publish(2, 4)
+    assert (len(ways.slow.reads), len(ways.fast.reads)) == (0, 2), "the second read may still write"
+    await ways.end_second()
+    assert ways.transfer.wants_attach
+    assert ways.stream.heard[-1] == ("close",)
+    ways.transfer.detached(ways.stream)
+    ways.transfer.attached(ReceiverEnd(), "slow", b"where", b"k" * 16)
+    assert not ways.transfer.wants_attach
+    ways.publish(2, 4)
+    assert ways.slow.reads[0].indexes == [3, 4], "blocks 2 and 5 have landed"
+    ways.slow.reads[0].land()
+    ways.slow.reads[0].end()
+    await turn()
+    ways.transfer.finished(22, DIGEST, (5,))
+    assert ways.transfer.state is ReceiverState.LANDED
+    assert ways.transfer.connector_name == "slow"
+    assert "failed" not in ways.owner.words
+
+
+async def test_i13_a_stream_that_breaks_meanwhile_does_not_hurry_the_change() -> None:
+    ways = TwoWays()
+    await ways.fail_first_of_two_reads()
+    ways.transfer.detached(ways.stream)
+    again = ReceiverEnd()
+    ways.transfer.attached(again, "slow", b"where", b"k" * 16)
+    ways.publish(2, 4)
+    assert ways.slow.reads == []
+    await ways.end_second()
+    assert ways.transfer.wants_attach
+    assert again.heard[-1] == ("close",)
+    ways.transfer.attached(ReceiverEnd(), "slow", b"where", b"k" * 16)
+    ways.publish(2, 4)
+    assert ways.slow.reads[0].indexes == [3, 4]
+
+
+async def test_a_connector_that_was_given_up_or_never_offered_is_refused() -> None:
+    for name in ("fast", "carrier pigeon"):
+        ways = TwoWays()
+        await ways.fail_first_of_two_reads()
+        await ways.end_second()
+        ways.transfer.attached(ReceiverEnd(), name, b"where", b"k" * 16)
+        assert ("failed", "TransferFailed") in ways.owner.heard
+        assert ways.transfer.state is ReceiverState.FAILED
+
+
+async def test_i7_a_request_that_ends_during_the_change_gets_its_blocks_back_once() -> None:
+    ways = TwoWays()
+    await ways.fail_first_of_two_reads()
+    ways.transfer.stop()
+    assert "fenced" not in ways.owner.words
+    await ways.end_second()
+    assert ways.owner.words.count("fenced") == 1
+    assert not ways.transfer.wants_attach

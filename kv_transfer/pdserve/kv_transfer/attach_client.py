@@ -35,6 +35,7 @@ class Receiving:
     identity: PeerId
     layout: KvLayout
     connectors: tuple[str, ...]
+    """Best first."""
     engine_tick: Callable[[], int]
     attach_timeout_s: float
     """How long the source may take to accept."""
@@ -85,6 +86,8 @@ async def attach(transfer: ReceiverTransfer, receiving: Receiving, channel: grpc
         try:
             if await _one_stream(transfer, receiving, stub, ticks) or transfer.is_ending:
                 return
+            if transfer.wants_attach:
+                continue
             why: PdServeError = WorkerLost("the source closed the control stream")
         except grpc.aio.AioRpcError as error:
             why = from_rpc_error(error)
@@ -126,7 +129,8 @@ async def _one_stream(
                 case "accepted":
                     accepted = True
                     ticks.start()
-                    transfer.attached(requests, event.accepted.metadata, event.accepted.token)
+                    answer = event.accepted
+                    transfer.attached(requests, answer.connector, answer.metadata, answer.token)
                 case "published":
                     transfer.published(event.published.first_index, event.published.digests, event.published.locations)
                 case "finished":
@@ -160,6 +164,6 @@ def _open(transfer: ReceiverTransfer, receiving: Receiving) -> kv_source_pb2.Ope
         request_digest=transfer.source.request_digest,
         layout=layout_to_wire(receiving.layout),
         digest_algorithms=[XXH3_64],
-        connectors=receiving.connectors,
+        connectors=[name for name in receiving.connectors if name not in transfer.given_up],
         have=transfer.num_landed,
     )

@@ -15,6 +15,7 @@ from pdserve.common.errors import LayoutMismatch, PdServeError, TransferFailed
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.wire import layout_from_wire
 from pdserve.kv_transfer.connector import BlockConnector
+from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.digest import XXH3_64
 from pdserve.kv_transfer.source_transfer import PeerId, PublishedRange, SourceResult, SourceTransfer
 from pdserve.kv_transfer.source_transfers import SourceTransfers
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 ALIVE_EVERY_S = 1.0
 TICK_STALLED_S = 3.0
+_LEFT = "no Open came: the receiver left"
+"""As decode does that holds so much of the prompt that it needs no transfer."""
 OPEN_TIMEOUT_S = 5.0
 MAX_DIGESTS_A_MESSAGE = 65_536
 
@@ -114,13 +117,13 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
     def __init__(
         self,
         transfers: SourceTransfers,
-        connector: BlockConnector,
+        connectors: ConnectorSet,
         layout: KvLayout,
         epoch: int,
         engine_tick: Callable[[], int],
     ) -> None:
         self._transfers = transfers
-        self._connector = connector
+        self._connectors = connectors
         self._layout = layout
         self._epoch = epoch
         self._engine_tick = engine_tick
@@ -133,15 +136,16 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         stream = _EventQueue()
         incoming = aiter(requests)
         try:
-            transfer = await self._open(incoming, stream)
+            transfer, connector = await self._open(incoming, stream)
         except PdServeError as error:
-            log.warning("an attach was refused: %s", error.message)
+            level = logging.DEBUG if error.message == _LEFT else logging.WARNING
+            log.log(level, "an attach was refused: %s", error.message)
             yield failed_event(error)
             return
         reader = asyncio.create_task(self._read(incoming, transfer, stream), name="attach reader")
         heartbeat = Heartbeat[kv_source_pb2.AttachEvent | None](self._alive)
         try:
-            yield self._accepted(transfer)
+            yield self._accepted(transfer, connector)
             while True:
                 message = await heartbeat.next(stream.messages)
                 if message is None:
@@ -151,12 +155,16 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             reader.cancel()
             transfer.detach(stream, "it was closed")
 
-    async def _open(self, requests: AsyncIterator[kv_source_pb2.AttachRequest], stream: _EventQueue) -> SourceTransfer:
-        """Check the first message and find its transfer. Raises: PdServeError."""
+    async def _open(
+        self, requests: AsyncIterator[kv_source_pb2.AttachRequest], stream: _EventQueue
+    ) -> tuple[SourceTransfer, BlockConnector]:
+        """Check the first message, find its transfer, choose its connector. Raises: PdServeError."""
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 first = await anext(requests)
-        except (TimeoutError, StopAsyncIteration):
+        except StopAsyncIteration:
+            raise TransferFailed(_LEFT) from None
+        except TimeoutError:
             raise TransferFailed("no Open came") from None
         if first.WhichOneof("message") != "open":
             raise TransferFailed("the first message is not Open")
@@ -167,19 +175,24 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             raise LayoutMismatch(f"KV layouts differ (source != receiver): {'; '.join(differences)}")
         if XXH3_64 not in request.digest_algorithms:
             raise TransferFailed(f"no common digest algorithm: {XXH3_64} here, {list(request.digest_algorithms)} there")
-        if self._connector.name not in request.connectors:
-            raise TransferFailed(f"no common connector: {self._connector.name} here, {list(request.connectors)} there")
+        connector = self._connectors.choose(request.connectors)
+        if connector is None:
+            here, there = ", ".join(self._connectors.names), ", ".join(request.connectors)
+            raise TransferFailed(f"no common connector: {here} here, {there or 'none'} there")
         receiver = PeerId(request.receiver.worker_id, request.receiver.epoch)
-        return await self._transfers.attach(request.transfer_id, receiver, request.request_digest, stream, request.have)
+        transfer = await self._transfers.attach(
+            request.transfer_id, receiver, request.request_digest, stream, request.have
+        )
+        return transfer, connector
 
     def _alive(self) -> kv_source_pb2.AttachEvent:
         return kv_source_pb2.AttachEvent(alive=kv_source_pb2.Alive(engine_tick=self._engine_tick()))
 
-    def _accepted(self, transfer: SourceTransfer) -> kv_source_pb2.AttachEvent:
+    def _accepted(self, transfer: SourceTransfer, connector: BlockConnector) -> kv_source_pb2.AttachEvent:
         accepted = kv_source_pb2.Accepted(
-            connector=self._connector.name,
+            connector=connector.name,
             digest_algorithm=XXH3_64,
-            metadata=self._connector.metadata,
+            metadata=connector.metadata,
             token=transfer.token,
         )
         return kv_source_pb2.AttachEvent(accepted=accepted)

@@ -40,7 +40,7 @@ class Sending:
 
     __slots__ = ("blocks", "grant", "interrupt")
 
-    def __init__(self, grant: BookedGrant, blocks: list[int], interrupt: Callable[[], None]) -> None:
+    def __init__(self, grant: BookedGrant, blocks: list[int], interrupt: Callable[[], object]) -> None:
         self.grant = grant
         self.blocks = blocks
         self.interrupt = interrupt
@@ -110,7 +110,7 @@ class GrantBook:
                     raise ValueError(f"index {index} is already published as block {grant.blocks[index]}")
             grant.blocks.update(enumerate(blocks, first_index))
 
-    def begin(self, token: bytes, first_index: int, count: int, interrupt: Callable[[], None]) -> Sending | Refusal:
+    def begin(self, token: bytes, first_index: int, count: int, interrupt: Callable[[], object]) -> Sending | Refusal:
         """Leave to read `count` blocks out of the pool, until `end`.
 
         interrupt: called from any thread, maybe more than once and only before `end`, when the reading must stop

@@ -37,11 +37,14 @@ class Wire(Protocol):
         Raises: WireBroken, or another TransferFailed when the peer refuses and the wire is still good.
         """
 
-    def interrupt(self) -> None:
-        """Make a fetch under way raise WireBroken soon. From any thread; never blocks; the wire is then broken."""
+    def interrupt(self) -> bool:
+        """End a fetch under way soon, with WireBroken or because all has come. From any thread; never blocks.
+
+        Returns whether the wire is broken by it.
+        """
 
     def close(self) -> None:
-        """Give up what the wire holds."""
+        """Give up what the wire holds. When it returns, nothing that the wire was asked for is written any more."""
 
 
 @dataclass(slots=True)
@@ -178,8 +181,7 @@ class _Lane:
     def interrupt(self, read: QueuedRead) -> None:
         """Stop the window under way if it is one of this read. Called under the queue's lock."""
         if self._window is not None and self._window.read is read and self._wire is not None:
-            self._interrupted = True
-            self._wire.interrupt()
+            self._interrupted |= self._wire.interrupt()
 
     def run(self) -> None:
         cause = TransferFailed(f"reading from {self._lanes.peer} failed")

@@ -177,12 +177,13 @@ class _LocalWire:
         finally:
             self._source.grants.end(sending)
 
-    def interrupt(self) -> None:
+    def interrupt(self) -> bool:
         """As `Wire.interrupt`; for both sides."""
         # The flag is read before each block; whoever waits for a silent source wakes for it.
         self._is_interrupted = True
         with self._network.changed:
             self._network.changed.notify_all()
+        return True
 
     def close(self) -> None:
         """Nothing is held."""

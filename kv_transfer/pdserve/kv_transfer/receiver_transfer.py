@@ -14,6 +14,7 @@ from typing import Protocol
 
 from pdserve.common.errors import DigestMismatch, PdServeError, TransferFailed
 from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, ReadOutcome
+from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.transfer_state import RECEIVER_MOVES, ReceiverState, has_ended, move
 
 log = logging.getLogger(__name__)
@@ -63,13 +64,17 @@ class ControlStream(Protocol):
 class ReceiverTransfer:
     """What has come, what is on its way, and who must hear of it."""
 
-    def __init__(self, request_id: str, source: SourceRef, connector: BlockConnector, events: ReceiverEvents) -> None:
+    def __init__(self, request_id: str, source: SourceRef, connectors: ConnectorSet, events: ReceiverEvents) -> None:
         self.request_id = request_id
         self.source = source
         self.state = ReceiverState.ATTACHING
         self.num_landed = 0
         """Wanted blocks here without a gap from the first."""
-        self._connector = connector
+        self.given_up = connectors.avoided(self._peer)
+        """Connectors that this transfer does not use: they failed with this source, in it or shortly before."""
+        self._falls_back = False
+        self._connectors = connectors
+        self._connector: BlockConnector | None = None
         self._events = events
         self._stream: ControlStream | None = None
         self._metadata = b""
@@ -99,8 +104,18 @@ class ReceiverTransfer:
         return self._ends_as is not None
 
     @property
+    def _peer(self) -> str:
+        return f"{self.source.worker_id}:{self.source.epoch:016x}"
+
+    @property
+    def wants_attach(self) -> bool:
+        """Whether it waits for a new stream, over another connector: every read over the old one has ended."""
+        return self._falls_back and not self._reads and not self.is_ending
+
+    @property
     def connector_name(self) -> str:
-        return self._connector.name
+        """What the blocks come over, the last if there were several; empty before the source has accepted."""
+        return "" if self._connector is None else self._connector.name
 
     @property
     def num_blocks(self) -> int:
@@ -126,11 +141,18 @@ class ReceiverTransfer:
 
     # ---- the control stream
 
-    def attached(self, stream: ControlStream, metadata: bytes, token: bytes) -> None:
-        """The source has accepted, for the first time or again after a break."""
+    def attached(self, stream: ControlStream, connector: str, metadata: bytes, token: bytes) -> None:
+        """The source has accepted, for the first time or again after a break, and has chosen the connector."""
         if self.is_ending:
             stream.close()
             return
+        chosen = self._connectors.get(connector)
+        if chosen is None or connector in self.given_up:
+            self.fail(TransferFailed(f"the source chose the connector {connector[:64]!r}, which was not asked for"))
+            stream.close()
+            return
+        if not self._falls_back or self.wants_attach:
+            self._connector, self._falls_back = chosen, False
         self._stream, self._metadata, self._token = stream, metadata, token
         if self.state is ReceiverState.ATTACHING:
             self.state = move(RECEIVER_MOVES, self.state, ReceiverState.ATTACHED)
@@ -151,8 +173,10 @@ class ReceiverTransfer:
 
     def published(self, first_index: int, digests: Sequence[int], locations: Sequence[int]) -> None:
         """The source has final blocks: pull those that are wanted and were not asked for yet."""
-        if self.state is not ReceiverState.RECEIVING or self._local_blocks is None:
+        if self.state is not ReceiverState.RECEIVING or self._local_blocks is None or self._connector is None:
             return
+        if self._falls_back:
+            return  # the source says it again to the next stream
         if len(locations) not in (0, len(digests)):
             self.fail(TransferFailed(f"{len(digests)} digests came with {len(locations)} locations"))
             return
@@ -204,9 +228,36 @@ class ReceiverTransfer:
 
     def read_ended(self, number: int, outcome: ReadOutcome, cause: TransferFailed | None) -> None:
         self._reads.pop(number, None)
-        if outcome is not ReadOutcome.DONE and self._ends_as is None:
-            self.fail(cause or TransferFailed("a read was cancelled"))
+        if outcome is not ReadOutcome.DONE and self._ends_as is None and not self._falls_back:
+            cause = cause or TransferFailed("a read was cancelled")
+            if not self._fall_back(cause):
+                self.fail(cause)
+        if self.wants_attach:
+            self._attach_again()
         self._finish_if_done()
+
+    def _fall_back(self, cause: TransferFailed) -> bool:
+        """Go on over the next connector, if there is one. Nothing that reads still write to is read into by it."""
+        name = self.connector_name
+        rest = [other for other in self._connectors.names if other not in self.given_up and other != name]
+        if not rest:
+            return False
+        log.warning(
+            "reading from %s over %s failed, going on over %s: %s",
+            self.source.worker_id, name, " or ".join(rest), cause.message,
+        )  # fmt: skip
+        self.given_up.add(name)
+        self._connectors.failed(self._peer, name)
+        self._falls_back = True
+        for read in list(self._reads.values()):
+            read.cancel()
+        return True
+
+    def _attach_again(self) -> None:
+        """Every read over the old connector has ended, so all blocks that did not land may be written once more."""
+        self._asked = list(self._landed)
+        if self._stream is not None:
+            self._stream.close()
 
     def _finish_if_done(self) -> None:
         """Everything here: release. Ending, and the last read over: fenced."""

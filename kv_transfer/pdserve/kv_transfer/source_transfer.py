@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.common.errors import PdServeError, TransferFailed
-from pdserve.kv_transfer.connector import BlockConnector, Grant
+from pdserve.kv_transfer.connector import Grant
+from pdserve.kv_transfer.connector_set import Granting
 from pdserve.kv_transfer.transfer_state import SOURCE_MOVES, SourceState, has_ended, move
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class SourceTransfer:
     """Owned by `SourceTransfers`."""
 
     def __init__(
-        self, expected: ExpectedTransfer, connector: BlockConnector, limits: LeaseLimits, events: SourceEvents
+        self, expected: ExpectedTransfer, connectors: Granting, limits: LeaseLimits, events: SourceEvents
     ) -> None:
         self.expected = expected
         self.state = SourceState.OPEN
@@ -107,7 +108,7 @@ class SourceTransfer:
         self.num_landed = 0
         self._limits = limits
         self._events = events
-        self._grant: Grant = connector.grant(self.token)
+        self._grant: Grant = connectors.grant(self.token)
         self._stream: SourceStream | None = None
         self._wanted: tuple[int, int] | None = None
         self._published: list[PublishedRange] = []

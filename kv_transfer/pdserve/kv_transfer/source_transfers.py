@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 
 from pdserve.common.errors import PdServeError, TransferFailed
-from pdserve.kv_transfer.connector import BlockConnector
+from pdserve.kv_transfer.connector_set import Granting
 from pdserve.kv_transfer.source_transfer import (
     ExpectedTransfer,
     LeaseLimits,
@@ -21,8 +21,8 @@ from pdserve.kv_transfer.source_transfer import (
 class SourceTransfers:
     """Lives in the asyncio thread. Attach may come before or after the prefill leg: each waits for the other."""
 
-    def __init__(self, connector: BlockConnector, limits: LeaseLimits, events: SourceEvents) -> None:
-        self._connector = connector
+    def __init__(self, connectors: Granting, limits: LeaseLimits, events: SourceEvents) -> None:
+        self._connectors = connectors
         self._limits = limits
         self._events = events
         self._transfers: dict[bytes, SourceTransfer] = {}
@@ -38,7 +38,7 @@ class SourceTransfers:
         self._bury()
         if expected.transfer_id in self._transfers or expected.transfer_id in self._tombstones:
             raise TransferFailed("the transfer id was used before")
-        transfer = SourceTransfer(expected, self._connector, self._limits, self._events)
+        transfer = SourceTransfer(expected, self._connectors, self._limits, self._events)
         self._transfers[expected.transfer_id] = transfer
         transfer.over.add_done_callback(lambda _: self._ended(expected.transfer_id))
         for awaited in self._awaited.pop(expected.transfer_id, ()):

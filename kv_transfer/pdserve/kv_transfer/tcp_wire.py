@@ -51,8 +51,9 @@ class TcpWire:
                 raise WireBroken(f"reading block {step[0].index} and on from {self._peer}: {error}") from error
             yield first + len(step)
 
-    def interrupt(self) -> None:
+    def interrupt(self) -> bool:
         self._stream.shutdown()
+        return True
 
     def close(self) -> None:
         self._stream.close()

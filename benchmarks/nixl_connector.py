@@ -1,0 +1,148 @@
+"""How fast blocks move between two processes of this machine: NIXL, TCP and a bare socket, in one run.
+
+    python benchmarks/nixl_connector.py [--rounds 30]
+
+Each round reads the same blocks over each of them in turn, so that they share the machine's mood; medians are printed.
+The connectors digest every block; the bare socket receives bytes in one `recv_into` loop and does nothing else. Blocks
+lie in order, or (`scattered`) in random places on both sides, as in a pool that has been in use for a while.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from conditions import conditions
+from tcp_connector import BLOCK_COUNTS, BLOCK_SIZES, TOKEN, Arrival, make_pool
+
+from pdserve.kv_transfer.connector import BlockConnector, BlockToRead
+from pdserve.kv_transfer.digest import block_digests
+from pdserve.kv_transfer.nixl import NixlConnector
+from pdserve.kv_transfer.tcp import TcpConnector
+
+SIZE_BYTES = 8
+
+
+def serve(block_bytes: int) -> None:
+    """The source process: prints the connectors' metadata and the bare socket's port, ends with its input."""
+    pool = make_pool(block_bytes)
+    connectors: list[BlockConnector] = [NixlConnector(), TcpConnector()]
+    for connector in connectors:
+        connector.serve(pool)
+        connector.grant(TOKEN).publish(0, some_blocks(pool.num_blocks, seed=1))
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        sock, _ = listener.accept()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while frame := sock.recv(SIZE_BYTES, socket.MSG_WAITALL):
+            sock.sendall(pool.view[: int.from_bytes(frame, "big")])
+
+    threading.Thread(target=answer, daemon=True).start()
+    print(*(connector.metadata.hex() for connector in connectors), listener.getsockname()[1], flush=True)
+    sys.stdin.read()
+    for connector in connectors:
+        connector.close()
+
+
+def some_blocks(num_blocks: int, seed: int) -> list[int]:
+    """Where index i lies: the first half of the indexes in order, the second half anywhere."""
+    rest = list(range(num_blocks // 2, num_blocks))
+    random.Random(seed).shuffle(rest)
+    return [*range(num_blocks // 2), *rest]
+
+
+def measure(block_bytes: int, rounds: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, __file__, "--serve", str(block_bytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        nixl_metadata, tcp_metadata, port = process.stdout.readline().split()
+        pool = make_pool(block_bytes)
+        locations, places = (some_blocks(pool.num_blocks, seed) for seed in (1, 2))
+        digests = block_digests(pool, locations)
+        nixl, tcp = NixlConnector(), TcpConnector()
+        for connector in (nixl, tcp):
+            connector.serve(pool)
+        bare = socket.create_connection(("127.0.0.1", int(port)))
+        bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def over(connector: BlockConnector, metadata: str, first: int, count: int) -> None:
+            arrival = Arrival()
+            blocks = [BlockToRead(i, digests[i], places[i], locations[i]) for i in range(first, first + count)]
+            connector.read(bytes.fromhex(metadata), TOKEN, blocks, arrival)
+            arrival.wait()
+
+        def over_bare_socket(count: int) -> None:
+            size = count * block_bytes
+            bare.sendall(size.to_bytes(SIZE_BYTES, "big"))
+            received = 0
+            while received < size:
+                received += bare.recv_into(pool.view[received:size])
+
+        began = time.perf_counter()
+        over(nixl, nixl_metadata, 0, 1)
+        first_s = time.perf_counter() - began
+        began = time.perf_counter()
+        over(tcp, tcp_metadata, 0, 1)
+        print(f"first read of a peer: nixl {first_s * 1e3:.1f} ms, tcp {(time.perf_counter() - began) * 1e3:.1f} ms")
+        for where, first in (("in order", 0), ("scattered", pool.num_blocks // 2)):
+            for count in BLOCK_COUNTS:
+                if first + count > pool.num_blocks:
+                    continue
+                ways = {
+                    "nixl": partial(over, nixl, nixl_metadata, first, count),
+                    "tcp": partial(over, tcp, tcp_metadata, first, count),
+                    "bare socket": partial(over_bare_socket, count),
+                }
+                size = count * block_bytes
+                medians = interleaved(ways, rounds)
+                shown = "   ".join(
+                    f"{name} {size / t / 1e9:6.2f} GB/s {t * 1e6:8.0f} us" for name, t in medians.items()
+                )
+                print(f"{count:4d} x {block_bytes >> 10:5d} KiB {where:9s}   {shown}")
+        bare.close()
+        nixl.close()
+        tcp.close()
+
+
+def interleaved(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """The median of each, in seconds."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 3):
+        for name, call in ways.items():
+            began = time.perf_counter()
+            call()
+            if number >= 3:
+                times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(kept) for name, kept in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--serve", type=int, metavar="BLOCK_BYTES", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve)
+        return
+    print(", ".join(f"{name}: {value}" for name, value in conditions().items()))
+    # As a worker does at its start: a transport thread leaves `recv` sooner while other threads run Python.
+    sys.setswitchinterval(0.0005)
+    for block_bytes in BLOCK_SIZES:
+        measure(block_bytes, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""`ConnectorSet`: the connectors of one worker, best first, and which of them a transfer uses.
+
+The receiver names what it has, the source picks the first that both have. A receiver whose read fails over one connector
+goes on over the next that both have, and uses the failing one with that peer no more for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+from pdserve.common.errors import ConfigError
+from pdserve.kv_transfer.connector import BlockConnector, Grant, PoolMemory
+
+log = logging.getLogger(__name__)
+
+AVOID_S = 60.0
+"""How long a peer is not read from over a connector that failed."""
+MAX_AVOIDED = 1024
+
+
+class Granting(Protocol):
+    """The part of connectors that a source's transfer needs."""
+
+    def grant(self, token: bytes) -> Grant:
+        """As `BlockConnector.grant`."""
+
+
+@runtime_checkable
+class Introduced(Protocol):
+    """A connector that gains by knowing its peers before the first read."""
+
+    def meet(self, worker_id: str, epoch: int) -> None:
+        """A peer has come up. Returns at once; may be repeated."""
+
+
+class ConnectorSet:
+    """Thread-safe.
+
+    connectors: best first, at least one, with names of their own. optional: names of those that a worker can do without.
+    """
+
+    def __init__(
+        self,
+        connectors: Sequence[BlockConnector],
+        optional: Collection[str] = (),
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not connectors:
+            raise ConfigError("a worker needs at least one connector")
+        self._connectors = {connector.name: connector for connector in connectors}
+        self._optional = frozenset(optional)
+        self._now = now
+        self._lock = threading.Lock()
+        self._avoided: dict[tuple[str, str], float] = {}
+        self.num_fallbacks = 0
+        """Transfers that went on over another connector; counted up."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Best first."""
+        return tuple(self._connectors)
+
+    def get(self, name: str) -> BlockConnector | None:
+        return self._connectors.get(name)
+
+    def choose(self, wanted: Iterable[str]) -> BlockConnector | None:
+        """The first of the receiver's wishes that is here."""
+        return next((self._connectors[name] for name in wanted if name in self._connectors), None)
+
+    def serve(self, pool: PoolMemory) -> None:
+        """As `BlockConnector.serve`, for all; an optional one that cannot is left out. Raises: ConfigError."""
+        for name, connector in list(self._connectors.items()):
+            try:
+                connector.serve(pool)
+            except ConfigError as error:
+                if name not in self._optional or len(self._connectors) == 1:
+                    raise
+                log.warning("the connector %s is left out: %s", name, error.message)
+                del self._connectors[name]
+                connector.close()
+
+    def meet(self, worker_id: str, epoch: int) -> None:
+        """A peer has come up that may be read from. Returns at once."""
+        for connector in self._connectors.values():
+            if isinstance(connector, Introduced):
+                connector.meet(worker_id, epoch)
+
+    def grant(self, token: bytes) -> Grant:
+        """A grant on every connector: which of them the receiver will use is known only when it attaches, and may change.
+
+        Raises: ValueError when the token is already granted.
+        """
+        return _Grants([connector.grant(token) for connector in self._connectors.values()])
+
+    def failed(self, peer: str, name: str) -> None:
+        """A read from this peer failed over this connector, and its transfer goes on over another."""
+        with self._lock:
+            self.num_fallbacks += 1
+            if len(self._avoided) >= MAX_AVOIDED:
+                del self._avoided[next(iter(self._avoided))]
+            self._avoided[peer, name] = self._now() + AVOID_S
+
+    def avoided(self, peer: str) -> set[str]:
+        """What not to use with this peer for now: never all that is here."""
+        with self._lock:
+            now = self._now()
+            avoided = {name for name in self._connectors if self._avoided.get((peer, name), now) > now}
+        return avoided if len(avoided) < len(self._connectors) else set()
+
+    def close(self) -> None:
+        """As `BlockConnector.close`, for all."""
+        for connector in self._connectors.values():
+            connector.close()
+
+
+class _Grants:
+    """A `Grant` on several connectors."""
+
+    def __init__(self, grants: Sequence[Grant]) -> None:
+        self._grants = grants
+
+    def publish(self, first_index: int, blocks: Sequence[int]) -> None:
+        """As `Grant.publish`."""
+        for grant in self._grants:
+            grant.publish(first_index, blocks)
+
+    def close(self, on_fenced: Callable[[], None]) -> None:
+        """As `Grant.close`; fenced when every connector's is."""
+        countdown = _Countdown(len(self._grants), on_fenced)
+        for grant in self._grants:
+            grant.close(countdown.one_less)
+
+
+class _Countdown:
+    def __init__(self, count: int, then: Callable[[], None]) -> None:
+        self._count = count
+        self._then = then
+        self._lock = threading.Lock()
+
+    def one_less(self) -> None:
+        with self._lock:
+            self._count -= 1
+            is_last = self._count == 0
+        if is_last:
+            self._then()

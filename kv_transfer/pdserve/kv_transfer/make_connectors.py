@@ -1,0 +1,35 @@
+"""`make_connectors`: the connectors that a worker's settings and its machine allow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from pdserve.common.errors import ConfigError
+from pdserve.common.settings import WorkerSettings
+from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.kv_transfer.nixl import NixlConnector
+from pdserve.kv_transfer.nixl_agent import why_no_nixl
+from pdserve.kv_transfer.tcp import TcpConnector
+from pdserve.kv_transfer.tcp_settings import TcpSettings
+
+log = logging.getLogger(__name__)
+
+
+def make_connectors(settings: WorkerSettings, why_not: Callable[[], str | None] = why_no_nixl) -> ConnectorSet:
+    """TCP always, NIXL before it where it is wanted and starts. why_not: why NIXL cannot be used here, or None.
+
+    Raises: ConfigError when `connector` is `nixl` and it cannot start.
+    """
+    tcp = TcpConnector(TcpSettings(host=settings.host, port=settings.data_port, advertise_host=settings.peers_host))
+    if settings.connector == "tcp":
+        log.info("connectors: tcp; not nixl: connector is 'tcp'")
+        return ConnectorSet([tcp])
+    reason = why_not()
+    if reason is None:
+        log.info("connectors: nixl, tcp")
+        return ConnectorSet([NixlConnector(), tcp], optional=("nixl",) if settings.connector == "auto" else ())
+    if settings.connector == "nixl":
+        raise ConfigError(f"connector is 'nixl', which cannot be used here: {reason}")
+    log.info("connectors: tcp; not nixl: %s", reason)
+    return ConnectorSet([tcp])

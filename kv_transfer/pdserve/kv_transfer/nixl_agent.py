@@ -1,0 +1,250 @@
+"""NIXL behind types: the only file that touches its bindings, which have none.
+
+Two defaults of NIXL's own Python class do not fit, so the bindings are used: its progress thread spins (half a core for
+each idle agent), and its UCX endpoints watch their peers, for which UCX gives up shared memory. Handles are plain numbers
+here, so an agent has one reference in all, and dropping it destroys the agent.
+
+UCX is kept from TCP unless `UCX_TLS` says otherwise. There a read needs the source's help, and a source that was stopped
+while its reader gave up aborts in UCX when it goes on ("unexpected error: Endpoint timeout"): a reader could end a prefill
+worker. The TCP connector has no such weakness, and is faster.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from pdserve.common.errors import TransferFailed
+
+PROGRESS_WAKE_US = 1000
+"""The progress thread sleeps until its transport has something to do, or for so long."""
+_BACKEND = "UCX"
+_BACKEND_OPTIONS = {"ucx_error_handling_mode": "none"}
+"""Not `peer`: see above. A peer that is gone shows as a read that fails or makes no progress, and that has a deadline."""
+_ENVIRONMENT = {
+    "UCX_TLS": "^tcp",
+    # UCX warns of each read that an agent takes along when it is destroyed, which is what destroying it is for
+    "UCX_LOG_LEVEL": "error",
+}
+"""What UCX reads where the user has not said anything else."""
+
+
+class MemoryKind(enum.Enum):
+    """Where a region lies."""
+
+    DRAM = "DRAM"
+    VRAM = "VRAM"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory of one process as `count` pieces of `piece_bytes` bytes, one after the other."""
+
+    address: int
+    piece_bytes: int
+    count: int
+    kind: MemoryKind = MemoryKind.DRAM
+    device_id: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.piece_bytes * self.count
+
+
+class ReadStatus(enum.Enum):
+    UNDER_WAY = "under way"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class AgentRead(Protocol):
+    """A posted read. It cannot be cancelled: until it is terminal, or its agent is destroyed, it may write."""
+
+    def status(self) -> ReadStatus:
+        """Where it stands. A read that has failed may still write until its agent is destroyed."""
+
+    def release(self) -> None:
+        """Forget it. Only when it is DONE."""
+
+
+class Agent(Protocol):
+    """One NIXL agent; used by one thread at a time. What goes wrong raises TransferFailed."""
+
+    def register(self, region: Region) -> None:
+        """Let the region be read from and written into. The memory must outlive the agent."""
+
+    @property
+    def metadata(self) -> bytes:
+        """What another agent must load in order to read the registered memory."""
+
+    def load(self, name: str, metadata: bytes) -> None:
+        """Make the peer of that name known. At most once."""
+
+    def pair(self, local: Region, remote: Region) -> int:
+        """Prepare reads from the loaded peer's region into a registered one; returns the pair's number."""
+
+    def read(self, pair: int, local_pieces: Sequence[int], remote_pieces: Sequence[int]) -> AgentRead:
+        """Post a read of these pieces of the remote region into those of the local one."""
+
+    def destroy(self) -> None:
+        """End it: when this returns, nothing that it was asked to read is written any more."""
+
+
+class AgentMaker(Protocol):
+    """Makes agents: `UcxAgent`, or a test's with faults."""
+
+    def __call__(self, name: str) -> Agent: ...
+
+
+class UcxAgent:
+    """The `Agent` of the installed NIXL, over UCX. Raises TransferFailed when it cannot be made."""
+
+    def __init__(self, name: str) -> None:
+        self._nixl = _bindings()
+        self._pairs: list[tuple[int, int]] = []
+        self._peer: str | None = None
+        try:
+            config = self._nixl.nixlAgentConfig()
+            config.useProgThread = True
+            config.pthrDelay = PROGRESS_WAKE_US
+            config.useListenThread = False
+            config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
+            self._agent: Any = self._nixl.nixlAgent(name, config)
+            self._backend = self._agent.createBackend(_BACKEND, _BACKEND_OPTIONS)
+        except Exception as error:
+            raise TransferFailed(f"NIXL cannot start {_BACKEND}: {_reason(error)}") from error
+
+    def register(self, region: Region) -> None:
+        """As `Agent.register`."""
+        descriptor = (region.address, region.num_bytes, region.device_id, "")
+        try:
+            regions = self._nixl.nixlRegDList(self._kind(region), [descriptor])
+            self._agent.registerMem(regions, [self._backend])
+        except Exception as error:
+            raise TransferFailed(f"NIXL cannot register {region.num_bytes} bytes: {_reason(error)}") from error
+
+    @property
+    def metadata(self) -> bytes:
+        """As `Agent.metadata`."""
+        return bytes(self._agent.getLocalMD())
+
+    def load(self, name: str, metadata: bytes) -> None:
+        """As `Agent.load`."""
+        try:
+            loaded = self._agent.loadRemoteMD(metadata)
+        except Exception as error:
+            raise TransferFailed(f"the agent {name} cannot be reached: {_reason(error)}") from error
+        if loaded != name.encode():
+            raise TransferFailed(f"the metadata that came for the agent {name} is another's")
+        self._peer = name
+
+    def pair(self, local: Region, remote: Region) -> int:
+        """As `Agent.pair`."""
+        try:
+            self._pairs.append(
+                (self._list(self._nixl.NIXL_INIT_AGENT, local), self._list(self._peer or "", remote))
+            )  # fmt: skip
+        except Exception as error:
+            raise TransferFailed(
+                f"the agent {self._peer} has no {remote.count} pieces of {remote.piece_bytes} bytes there: "
+                f"{_reason(error)}"
+            ) from error
+        return len(self._pairs) - 1
+
+    def read(self, pair: int, local_pieces: Sequence[int], remote_pieces: Sequence[int]) -> AgentRead:
+        """As `Agent.read`."""
+        local, remote = self._pairs[pair]
+        try:
+            handle = self._agent.makeXferReq(
+                self._nixl.NIXL_READ,
+                local,
+                np.asarray(local_pieces, dtype=np.int32),
+                remote,
+                np.asarray(remote_pieces, dtype=np.int32),
+                b"",
+                [self._backend],
+                False,
+            )
+        except Exception as error:
+            raise TransferFailed(f"reading from the agent {self._peer}: {_reason(error)}") from error
+        return _UcxRead(self, handle)
+
+    def destroy(self) -> None:
+        """As `Agent.destroy`. May take a few tenths of a second; call it where that disturbs nobody."""
+        self._agent = None
+
+    def _list(self, owner: str, region: Region) -> int:
+        # one strided row stands for all pieces: nothing is built a block, and nothing of a peer's is deserialized
+        row = [[region.address, region.piece_bytes, region.device_id, region.piece_bytes, region.count]]
+        strided = np.array(row, dtype=np.uint64)
+        return int(self._agent.prepXferDlist(owner, self._kind(region), strided, [self._backend]))
+
+    def _kind(self, region: Region) -> Any:
+        return self._nixl.VRAM_SEG if region.kind is MemoryKind.VRAM else self._nixl.DRAM_SEG
+
+
+class _UcxRead:
+    """Holds no reference to the bindings' agent, so that destroying it waits for nobody."""
+
+    def __init__(self, owner: UcxAgent, handle: int) -> None:
+        self._owner = owner
+        self._handle = handle
+        self._status = self._ask(lambda agent: agent.postXferReq(handle, b""))
+
+    def status(self) -> ReadStatus:
+        if self._status is ReadStatus.UNDER_WAY:
+            self._status = self._ask(lambda agent: agent.getXferStatus(self._handle))
+        return self._status
+
+    def release(self) -> None:
+        self._owner._agent.releaseXferReq(self._handle)
+
+    def _ask(self, call: Any) -> ReadStatus:
+        nixl = self._owner._nixl
+        try:
+            status = call(self._owner._agent)
+        except Exception:
+            return ReadStatus.FAILED
+        if status == nixl.NIXL_SUCCESS:
+            return ReadStatus.DONE
+        return ReadStatus.UNDER_WAY if status == nixl.NIXL_IN_PROG else ReadStatus.FAILED
+
+
+_probe_lock = threading.Lock()
+_probed: list[str | None] = []
+
+
+def why_no_nixl() -> str | None:
+    """Why NIXL cannot be used in this process, or None when it can. Tries once, which takes about a second."""
+    with _probe_lock:
+        if not _probed:
+            _probed.append(_probe())
+        return _probed[0]
+
+
+def _probe() -> str | None:
+    try:
+        UcxAgent("pdserve-probe").destroy()
+    except TransferFailed as error:
+        return error.message
+    return None
+
+
+def _bindings() -> Any:
+    for variable, value in _ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    try:
+        return importlib.import_module("nixl")._bindings
+    except Exception as error:  # a broken wheel raises whatever its libraries raise
+        raise TransferFailed(f"the package nixl cannot be imported: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

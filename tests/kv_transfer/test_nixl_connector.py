@@ -1,0 +1,70 @@
+"""The NIXL connector keeps the contract, over real agents; and what is its own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
+
+from pdserve.common.errors import ConfigError, TransferFailed
+from pdserve.kv_transfer.connector import PoolMemory, ReadOutcome
+from pdserve.kv_transfer.nixl import NixlConnector
+from pdserve.kv_transfer.nixl_agent import UcxAgent
+from pdserve.kv_transfer.nixl_settings import NixlSettings
+
+from .connector_contract import ConnectorContract
+from .contract_link import Link
+from .nixl_link import NixlLink
+from .recorded_read import PATIENCE_S, Transfer, make_pool, start_read
+
+
+class TestNixlConnector(ConnectorContract):
+    def make_link(self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float) -> Link:
+        return NixlLink(source_pool, receiver_pool, read_stall_s)
+
+
+def test_an_agent_is_made_when_a_peer_is_met_and_not_at_the_first_read() -> None:
+    source_pool = make_pool(seed=7)
+    link = NixlLink(source_pool, make_pool(), PATIENCE_S)
+    for _ in range(2):
+        link.receiver.meet("prefill-1", 1)
+        for thread in threading.enumerate():
+            if thread.name == "nixl-spares":
+                thread.join(PATIENCE_S)
+    assert link.gate.num_made == 3, "the source's, the receiver's own, and one for the peer"
+    transfer = Transfer(link.source, source_pool, range(8))
+    read = start_read(link.receiver, link.source.metadata, transfer.token, transfer.blocks(range(8), range(8)))
+    assert read.wait_ended() is ReadOutcome.DONE
+    assert link.gate.num_made == 3
+    link.close()
+
+
+def test_serve_comes_first_and_once() -> None:
+    connector = NixlConnector()
+    with pytest.raises(RuntimeError):
+        _ = connector.metadata
+    connector.serve(make_pool())
+    with pytest.raises(RuntimeError):
+        connector.serve(make_pool())
+    connector.close()
+
+
+def test_nixl_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "no_such_transport")
+    with pytest.raises(ConfigError, match="NIXL cannot start UCX"):
+        NixlConnector().serve(make_pool())
+
+
+def test_nixl_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(TransferFailed, match="nixl cannot be imported"):
+        UcxAgent("a")
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    for changes in ({"request_bytes": 0}, {"read_window_bytes": 1}, {"read_stall_s": 0.0}, {"cancel_drain_s": -1.0}):
+        with pytest.raises(ConfigError):
+            NixlSettings(**changes)  # type: ignore[arg-type]
