@@ -1,14 +1,15 @@
-"""The workers that this router knows, from the addresses it was given."""
+"""The workers that this router knows, from the addresses it was given and those that a directory finds."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from pdserve.common.errors import PdServeError
 from pdserve.common.held_blocks import HeldBlocks
+from pdserve.router.directory import Directory
 from pdserve.router.watch import introduce
 from pdserve.router.watched_address import TICK_STILL_S, Expected, WatchedAddress
 from pdserve.router.worker import Worker, WorkerRole, WorkerState
@@ -23,14 +24,24 @@ class Fleet:
     """Watches every address, in whatever order they start; use as an async context."""
 
     def __init__(
-        self, prefill: Sequence[str], decode: Sequence[str], expected: Expected, held: HeldBlocks | None = None
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        expected: Expected,
+        held: HeldBlocks | None = None,
+        directory: Directory | None = None,
     ) -> None:
-        """held: is told which blocks the workers hold."""
+        """held: is told which blocks the workers hold; by the directory, where there is one."""
+        self._expected = expected
+        self._held = held if directory is None else None
+        self._directory = directory
         self._watched = [
-            WatchedAddress(address, role, expected, self._on_change, held)
+            self._watch_address(address, role)
             for role, addresses in ((WorkerRole.PREFILL, prefill), (WorkerRole.DECODE, decode))
             for address in dict.fromkeys(addresses)
         ]
+        self._introduced: dict[str, asyncio.Task[None]] = {}
+        """The addresses that the directory brought, and who watches them."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiters: set[asyncio.Future[None]] = set()
         self._met: set[tuple[str, int]] = set()
@@ -42,6 +53,8 @@ class Fleet:
         for watched in self._watched:
             self._spawn(watched.keep())
         self._spawn(self._check_ticks())
+        if self._directory is not None:
+            self._spawn(self._directory.run(self))
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -52,11 +65,56 @@ class Fleet:
 
     def workers(self, role: WorkerRole) -> list[Worker]:
         """Those that may be given work, in the order of their addresses."""
-        return [
-            watched.worker
-            for watched in self._watched
-            if watched.role is role and watched.worker is not None and watched.worker.state is WorkerState.LIVE
-        ]
+        return [worker for worker in self.lives(role) if worker.state is WorkerState.LIVE]
+
+    def lives(self, role: WorkerRole | None = None) -> list[Worker]:
+        """Those whose watch is up, draining ones included; one entry a life, whatever names its address has."""
+        found = {
+            watched.worker.key: watched.worker
+            for watched in reversed(self._watched)
+            if watched.worker is not None and role in (None, watched.role)
+        }
+        return list(reversed(found.values()))
+
+    def introduce(self, address: str, role: WorkerRole) -> None:
+        """A worker can be found there. Idempotent; an address from settings, or with a living worker, keeps its role."""
+        known = next((watched for watched in self._watched if watched.address == address), None)
+        if known is not None:
+            if known.role is role or known.worker is not None or address not in self._introduced:
+                return
+            # somebody else had the address before
+            self._give_up(known)
+        watched = self._watch_address(address, role)
+        self._watched.append(watched)
+        self._introduced[address] = self._spawn(watched.keep())
+
+    def introduced(self) -> list[str]:
+        """The addresses that are here by introduction alone."""
+        return list(self._introduced)
+
+    def forget(self, missing: Collection[str]) -> None:
+        """Of these addresses nobody speaks any more: those without a living worker are given up."""
+        for watched in list(self._watched):
+            if watched.address in missing and watched.address in self._introduced and watched.worker is None:
+                self._give_up(watched)
+                log.info(
+                    "%s address %s is forgotten: nobody speaks of it any more", watched.role.value, watched.address
+                )
+
+    def _give_up(self, watched: WatchedAddress) -> None:
+        self._introduced.pop(watched.address).cancel()
+        self._watched.remove(watched)
+
+    def absent(self) -> list[tuple[WorkerRole, str, str]]:
+        """(role, worker or its address, why) of those that may not be given work."""
+        left = []
+        for watched in self._watched:
+            if watched.worker is None:
+                why = f"refused: {watched.refused}" if watched.refused else "dead, or not reached yet"
+                left.append((watched.role, watched.address, why))
+            elif watched.worker.state is not WorkerState.LIVE:
+                left.append((watched.role, watched.worker.identity.worker_id, watched.worker.state.value))
+        return left
 
     def counts(self) -> dict[str, dict[str, int]]:
         """role -> how many addresses are configured, live, draining, refused."""
@@ -66,7 +124,7 @@ class Fleet:
         """For messages: how the addresses of a role stand."""
         count = self.counts()[role.value]
         if not count["addresses"]:
-            return f"no {role.value} address was given"
+            return f"no {role.value} address {'was given' if self._directory is None else 'is known'}"
         return (
             f"of {count['addresses']} {role.value} address(es) {count['live']} live, "
             f"{count['draining']} draining, {count['refused']} refused"
@@ -149,7 +207,11 @@ class Fleet:
                     watched.forgive(late)
                 watched.check_tick(now - TICK_STILL_S)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _watch_address(self, address: str, role: WorkerRole) -> WatchedAddress:
+        return WatchedAddress(address, role, self._expected, self._on_change, self._held)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

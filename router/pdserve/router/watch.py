@@ -74,6 +74,7 @@ def _identity(message: worker_pb2.Identity) -> WorkerIdentity:
         max_local_prefill_tokens=(
             message.max_local_prefill_tokens if message.HasField("max_local_prefill_tokens") else None
         ),
+        **({"max_num_seqs": message.max_num_seqs} if message.max_num_seqs else {}),
     )
 
 
@@ -87,6 +88,7 @@ def _load(message: worker_pb2.Load) -> WorkerLoad:
         num_waiting_tokens=message.num_waiting_tokens,
         blocks_total=message.blocks_total,
         blocks_free=message.blocks_free,
+        blocks_in_use=message.blocks_in_use,
         prefill_tokens_per_s=message.prefill_tokens_per_s,
     )
 

@@ -1,0 +1,33 @@
+"""Which hosts are wildcards, and by which address other machines reach this one."""
+
+from __future__ import annotations
+
+import socket
+
+from pdserve.common.errors import ConfigError
+
+WILDCARDS = ("0.0.0.0", "::", "")
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether listening on `host` means every address of this machine."""
+    return host in WILDCARDS
+
+
+def own_address() -> str:
+    """The first address beyond loopback that this machine's name stands for, IPv4 before IPv6.
+
+    Raises: ConfigError when there is none.
+    """
+    name = socket.gethostname()
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"this machine's name {name!r} has no address ({error}): set advertise_host") from error
+    addresses = [str(info[4][0]) for info in sorted(found, key=lambda info: info[0] is not socket.AF_INET)]
+    for address in addresses:
+        if not address.startswith(("127.", "fe80:")) and address != "::1":
+            return address
+    raise ConfigError(
+        f"this machine's name {name!r} stands for {addresses}, which no peer can reach: set advertise_host"
+    )

@@ -1,0 +1,285 @@
+"""`RedisPublisher`: keeps this worker's record, and the blocks it holds, in Redis.
+
+The worker is the truth. What it says goes out in numbered batches, each one MULTI; each second it compares Redis with
+what it has said, and says everything again when the two differ. Nothing waits for any of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+import msgspec
+from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+from redis.exceptions import WatchError
+
+from pdserve.common.circuit_breaker import FIRST_WAIT_S, CircuitBreaker
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.held_blocks import BlocksChange
+from pdserve.common.redis_connection import (
+    REDIS_ERRORS,
+    concerns_keys,
+    error_kind,
+    error_text,
+    heed_cancellation,
+    make_redis,
+)
+from pdserve.common.redis_url import parse_redis_url
+from pdserve.common.registry import (
+    BEAT_S,
+    BLOCKS_TTL_S,
+    EVENTS_KEPT,
+    RECORD_FIELDS,
+    RECORD_TTL_S,
+    WORKERS_TTL_S,
+    Keys,
+    NumberedChange,
+    WorkerRecord,
+    layout_fingerprint,
+    read_change,
+    read_record,
+)
+from pdserve.common.rpc import PROTOCOL_VERSION
+from pdserve.common.settings import WorkerSettings
+from pdserve.worker.cached_blocks import BlocksFollower, CachedBlocks
+from pdserve.worker.identity import WorkerIdentity
+
+log = logging.getLogger(__name__)
+
+PUBLISH_EVERY_S = 0.02
+"""Engine steps are shorter; several go into one batch."""
+LEAVE_S = 1.0
+
+
+class RedisPublisher:
+    """`run` it as a task while the worker serves; then `leave`. Owns the client."""
+
+    def __init__(self, redis: Redis, where: str, namespace: str, record: WorkerRecord, cached: CachedBlocks) -> None:
+        """where: names the server, for the log. record: this life of this worker; its numbers are kept here."""
+        self.breaker = CircuitBreaker(
+            f"Redis at {where}", "the worker serves on, and routers that know it keep it; it is tried again", log
+        )
+        self.num_republished = 0
+        """How often everything was told again because Redis differed."""
+        self.num_conflicts = 0
+        """How often another life with this worker's id was seen in its record."""
+        self._redis = redis
+        self._keys = Keys(namespace)
+        self._record = record
+        self._worker_key = self._keys.worker(record.worker_id)
+        self._blocks_key = self._keys.blocks(*record.key)
+        self._events_key = self._keys.events(*record.key)
+        self._cached = cached
+        self._published: set[bytes] = set()
+        """What the set in Redis should hold."""
+        self._comparable = False
+        """False until everything has been told, and after a batch that may have arrived or not."""
+        self._yielding = False
+        """A later life has the record of this worker's id."""
+        self._clean_up = False
+        """Something under our keys is not what we put there."""
+        self._next_beat = 0.0
+
+    async def run(self) -> None:
+        """Publish until cancelled."""
+        follower = self._cached.follow()
+        try:
+            while True:
+                await self._until_due(follower)
+                if not self.breaker.allows:
+                    await asyncio.sleep(FIRST_WAIT_S)
+                    continue
+                try:
+                    await self._turn(follower)
+                except REDIS_ERRORS as error:
+                    self._failed(error_kind(error), error_text(error), follower)
+                except Exception:
+                    log.exception("publishing failed")
+                    self._failed("bug", "the traceback stands above", follower)
+                else:
+                    self.breaker.succeeded()
+                heed_cancellation()
+        finally:
+            follower.close()
+
+    async def leave(self) -> None:
+        """Take back what this life has put into Redis, within `LEAVE_S`, and close the client."""
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self._delete_record()
+                await self._redis.delete(self._blocks_key, self._events_key)
+        except REDIS_ERRORS as error:
+            log.info("nothing was taken back from Redis, where it expires: %s", error_text(error))
+        with contextlib.suppress(*REDIS_ERRORS):
+            await self._redis.aclose()
+
+    async def _until_due(self, follower: BlocksFollower) -> None:
+        """Something has changed, or the next beat is due; never at once, so that changes come together."""
+        await asyncio.sleep(PUBLISH_EVERY_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._next_beat - time.monotonic())):
+                await follower.wait()
+
+    async def _turn(self, follower: BlocksFollower) -> None:
+        if self._clean_up:
+            await self._delete_what_is_not_ours()
+            self._clean_up = False
+        if time.monotonic() >= self._next_beat:
+            await self._beat(follower)
+            self._next_beat = time.monotonic() + BEAT_S
+        for change in follower.take():
+            await self._publish(change)
+
+    def _failed(self, kind: str, message: str, follower: BlocksFollower) -> None:
+        self.breaker.failed(kind, message)
+        self._clean_up = self._clean_up or concerns_keys(kind)
+        self._next_beat = 0.0
+        self._tell_all(follower)
+
+    def _tell_all(self, follower: BlocksFollower) -> None:
+        self._comparable = False
+        follower.start_over()
+
+    async def _beat(self, follower: BlocksFollower) -> None:
+        """Compare, then refresh the record and the keys' lives."""
+        reading = self._redis.pipeline(transaction=False)
+        reading.hmget(self._worker_key, list(RECORD_FIELDS))
+        reading.scard(self._blocks_key)
+        reading.xrevrange(self._events_key, count=1)
+        reading.time()
+        values, num_blocks, last, (seconds, micros) = await reading.execute()
+        now_us = seconds * 1_000_000 + micros
+        if not self._record.registered_us:
+            self._record = msgspec.structs.replace(self._record, registered_us=now_us)
+        stored = self._read_own(values, now_us)
+        self._notice_conflict(stored)
+        if self._comparable and not self._agrees(stored, num_blocks, last):
+            self.num_republished += 1
+            log.info("Redis differs from what was published there: all %d blocks are told again", len(self._published))
+            self._tell_all(follower)
+        writing = self._redis.pipeline(transaction=True)
+        self._put_record(writing)
+        writing.zadd(self._keys.workers, {self._record.worker_id: seconds})
+        writing.zremrangebyscore(self._keys.workers, "-inf", seconds - WORKERS_TTL_S)
+        writing.pexpire(self._keys.workers, _ms(WORKERS_TTL_S))
+        self._keep_blocks(writing)
+        await writing.execute()
+
+    def _read_own(self, values: list[object], now_us: int) -> WorkerRecord | None:
+        try:
+            stored = read_record(self._record.worker_id, values)
+            if stored is not None and stored.epoch != self._record.epoch and stored.registered_us > now_us:
+                raise InvalidRequest(f"registered_us is {stored.registered_us}, which is to come", "registered_us")
+            return stored
+        except InvalidRequest as error:
+            log.warning("the record of this worker in Redis was malformed and is written again: %s", error.message)
+            return None
+
+    def _agrees(self, stored: WorkerRecord | None, num_blocks: int, last: list[tuple[bytes, object]]) -> bool:
+        if num_blocks != len(self._published) or not last:
+            return False
+        try:
+            if read_change(last[0][1]).seq != self._record.seq:
+                return False
+        except InvalidRequest:
+            return False
+        # a record that is missing or another life's is put right by the beat alone
+        return stored is None or stored.epoch != self._record.epoch or stored.seq == self._record.seq
+
+    def _notice_conflict(self, stored: WorkerRecord | None) -> None:
+        """Two lives with one id: the one that registered later has the record."""
+        ours = self._record
+        if stored is None or (stored.registered_us, stored.epoch) <= (ours.registered_us, ours.epoch):
+            # nobody, this life, or one before it: that has ended, or yields when it sees this one's record
+            self._yielding = False
+        elif not self._yielding:
+            self._yielding = True
+            self.num_conflicts += 1
+            log.warning(
+                "worker id %s is also that of a worker at %s that started later: it has the record in Redis, and this "
+                "one at %s is not introduced to further routers; give each worker a --worker-id of its own",
+                ours.worker_id, stored.address, ours.address,
+            )  # fmt: skip
+
+    async def _publish(self, change: BlocksChange) -> None:
+        """One batch, one MULTI."""
+        if change.cleared:
+            self._published.clear()
+            self._comparable = True
+        self._published.difference_update(change.removed)
+        self._published.update(change.stored)
+        seq = self._record.seq + 1
+        # a number is used once, also when it is unknown whether the batch arrives
+        self._record = msgspec.structs.replace(self._record, seq=seq, count=len(self._published))
+        writing = self._redis.pipeline(transaction=True)
+        if change.cleared:
+            writing.delete(self._blocks_key)
+        if change.removed:
+            writing.srem(self._blocks_key, *change.removed)
+        if change.stored:
+            writing.sadd(self._blocks_key, *change.stored)
+        entry = NumberedChange(seq=seq, change=change)
+        writing.xadd(self._events_key, entry.fields(), maxlen=EVENTS_KEPT, approximate=True)
+        self._put_record(writing)
+        self._keep_blocks(writing)
+        await writing.execute()
+
+    def _put_record(self, writing: Pipeline) -> None:
+        if not self._yielding:
+            writing.hset(self._worker_key, mapping=self._record.fields())
+            writing.pexpire(self._worker_key, _ms(RECORD_TTL_S))
+
+    def _keep_blocks(self, writing: Pipeline) -> None:
+        writing.pexpire(self._blocks_key, _ms(BLOCKS_TTL_S))
+        writing.pexpire(self._events_key, _ms(BLOCKS_TTL_S))
+
+    async def _delete_what_is_not_ours(self) -> None:
+        """A foreign value under one of our keys has failed us: the key is emptied, and everything told again."""
+        asking = self._redis.pipeline(transaction=False)
+        asking.type(self._worker_key)
+        asking.type(self._keys.workers)
+        record_type, workers_type = await asking.execute()
+        doomed = [self._blocks_key, self._events_key]
+        doomed += [self._worker_key] if record_type not in (b"hash", b"none") else []
+        doomed += [self._keys.workers] if workers_type not in (b"zset", b"none") else []
+        await self._redis.delete(*doomed)
+        log.warning("foreign values stood under this worker's keys in Redis; they are deleted and written anew")
+
+    async def _delete_record(self) -> None:
+        async with self._redis.pipeline(transaction=True) as deleting:
+            await deleting.watch(self._worker_key)
+            epoch = await deleting.hget(self._worker_key, "epoch")
+            if epoch != f"{self._record.epoch:016x}".encode():
+                return
+            deleting.multi()  # type: ignore[no-untyped-call]
+            deleting.delete(self._worker_key)
+            deleting.zrem(self._keys.workers, self._record.worker_id)
+            with contextlib.suppress(WatchError):
+                await deleting.execute()
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+def make_publisher(settings: WorkerSettings, identity: WorkerIdentity, cached: CachedBlocks) -> RedisPublisher | None:
+    """None when no Redis is given. Raises: ConfigError."""
+    if settings.redis is None:
+        return None
+    url = parse_redis_url(settings.redis)
+    record = WorkerRecord(
+        worker_id=identity.peer.worker_id,
+        epoch=identity.peer.epoch,
+        registered_us=0,
+        role=identity.role.value,
+        address=identity.address,
+        protocol_version=PROTOCOL_VERSION,
+        model_fingerprint=identity.layout.model_fingerprint,
+        layout_fingerprint=layout_fingerprint(identity.layout),
+        tokenizer_fingerprint=identity.tokenizer_fingerprint,
+        key_check=identity.key_check,
+    )
+    return RedisPublisher(make_redis(url, settings.redis_ca_file), str(url), settings.redis_namespace, record, cached)
