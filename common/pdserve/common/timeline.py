@@ -4,9 +4,13 @@ Spans, metrics, benchmarks and the response's timings all read this file. A mome
 seconds where it happens and travels as wall-clock nanoseconds (`Moment.unix_ns`), so phases that span two machines are
 as exact as their clocks.
 
-    router    arrived ─ tokenized ─ placed ──────────────────────────────── first_token ─────────────── finished
-    prefill                          └ prefill_queued ─ prefill_started ─ prefill_computed
-    decode                           └ decode_queued ─ kv_reserved ─ kv_first_landed ─ kv_landed ─ decode_started ─ decode_finished
+    router    arrived ─ tokenized ─ admitted ─ placed ─ attempted ──────── first_token ─────────────── finished
+    prefill                                       └ prefill_queued ─ prefill_started ─ prefill_computed
+    decode                                        └ decode_queued ─ kv_reserved ─ kv_first_landed ─ kv_landed ─ ...
+                                                                       ... decode_started ─ decode_finished
+
+The critical path runs along the top to `attempted`, through prefill, and with the landing of the last block to decode;
+each of its phases ends where the next begins, so together they are the whole request.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ from dataclasses import dataclass
 
 ARRIVED = "arrived"
 TOKENIZED = "tokenized"
+ADMITTED = "admitted"
 PLACED = "placed"
+ATTEMPTED = "attempted"
 PREFILL_QUEUED = "prefill_queued"
 PREFILL_STARTED = "prefill_started"
 PREFILL_COMPUTED = "prefill_computed"
@@ -33,7 +39,9 @@ FINISHED = "finished"
 MOMENTS = (
     ARRIVED,
     TOKENIZED,
+    ADMITTED,
     PLACED,
+    ATTEMPTED,
     PREFILL_QUEUED,
     PREFILL_STARTED,
     PREFILL_COMPUTED,
@@ -47,7 +55,19 @@ MOMENTS = (
     FINISHED,
 )
 
-_UNIX_MINUS_MONOTONIC_NS = time.time_ns() - time.monotonic_ns()
+_OF_THE_ROUTER = (ARRIVED, TOKENIZED, ADMITTED, PLACED, FIRST_TOKEN)
+
+
+def _unix_minus_monotonic_ns(num_samples: int = 16) -> int:
+    """The sample whose two readings lie closest: a process that loses the processor between them would be wrong for life."""
+    samples = []
+    for _ in range(num_samples):
+        before, unix, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        samples.append((after - before, unix - (before + after) // 2))
+    return min(samples)[1]
+
+
+_UNIX_MINUS_MONOTONIC_NS = _unix_minus_monotonic_ns()
 """Taken once: two moments of one process never change order when the wall clock is set."""
 
 
@@ -63,7 +83,7 @@ class Phase:
 
 PHASES = (
     Phase("tokenize", ARRIVED, TOKENIZED, "chat template and tokenizer"),
-    Phase("route", TOKENIZED, PLACED, "choosing the workers"),
+    Phase("route", ADMITTED, PLACED, "choosing the workers"),
     Phase("prefill queue", PREFILL_QUEUED, PREFILL_STARTED, "waiting for the prefill engine"),
     Phase("prefill", PREFILL_STARTED, PREFILL_COMPUTED, "computing the prompt and the first token"),
     Phase("kv transfer", KV_RESERVED, KV_LANDED, "pulling KV blocks; overlaps prefill"),
@@ -71,6 +91,23 @@ PHASES = (
     Phase("decode queue", KV_LANDED, DECODE_STARTED, "waiting for the decode engine"),
     Phase("decode", DECODE_STARTED, DECODE_FINISHED, "all further tokens"),
 )
+
+CRITICAL_PATH = (
+    (ARRIVED, "tokenize", "chat template, tokenizer, limits"),
+    (TOKENIZED, "admission", "waiting until the workers have room for one more"),
+    (ADMITTED, "route", "choosing the workers"),
+    (PLACED, "prepare", "hashing the prompt, and attempts that failed"),
+    (ATTEMPTED, "dispatch", "from the router into the engine's queue"),
+    (PREFILL_QUEUED, "prefill_queue", "waiting for the prefill engine"),
+    (PREFILL_STARTED, "prefill", "computing the prompt and the first token"),
+    (PREFILL_COMPUTED, "decode_reserve", "waiting for room at decode, where that came after prefill"),
+    (KV_RESERVED, "kv_exposed", "what of the transfer was not hidden under prefill"),
+    (KV_LANDED, "decode_queue", "waiting for the decode engine"),
+    (DECODE_STARTED, "decode", "all further tokens"),
+    (DECODE_FINISHED, "deliver", "from the engine's last token to the client's stream"),
+)
+"""Moment, the phase that it begins, and what happens in it; a phase ends with the next moment that was seen."""
+PATH_PHASES = tuple(phase for _, phase, _ in CRITICAL_PATH)
 
 
 class Timeline:
@@ -88,6 +125,35 @@ class Timeline:
         for name, unix_ns in moments_unix_ns.items():
             if name in MOMENTS:
                 self.moments_unix_ns[name] = unix_ns
+
+    def begin_attempt(self) -> None:
+        """A further attempt begins: what workers of an earlier one reported is not part of this one's path."""
+        seen = self.moments_unix_ns
+        self.moments_unix_ns = {name: seen[name] for name in _OF_THE_ROUTER if name in seen}
+        self.moments_unix_ns[ATTEMPTED] = now_unix_ns()
+
+    def critical_path(self, end_unix_ns: int) -> dict[str, float]:
+        """Phase -> seconds, from `arrived` to `end_unix_ns`; their sum is the whole.
+
+        A request that was cut short ends within a phase, and has those up to it. Where another machine's clock
+        contradicts the order, a phase is empty rather than negative, and its neighbour pays.
+        """
+        seen = self.moments_unix_ns
+        named = {moment: phase for moment, phase, _ in CRITICAL_PATH if moment in seen}
+        if DECODE_QUEUED not in seen and FINISHED in seen and PREFILL_COMPUTED in named:
+            named[PREFILL_COMPUTED] = "deliver"  # one token was wanted, and it was prefill's
+        elif PREFILL_COMPUTED not in seen or seen.get(KV_RESERVED, 0) <= seen[PREFILL_COMPUTED]:
+            named.pop(KV_RESERVED, None)  # there was room in time
+            if PREFILL_COMPUTED in named:
+                named[PREFILL_COMPUTED] = "kv_exposed"
+        path = [(seen[moment], phase) for moment, phase in named.items()]
+        seconds: dict[str, float] = {}
+        at = path[0][0] if path else end_unix_ns
+        for (_, phase), (following, _) in zip(path, [*path[1:], (end_unix_ns, "")], strict=True):
+            until = min(max(at, following), max(at, end_unix_ns))
+            seconds[phase] = seconds.get(phase, 0.0) + (until - at) / 1e9
+            at = until
+        return seconds
 
     def seconds(self, start: str, end: str) -> float | None:
         """From one moment to another; None unless both were seen. Never negative: clocks of two machines may differ."""

@@ -1,0 +1,55 @@
+"""What the metrics of every service share: one registry a service, buckets, and the text that Prometheus reads.
+
+Names and meanings are listed in `docs/metrics.md`. Labels come from small fixed sets: never a request id, never a
+client's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from pdserve.common.span_counts import ExportCounts
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Phases, TTFT and whole requests: from a hop to a long answer."""
+TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+"""Between two tokens."""
+
+
+class SpanCollector(Collector):
+    """What became of this process's spans; all zero when it does not trace."""
+
+    def __init__(self, counts: ExportCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        spans = CounterMetricFamily("pdserve_spans", "Finished spans, by what became of them.", labels=["outcome"])
+        for outcome in ("exported", "dropped", "failed"):
+            spans.add_metric([outcome], getattr(self._counts, outcome))
+        yield spans
+
+
+def make_registry(counts: ExportCounts | None) -> CollectorRegistry:
+    """A registry with what every service has. counts: None when it does not trace."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter and histogram, which nothing of ours reads
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(SpanCollector(counts or ExportCounts()))
+    return registry
+
+
+def exposition(registry: CollectorRegistry) -> bytes:
+    """The metrics as they stand, in Prometheus' text format; their type is `CONTENT_TYPE`."""
+    return generate_latest(registry)

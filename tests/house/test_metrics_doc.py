@@ -1,0 +1,89 @@
+"""`docs/metrics.md` lists each metric of each service, with its type and labels, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+
+from pdserve.common.engine_types import SchedulerStats
+from pdserve.common.metrics import make_registry
+from pdserve.common.timeline import CRITICAL_PATH
+from pdserve.kv_transfer.source_transfer import PeerId
+from pdserve.router.router_metrics import RouterMetrics
+from pdserve.worker.identity import Role
+from pdserve.worker.worker_metrics import WorkerMetrics
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/metrics.md"
+
+
+def described(heading: str) -> dict[str, tuple[str, tuple[str, ...], str]]:
+    """name -> type, labels, meaning, from the table below a heading."""
+    section = DOCUMENT.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(pdserve_\w+)` \| (\w+) \| (.*?) \| (.+?) \|$", section, re.MULTILINE)
+    assert len({name for name, *_ in rows}) == len(rows)
+    return {name: (kind, tuple(re.findall(r"`(\w+)`", labels)), meaning) for name, kind, labels, meaning in rows}
+
+
+def offered(registry: CollectorRegistry) -> dict[str, tuple[str, tuple[str, ...], str]]:
+    """The same, from a registry whose metrics have no values yet."""
+    found = {}
+    for collector in list(registry._collector_to_names):
+        if isinstance(collector, MetricWrapperBase):
+            found |= {
+                name_of(family.name, family.type): (family.type, tuple(collector._labelnames), family.documentation)
+                for family in collector.collect()
+            }
+        else:
+            for family in collector.collect():
+                if family.name.startswith("pdserve_"):
+                    labels = tuple(family.samples[0].labels)
+                    found[name_of(family.name, family.type)] = (family.type, labels, family.documentation)
+    return found
+
+
+def name_of(family: str, kind: str) -> str:
+    """As Prometheus knows it."""
+    return f"{family}_total" if kind == "counter" else family
+
+
+def router_registry() -> CollectorRegistry:
+    registry = make_registry(None)
+    RouterMetrics(registry, lambda: 0, lambda: {"prefill": {"live": 1}})
+    return registry
+
+
+def worker_registry() -> CollectorRegistry:
+    registry = make_registry(None)
+    layout = SimpleNamespace(block_bytes=1, model_fingerprint="f")
+    identity = SimpleNamespace(peer=PeerId("w", 1), role=Role.DECODE, layout=layout)
+    engine = SimpleNamespace(stats=SchedulerStats(), tick=0, tick_age_s=0.0, draining=False)
+    WorkerMetrics(registry, identity, engine, lambda: 0, lambda: 0)  # type: ignore[arg-type]
+    return registry
+
+
+@pytest.mark.parametrize(("heading", "registry"), [("Router", router_registry()), ("Workers", worker_registry())])
+def test_every_metric_is_described_as_it_is(heading: str, registry: CollectorRegistry) -> None:
+    everywhere = described("Every service")
+    assert offered(registry) == everywhere | described(heading)
+
+
+@pytest.mark.parametrize("registry", [router_registry(), worker_registry()])
+def test_names_carry_units_and_labels_are_bounded(registry: CollectorRegistry) -> None:
+    allowed = {"outcome", "code", "phase", "policy", "kind", "role", "state", "worker", "leg", "connector"}
+    for name, (kind, labels, _) in offered(registry).items():
+        assert set(labels) <= allowed | {"model_fingerprint"}, name
+        if kind == "histogram":
+            assert name.endswith("_seconds"), name
+        if kind == "counter":
+            assert name.endswith("_total"), name
+
+
+def test_every_phase_is_described() -> None:
+    section = DOCUMENT.read_text().split("\n## Phases\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.+?) \|$", section, re.MULTILINE)
+    assert [tuple(row) for row in rows] == [(phase, moment, meaning) for moment, phase, meaning in CRITICAL_PATH]

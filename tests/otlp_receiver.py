@@ -1,0 +1,113 @@
+"""A collector for tests: an OTLP gRPC server that keeps the spans it is sent, by trace."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+WAIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class ReceivedSpan:
+    """One span as it came over the wire."""
+
+    service: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+    events: list[str]
+    failed: bool
+    cause: str
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+@dataclass
+class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """`url` is what `--otlp` takes."""
+
+    url: str = ""
+    num_exports: int = 0
+    _spans: dict[str, list[ReceivedSpan]] = field(default_factory=dict)
+    _came: threading.Condition = field(default_factory=threading.Condition)
+
+    def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        with self._came:
+            self.num_exports += 1
+            for resource_spans in request.resource_spans:
+                service = _values(resource_spans.resource.attributes)["service.name"]
+                for scope_spans in resource_spans.scope_spans:
+                    for span in scope_spans.spans:
+                        received = _received(service, span)
+                        self._spans.setdefault(received.trace_id, []).append(received)
+            self._came.notify_all()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def wait_for(self, complete: Callable[[list[ReceivedSpan]], bool], trace_id: str) -> list[ReceivedSpan]:
+        """The trace's spans, as soon as they are complete."""
+        deadline = time.monotonic() + WAIT_S
+        with self._came:
+            while not complete(spans := self._spans.get(trace_id, [])):
+                left = deadline - time.monotonic()
+                assert left > 0, f"only {[(span.service, span.name) for span in spans]} came"
+                self._came.wait(left)
+            return list(spans)
+
+    def trace_ids(self) -> set[str]:
+        with self._came:
+            return set(self._spans)
+
+
+def _received(service: str, span: Any) -> ReceivedSpan:
+    return ReceivedSpan(
+        service=service,
+        trace_id=span.trace_id.hex(),
+        span_id=span.span_id.hex(),
+        parent_id=span.parent_span_id.hex(),
+        name=span.name,
+        start_ns=span.start_time_unix_nano,
+        end_ns=span.end_time_unix_nano,
+        attributes=_values(span.attributes),
+        events=[event.name for event in span.events],
+        failed=span.status.code == span.status.STATUS_CODE_ERROR,
+        cause=span.status.message,
+    )
+
+
+def _values(attributes: Any) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        kind = value.WhichOneof("value")
+        return [plain(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+
+    return {attribute.key: plain(attribute.value) for attribute in attributes}
+
+
+@contextmanager
+def otlp_receiver() -> Iterator[OtlpReceiver]:
+    """Listens on a free port of loopback while the block runs."""
+    receiver = OtlpReceiver()
+    server = grpc.server(ThreadPoolExecutor(4))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
+    receiver.url = f"grpc://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield receiver
+    finally:
+        server.stop(None).wait()

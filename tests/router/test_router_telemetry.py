@@ -1,0 +1,176 @@
+"""A router's spans and metrics of requests that fail, are repeated, refused or left; workers follow a script."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+
+import pytest
+from fake_worker import ADMITTED, decode_outputs, forever, play
+from otlp_receiver import otlp_receiver
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.common.errors import WorkerLost
+
+
+@pytest.fixture
+def collector():
+    with otlp_receiver() as receiver:
+        yield receiver
+
+
+async def scrape(cluster) -> dict[tuple[str, ...], float]:
+    """(name, label value, ...) -> value."""
+    response = await cluster.http.get("/metrics")
+    assert response.status_code == 200
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+
+
+async def spans_of(collector, trace_id: str, count: int):
+    return await asyncio.to_thread(collector.wait_for, lambda spans: len(spans) >= count, trace_id)
+
+
+def trace() -> tuple[str, dict[str, str]]:
+    trace_id = secrets.token_hex(16)
+    return trace_id, {"traceparent": f"00-{trace_id}-{'ab' * 8}-01"}
+
+
+async def test_a_repeated_attempt_has_a_span_of_its_own(cluster, collector):
+    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    cluster.of("decode").scripts = [play(ADMITTED, WorkerLost("gone"))]
+    trace_id, headers = trace()
+    response = await cluster.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}, headers=headers)
+    assert response.status_code == 200
+    spans = await spans_of(collector, trace_id, 6)
+    first, second = (span for span in spans if span.name == "attempt")
+    assert (first.failed, first.attributes["error.type"]) == (True, "worker_lost")
+    assert "gone" in first.cause
+    assert (second.failed, second.attributes["pdserve.attempt.number"]) == (False, 1)
+    (request,) = (span for span in spans if span.name == "request")
+    assert not request.failed
+    assert request.parent_id == "ab" * 8
+    assert {span.parent_id for span in spans if span is not request} == {request.span_id}
+    assert sum(span.name == "route" for span in spans) == 2
+    sent = [call.request.request.trace_headers["traceparent"] for call in cluster.of("decode").calls]
+    assert sent == [f"00-{trace_id}-{attempt.span_id}-01" for attempt in (first, second)]
+    assert sum(v for name, v in request.attributes.items() if name.startswith("pdserve.phase.")) == pytest.approx(
+        request.seconds, rel=0.03
+    )
+    values = await scrape(cluster)
+    assert values["pdserve_attempts_total", "worker_lost"] == 1
+    assert values["pdserve_attempts_total", "ok"] == 1
+    assert values["pdserve_requests_total", "length"] == 1
+    assert values["pdserve_output_tokens_total",] == 3
+    assert values["pdserve_inter_token_latency_seconds_count",] == 2
+    assert values["pdserve_placed_legs_total", "decode", "decode0"] == 2
+    assert ("pdserve_errors_total", "worker_lost") not in values
+
+
+async def test_a_client_that_leaves(cluster, collector):
+    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    cluster.of("decode").script = play(ADMITTED, decode_outputs(0, "a"), forever)
+    trace_id, headers = trace()
+    body = {"prompt": "x", "max_tokens": 9, "stream": True}
+    async with cluster.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        await anext(response.aiter_text())
+        assert (await scrape(cluster))["pdserve_requests_in_flight",] == 1
+    spans = {span.name: span for span in await spans_of(collector, trace_id, 4)}
+    assert set(spans) == {"tokenize", "route", "attempt", "request"}
+    for name in ("attempt", "request"):
+        assert spans[name].failed
+        assert spans[name].attributes["error.type"] == "cancelled"
+    assert spans["request"].attributes["gen_ai.usage.output_tokens"] == 1
+    await cluster.idle()
+    values = await scrape(cluster)
+    assert values["pdserve_requests_total", "cancelled"] == 1
+    assert values["pdserve_requests_in_flight",] == 0
+
+
+async def test_requests_that_are_refused(cluster, collector):
+    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    trace_id, headers = trace()
+    too_long = {"prompt": "x" * 5000, "max_tokens": 3}
+    response = await cluster.http.post("/v1/completions", json=too_long, headers=headers)
+    assert response.status_code == 400
+    (span,) = await spans_of(collector, trace_id, 1)
+    assert (span.name, span.failed, span.attributes["error.type"]) == ("request", True, "prompt_too_long")
+    assert (await cluster.http.post("/v1/completions", content=b"{")).status_code == 400
+    assert (await cluster.http.post("/v1/completions", json={"prompt": "x", "model": "other"})).status_code == 404
+    values = await scrape(cluster)
+    for code in ("prompt_too_long", "invalid_request", "not_found"):
+        assert values["pdserve_errors_total", code] == 1
+        assert values["pdserve_requests_total", code] == 1
+
+
+async def test_a_leaving_router_ends_its_spans(cluster, collector):
+    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20, drain_s=0.1)
+    cluster.of("decode").script = play(ADMITTED, decode_outputs(0, "a"), forever)
+    trace_id, headers = trace()
+    body = {"prompt": "x", "max_tokens": 9, "stream": True}
+    async with cluster.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        text = response.aiter_text()
+        await anext(text)
+        cluster.stop.set()
+        _ = [part async for part in text]
+    spans = {span.name: span for span in await spans_of(collector, trace_id, 4)}
+    for name in ("request", "attempt"):
+        assert spans[name].attributes["error.type"] == "draining"
+
+
+async def test_several_prompts_share_one_request(cluster, collector):
+    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    trace_id, headers = trace()
+    body = {"prompt": ["x", "yy", "zzz"], "max_tokens": 2}
+    assert (await cluster.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    spans = await spans_of(collector, trace_id, 10)
+    names = sorted(span.name for span in spans)
+    assert names == sorted(["request", *["tokenize", "route", "attempt"] * 3])
+    (request,) = (span for span in spans if span.name == "request")
+    assert request.attributes["gen_ai.usage.input_tokens"] == 6
+    assert request.attributes["gen_ai.response.finish_reasons"] == ["length"] * 3
+
+
+async def test_a_caller_that_does_not_sample_is_not_traced(cluster, collector):
+    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    trace_id, headers = trace()
+    quiet = {"traceparent": headers["traceparent"][:-2] + "00"}
+    assert (await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=quiet)).status_code == 200
+    for role in ("prefill", "decode"):
+        sent = cluster.of(role).calls[0].request.request.trace_headers["traceparent"]
+        assert sent.split("-")[1::2] == [trace_id, "00"]
+    other, headers = trace()
+    assert (await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 200
+    await spans_of(collector, other, 4)
+    assert collector.trace_ids() == {other}
+
+
+async def test_a_collector_that_is_not_there_fails_no_request(cluster):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"grpc://127.0.0.1:{nobody.getsockname()[1]}"
+        await cluster.start(otlp=address, otel_bsp_schedule_delay_ms=20)
+        for _ in range(5):
+            assert len(await cluster.text()) == 5
+        async with asyncio.timeout(20):
+            while not (values := await scrape(cluster))["pdserve_spans_total", "failed"]:  # noqa: ASYNC110 - another thread counts
+                await asyncio.sleep(0.02)
+    assert values["pdserve_requests_total", "length"] == 5
+    assert values["pdserve_spans_total", "exported"] == 0
+
+
+async def test_no_client_text_and_no_request_id_is_a_label(cluster):
+    await cluster.start()
+    response = await cluster.http.post(
+        "/v1/completions", json={"prompt": "CANARY", "max_tokens": 3}, headers={"x-request-id": "CANARY"}
+    )
+    await cluster.http.post("/v1/completions", json={"prompt": "x", "model": "CANARY"})
+    await cluster.http.post("/v1/CANARY", json={})
+    metrics = (await cluster.http.get("/metrics")).text
+    assert "CANARY" not in metrics
+    assert response.headers["x-request-id"] not in metrics
+    assert 'pdserve_requests_total{outcome="length"} 1.0' in metrics

@@ -1,0 +1,238 @@
+"""What a leg came to: stages, cause and outcome, and the metrics and spans that are made of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
+
+from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason, SchedulerStats
+from pdserve.common.errors import Draining, TransferFailed
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.timeline import to_unix_ns
+from pdserve.common.trace_headers import TRACEPARENT
+from pdserve.common.tracing import Tracing, make_sampler
+from pdserve.engine.request import Request
+from pdserve.kv_transfer.source_transfer import PeerId
+from pdserve.worker.identity import Role
+from pdserve.worker.leg_record import Leg, LegRecord
+from pdserve.worker.leg_spans import trace_leg
+from pdserve.worker.worker_metrics import WorkerMetrics
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+REMOTE = {"queued": 10.0, "kv_reserved": 11.0, "kv_first_landed": 12.0, "kv_landed": 13.0, "scheduled": 13.5}
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model_fingerprint="f" * 32)
+
+
+class Transfer:
+    """What a record reads of a `ReceiverTransfer`."""
+
+    connector_name = "local"
+    num_blocks = 3
+    num_landed = 2
+    given_up = frozenset({"nixl"})
+
+
+STATS = SchedulerStats(
+    num_blocks_total=15, num_blocks_free=4, num_blocks_cached=5, num_blocks_in_use=6, num_blocks_quarantined=2,
+    num_preemptions=9, prefix_cache_queries=64, prefix_cache_hits=32,
+)  # fmt: skip
+ENGINE = SimpleNamespace(stats=STATS, tick=12, tick_age_s=0.25, draining=False)
+IDENTITY = SimpleNamespace(peer=PeerId("decode-1", 1), role=Role.DECODE, layout=LAYOUT)
+
+
+def make_record(
+    leg: Leg = "decode", *, remote: bool = True, stop: tuple[str, ...] = ()
+) -> tuple[LegRecord, list[LegRecord]]:
+    request = EngineCoreRequest(
+        request_id="r.0.0",
+        prompt_token_ids=[1] * 9,
+        sampling_params=SamplingParams(stop=stop),
+        arrival_time=10.0,
+        remote_prefill=remote,
+    )
+    closed: list[LegRecord] = []
+    record = LegRecord(leg, request, {TRACEPARENT: PARENT}, closed.append)
+    if leg == "decode" and remote:
+        record.transfer = Transfer()  # type: ignore[assignment]
+    return record, closed
+
+
+def stages_of(record: LegRecord) -> list[tuple[str, float, float, str | None]]:
+    return [(s.name, s.start, s.end, s.cause and s.cause.code) for s in record.stages()]
+
+
+def test_a_decode_leg_that_went_well() -> None:
+    record, closed = make_record()
+    with record:
+        record.take(EngineCoreOutput(request_id="r", new_token_ids=[5], moments=REMOTE | {"first_token": 14.0}))
+        last = EngineCoreOutput(
+            request_id="r", new_token_ids=[6, 7], finish_reason=FinishReason.LENGTH,
+            moments=REMOTE | {"first_token": 14.0, "finished": 20.0}, num_preemptions=2,
+        )  # fmt: skip
+        record.take(last)
+    record.close(None)
+    assert closed == [record]
+    assert record.outcome == "ok"
+    assert (record.num_output_tokens, record.num_preemptions) == (3, 2)
+    assert stages_of(record) == [
+        ("decode.reserve", 10.0, 11.0, None),
+        ("kv.transfer", 11.0, 13.0, None),
+        ("decode.queue", 13.0, 13.5, None),
+        ("decode.generate", 13.5, 20.0, None),
+    ]
+
+
+def test_a_transfer_that_failed_is_where_the_cause_stands() -> None:
+    record, _ = make_record()
+    error = TransferFailed("the wire broke")
+    moments = {"queued": 10.0, "kv_reserved": 11.0, "finished": 12.5}
+    record.take(EngineCoreOutput(request_id="r", moments=moments, error_code=error.code, error_message="x"))
+    with pytest.raises(TransferFailed), record:
+        raise error
+    record.close(None)
+    assert record.outcome == "transfer_failed"
+    assert stages_of(record) == [
+        ("decode.reserve", 10.0, 11.0, None),
+        ("kv.transfer", 11.0, 12.5, "transfer_failed"),
+    ]
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), GeneratorExit()])
+def test_a_call_that_the_router_ended_has_what_the_engine_knew(error: BaseException) -> None:
+    record, _ = make_record("prefill", remote=False)
+    with pytest.raises(type(error)), record:
+        raise error
+    aborted = Request(record.request)
+    aborted.moments |= {"scheduled": 11.0, "finished": time.monotonic() + 5}
+    aborted.prefill_chunks = [(12.0, 4)]
+    record.close(aborted)
+    assert record.outcome == "cancelled"
+    queue, compute = record.stages()
+    assert (queue.name, queue.cause) == ("prefill.queue", None)
+    assert (compute.name, compute.start, compute.end) == ("prefill.compute", 11.0, record.ended_at)
+    assert compute.cause is not None
+    assert compute.cause.code == "cancelled"
+    assert record.prefill_chunks == [(12.0, 4)]
+
+
+def test_a_router_that_found_a_stop_string_is_no_failure() -> None:
+    record, _ = make_record(stop=("END",))
+    record.take(EngineCoreOutput(request_id="r", new_token_ids=[5], moments=REMOTE | {"first_token": 14.0}))
+    with pytest.raises(asyncio.CancelledError), record:
+        raise asyncio.CancelledError
+    record.close(None)
+    assert record.outcome == "ok"
+    assert all(stage.cause is None for stage in record.stages())
+
+
+def test_a_leg_that_was_refused_has_a_stage_and_a_cause() -> None:
+    record, _ = make_record("prefill", remote=False)
+    with pytest.raises(Draining), record:
+        raise Draining("the worker is draining")
+    record.close()
+    ((name, start, _, cause),) = stages_of(record)
+    assert (name, start, cause) == ("prefill.queue", 10.0, "draining")
+
+
+def test_decode_that_prefills_itself_has_prefill_stages() -> None:
+    for record in (make_record(remote=False)[0], make_record()[0]):
+        record.take(EngineCoreOutput(request_id="r", prefills_locally=True))
+        moments = {"queued": 10.0, "scheduled": 11.0, "first_token": 12.0, "finished": 15.0}
+        record.take(EngineCoreOutput(request_id="r", new_token_ids=[1, 2], moments=moments, prefill_chunks=[(11.5, 9)]))
+        assert [stage[:3] for stage in stages_of(record)] == [
+            ("prefill.queue", 10.0, 11.0),
+            ("prefill.compute", 11.0, 12.0),
+            ("decode.generate", 12.0, 15.0),
+        ]
+
+
+def test_an_error_of_ours_is_internal() -> None:
+    record, _ = make_record()
+    with pytest.raises(ZeroDivisionError), record:
+        raise ZeroDivisionError
+    assert record.outcome == "internal_error"
+
+
+def closed_records() -> list[LegRecord]:
+    """Two that went well, one whose transfer failed."""
+    good, _ = make_record()
+    moments = REMOTE | {"first_token": 14.0, "finished": 20.0}
+    good.take(EngineCoreOutput(request_id="r", new_token_ids=[5, 6], moments=moments, num_cached_tokens=4))
+    computed, _ = make_record("prefill", remote=False)
+    computed.take(
+        EngineCoreOutput(
+            request_id="r", new_token_ids=[5], prefill_chunks=[(11.0, 4), (12.0, 5)],
+            moments={"queued": 10.0, "scheduled": 10.5, "first_token": 12.0, "finished": 12.0},
+        )
+    )  # fmt: skip
+    bad, _ = make_record()
+    bad.moments |= {"kv_reserved": 11.0, "finished": 12.0}
+    bad.cause = TransferFailed("the wire broke")
+    return [good, computed, bad]
+
+
+def test_metrics_count_what_the_records_say() -> None:
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry, IDENTITY, ENGINE, lambda: 3, lambda: 1)  # type: ignore[arg-type]
+    for record in closed_records():
+        metrics.leg(record)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    assert value("pdserve_legs_total", leg="decode", outcome="ok") == 1
+    assert value("pdserve_legs_total", leg="prefill", outcome="ok") == 1
+    assert value("pdserve_leg_errors_total", code="transfer_failed") == 1
+    assert value("pdserve_kv_transfer_blocks_total", connector="local") == 4
+    assert value("pdserve_kv_transfer_bytes_total", connector="local") == 4 * LAYOUT.block_bytes
+    assert value("pdserve_kv_transfer_seconds_count", connector="local") == 1
+    assert value("pdserve_kv_transfer_seconds_sum", connector="local") == 2
+    assert value("pdserve_decode_generate_seconds_sum") == 6.5
+    assert value("pdserve_decode_reserve_seconds_count") == 2
+    assert value("pdserve_prefill_queue_seconds_sum") == 0.5
+    assert value("pdserve_sampled_tokens_total") == 3
+    assert [value("pdserve_kv_blocks", state=state) for state in ("free", "cached", "in_use")] == [4, 5, 6]
+    assert value("pdserve_kv_blocks_quarantined") == 2
+    assert value("pdserve_preemptions_total") == 9
+    assert value("pdserve_prefix_hit_tokens_total") == 32
+    assert value("pdserve_engine_tick_age_seconds") == 0.25
+    assert value("pdserve_open_transfers") == 3
+    assert value("pdserve_kv_transfer_fallbacks_total") == 1
+    assert value("pdserve_draining") == 0
+
+
+def test_spans_say_what_the_records_say() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing({}, make_sampler("parentbased_always_on", 1.0), SimpleSpanProcessor(exporter))
+    good, computed, bad = closed_records()
+    for record in (good, computed, bad):
+        trace_leg(tracing, record, "worker-1", 64)
+    bad.trace_headers = {TRACEPARENT: PARENT[:-2] + "00"}
+    trace_leg(tracing, bad, "worker-1", 64)
+    spans = exporter.get_finished_spans()
+    names = [span.name for span in spans]
+    assert names == [
+        "decode.reserve", "kv.transfer", "decode.queue", "decode.generate", "prefill.queue", "prefill.compute",
+        "decode.reserve", "kv.transfer",
+    ]  # fmt: skip
+    for span in spans:
+        assert f"{span.context.trace_id:032x}" == PARENT.split("-")[1]
+        assert f"{span.parent.span_id:016x}" == PARENT.split("-")[2]
+        assert span.attributes["pdserve.worker.id"] == "worker-1"
+    transfer, generate, compute, failed = spans[1], spans[3], spans[5], spans[7]
+    assert (transfer.start_time, transfer.end_time) == (to_unix_ns(11.0), to_unix_ns(13.0))
+    assert transfer.attributes["pdserve.kv.bytes"] == 2 * 64
+    assert transfer.attributes["pdserve.kv.fallbacks"] == ("nixl",)
+    assert [event.name for event in transfer.events] == ["first_landing", "last_landing"]
+    assert generate.attributes["gen_ai.usage.output_tokens"] == 2
+    assert [event.attributes["pdserve.chunk.tokens"] for event in compute.events] == [4, 5]
+    assert failed.attributes["error.type"] == "transfer_failed"
+    assert not failed.status.is_ok
+    tracing.close()

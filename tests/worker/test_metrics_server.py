@@ -1,0 +1,80 @@
+"""`/metrics` and `/health` of a worker: answers, refusals, and clients that do not behave."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from pdserve.common.errors import ConfigError
+from pdserve.common.metrics import CONTENT_TYPE
+from pdserve.worker.metrics_server import MAX_HEAD_BYTES, Health, MetricsServer
+
+
+class Served:
+    """A server and what it reports."""
+
+    def __init__(self) -> None:
+        self.health = Health(ok=True, status="ok", engine_tick=7, engine_tick_age_s=0.1)
+        self.server = MetricsServer(lambda: b"pdserve_up 1\n", lambda: self.health)
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.server.port}{path}"
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    made = Served()
+    await made.server.start("127.0.0.1", 0)
+    yield made
+    await made.server.stop()
+
+
+async def test_metrics_and_health(served: Served) -> None:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        metrics = await client.get(served.url("/metrics?ignored=1"))
+        assert (metrics.status_code, metrics.text) == (200, "pdserve_up 1\n")
+        assert metrics.headers["content-type"] == CONTENT_TYPE
+        assert (await client.get(served.url("/health"))).json()["engine_tick"] == 7
+        served.health = Health(ok=False, status="stuck", engine_tick=7, engine_tick_age_s=3.5)
+        health = await client.get(served.url("/health"))
+        assert (health.status_code, health.json()["status"]) == (503, "stuck")
+        assert (await client.head(served.url("/metrics"))).text == ""
+        assert (await client.get(served.url("/"))).status_code == 404
+        assert (await client.post(served.url("/metrics"), content=b"x")).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"\r\n\r\n", b"HTTP/1.1 400"),
+        (b"GET\r\n\r\n", b"HTTP/1.1 400"),
+        (b"\xff\x00 \xff HTTP/9\r\n\r\n", b"HTTP/1.1 400"),
+        (b"GET /metrics HTTP/1.1\r\n" + b"x" * (2 * MAX_HEAD_BYTES), b""),
+        (b"GET /met", b""),
+    ],
+)
+async def test_clients_that_speak_something_else(served: Served, sent: bytes, answer: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
+    writer.write(sent)
+    writer.write_eof()
+    try:
+        async with asyncio.timeout(5):
+            assert (await reader.read()).startswith(answer)
+    except ConnectionResetError:
+        assert not answer
+    writer.close()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        assert (await client.get(served.url("/metrics"))).status_code == 200
+
+
+async def test_a_port_in_use_is_told_with_its_address() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            await Served().server.start("127.0.0.1", port)

@@ -1,0 +1,147 @@
+"""`LegRecord`: what one call of a router came to, from moments that the engine recorded.
+
+Spans and metrics are both made from it, once the engine has nothing of the request any more: how a request that was cut
+short ended is known only then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.errors import Cancelled, InternalError, PdServeError
+from pdserve.engine.request import Request
+from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer
+
+Leg = Literal["prefill", "decode"]
+
+
+class Stage(NamedTuple):
+    """A stretch of a leg between two moments of the engine; also a span's and a metric's name."""
+
+    name: str
+    start: str
+    end: str
+
+
+PREFILL_STAGES = (
+    Stage("prefill.queue", "queued", "scheduled"),
+    Stage("prefill.compute", "scheduled", "first_token"),
+)
+LOCAL_STAGES = (*PREFILL_STAGES, Stage("decode.generate", "first_token", "finished"))
+REMOTE_STAGES = (
+    Stage("decode.reserve", "queued", "kv_reserved"),
+    Stage("kv.transfer", "kv_reserved", "kv_landed"),
+    Stage("decode.queue", "kv_landed", "scheduled"),
+    Stage("decode.generate", "scheduled", "finished"),
+)
+
+
+class PassedStage(NamedTuple):
+    """A stage as it went; `time.monotonic()` seconds."""
+
+    name: str
+    start: float
+    end: float
+    cause: PdServeError | None
+    """Why it did not come to its own end."""
+
+
+class LegRecord:
+    """Enter it around the call; `close` it when the engine is done."""
+
+    def __init__(
+        self,
+        leg: Leg,
+        request: EngineCoreRequest,
+        trace_headers: Mapping[str, str],
+        on_closed: Callable[[LegRecord], None],
+    ) -> None:
+        """on_closed: hears of this record once, when everything is known."""
+        self.leg = leg
+        self.request = request
+        self.trace_headers = trace_headers
+        self.transfer: ReceiverTransfer | None = None
+        """Of a decode leg whose KV comes from elsewhere."""
+        self.moments: dict[str, float] = {"queued": request.arrival_time}
+        self.prefill_chunks: list[tuple[float, int]] = []
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.prefills_locally = not request.remote_prefill
+        self.cause: PdServeError | None = None
+        self.ended_at = 0.0
+        """When the call ended, `time.monotonic()` seconds."""
+        self._on_closed = on_closed
+
+    def __enter__(self) -> LegRecord:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.ended_at = time.monotonic()
+        if isinstance(error, PdServeError):
+            self.cause = error
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            self.cause = Cancelled("the router ended the call")
+        elif error is not None:
+            self.cause = InternalError(f"the service failed: {type(error).__name__}")
+
+    def take(self, output: EngineCoreOutput) -> None:
+        """What the engine said to the router."""
+        self.moments.update(output.moments)
+        self.prefill_chunks = output.prefill_chunks or self.prefill_chunks
+        self.num_output_tokens += len(output.new_token_ids)
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
+        self.prefills_locally |= output.prefills_locally
+
+    def close(self, aborted: Request | None = None) -> None:
+        """The engine is done with it. aborted: the request as it was, if the call's end cut it short."""
+        if aborted is not None:
+            self.moments.update(aborted.moments)
+            self.moments.pop("finished", None)
+            self.prefill_chunks = aborted.prefill_chunks
+            self.num_preemptions = aborted.num_preemptions
+        self._on_closed(self)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the router may have ended it for a reason of success: it has stop strings to find in the text."""
+        return (
+            isinstance(self.cause, Cancelled)
+            and bool(self.request.sampling_params.stop)
+            and "first_token" in (self.moments)
+        )
+
+    @property
+    def outcome(self) -> str:
+        """`ok`, or an error's code."""
+        return "ok" if self.cause is None or self.was_stopped else self.cause.code
+
+    def stages(self) -> list[PassedStage]:
+        """Those that were entered, in order; the last one has the cause of an early end."""
+        if self.leg == "prefill":
+            plan: tuple[Stage, ...] = PREFILL_STAGES
+        else:
+            plan = LOCAL_STAGES if self.prefills_locally else REMOTE_STAGES
+        cause = None if self.was_stopped else self.cause
+        passed: list[PassedStage] = []
+        for stage in plan:
+            start, end = self.moments.get(stage.start), self.moments.get(stage.end)
+            if start is None:
+                break
+            if end is None:
+                # the call's end; or an engine that had no more to do here, like one whose first token was the last
+                end = max(start, self.moments.get("finished", self.ended_at))
+                passed.append(PassedStage(stage.name, start, end, cause))
+                return passed
+            passed.append(PassedStage(stage.name, start, end, None))
+        if cause is not None and not isinstance(cause, Cancelled) and passed:
+            passed[-1] = passed[-1]._replace(cause=cause)
+        return passed

@@ -1,0 +1,55 @@
+"""A worker's spans of one leg, made after the fact under the attempt's span, whose context came with the call."""
+
+from __future__ import annotations
+
+from pdserve.common.timeline import to_unix_ns
+from pdserve.common.tracing import Attribute, Event, Tracing
+from pdserve.worker.leg_record import LegRecord
+
+
+def trace_leg(tracing: Tracing, record: LegRecord, worker_id: str, block_bytes: int) -> None:
+    """A span for each stage that was entered; none when the caller's trace is not sampled."""
+    parent = tracing.below(record.trace_headers)
+    if parent is None:
+        return
+    for stage in record.stages():
+        attributes: dict[str, Attribute] = {
+            "pdserve.worker.id": worker_id,
+            "pdserve.engine_request.id": record.request.request_id,
+        }
+        events: list[Event] = []
+        match stage.name:
+            case "prefill.compute":
+                attributes["pdserve.prompt.tokens"] = len(record.request.prompt_token_ids)
+                attributes["pdserve.prompt.cached_tokens"] = record.num_cached_tokens
+                events = [
+                    Event("chunk", to_unix_ns(at), {"pdserve.chunk.tokens": num_tokens})
+                    for at, num_tokens in record.prefill_chunks
+                    if at <= stage.end
+                ]
+            case "kv.transfer":
+                _describe_transfer(record, block_bytes, attributes, events)
+            case "decode.generate":
+                attributes["gen_ai.usage.output_tokens"] = record.num_output_tokens
+                attributes["pdserve.preemptions"] = record.num_preemptions
+                if "first_token" in record.moments:
+                    events = [Event("first_token", to_unix_ns(record.moments["first_token"]))]
+        parent.add(
+            stage.name, to_unix_ns(stage.start), to_unix_ns(stage.end), attributes, events=events, error=stage.cause
+        )
+
+
+def _describe_transfer(
+    record: LegRecord, block_bytes: int, attributes: dict[str, Attribute], events: list[Event]
+) -> None:
+    if (transfer := record.transfer) is not None:
+        attributes["pdserve.kv.connector"] = transfer.connector_name
+        if transfer.given_up:  # failed in this transfer, or with this source shortly before
+            attributes["pdserve.kv.fallbacks"] = sorted(transfer.given_up)
+        attributes["pdserve.kv.blocks_wanted"] = transfer.num_blocks
+        attributes["pdserve.kv.blocks"] = transfer.num_landed
+        attributes["pdserve.kv.bytes"] = transfer.num_landed * block_bytes
+    attributes["pdserve.prompt.cached_tokens"] = record.num_cached_tokens
+    for name, moment in (("first_landing", "kv_first_landed"), ("last_landing", "kv_landed")):
+        if moment in record.moments:
+            events.append(Event(name, to_unix_ns(record.moments[moment])))

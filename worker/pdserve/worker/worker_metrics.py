@@ -1,0 +1,123 @@
+"""`WorkerMetrics`: what Prometheus reads from a worker. Events are counted as legs close; states are read at the scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from pdserve.common.metrics import LATENCY_BUCKETS_S
+from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.identity import WorkerIdentity
+from pdserve.worker.leg_record import LegRecord
+
+
+class WorkerMetrics:
+    """Made once a worker."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        identity: WorkerIdentity,
+        engine: EngineClient,
+        num_transfers: Callable[[], int],
+        num_fallbacks: Callable[[], int],
+    ) -> None:
+        """num_transfers: under way now. num_fallbacks: transfers that changed their connector, since start."""
+
+        def seconds(name: str, meaning: str, *labels: str) -> Histogram:
+            return Histogram(name, meaning, labels, buckets=LATENCY_BUCKETS_S, registry=registry)
+
+        def count(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(name, meaning, labels, registry=registry)
+
+        self._block_bytes = identity.layout.block_bytes
+        self._stages = {
+            "prefill.queue": seconds("pdserve_prefill_queue_seconds", "Waiting for the engine, before a prefill."),
+            "prefill.compute": seconds("pdserve_prefill_compute_seconds", "Computing a prompt and its first token."),
+            "decode.reserve": seconds("pdserve_decode_reserve_seconds", "Waiting for room for a prompt's KV blocks."),
+            "decode.queue": seconds("pdserve_decode_queue_seconds", "Waiting for the engine, with all KV landed."),
+            "decode.generate": seconds("pdserve_decode_generate_seconds", "All tokens that this engine sampled."),
+        }
+        self._transfer = seconds(
+            "pdserve_kv_transfer_seconds", "From reserved blocks to the last verified one.", "connector"
+        )
+        self._transfer_blocks = count("pdserve_kv_transfer_blocks_total", "KV blocks landed, verified.", "connector")
+        self._transfer_bytes = count("pdserve_kv_transfer_bytes_total", "Their bytes.", "connector")
+        self._output_tokens = count("pdserve_sampled_tokens_total", "Tokens sampled for routers.")
+        self._legs = count("pdserve_legs_total", "Calls of routers, by how they ended.", "leg", "outcome")
+        self._errors = count("pdserve_leg_errors_total", "Calls of routers that failed, by cause.", "code")
+        registry.register(_WorkerState(identity, engine, num_transfers, num_fallbacks))
+
+    def leg(self, record: LegRecord) -> None:
+        """A leg is over."""
+        outcome = record.outcome
+        self._legs.labels(record.leg, outcome).inc()
+        if outcome not in ("ok", "cancelled", "needs_prefill"):
+            self._errors.labels(outcome).inc()
+        self._output_tokens.inc(record.num_output_tokens)
+        for stage in record.stages():
+            if stage.cause is None and stage.name in self._stages:
+                self._stages[stage.name].observe(stage.end - stage.start)
+            elif stage.name == "kv.transfer" and record.transfer is not None and record.transfer.connector_name:
+                connector, num_blocks = record.transfer.connector_name, record.transfer.num_landed
+                self._transfer_blocks.labels(connector).inc(num_blocks)
+                self._transfer_bytes.labels(connector).inc(num_blocks * self._block_bytes)
+                if stage.cause is None:
+                    self._transfer.labels(connector).observe(stage.end - stage.start)
+
+
+class _WorkerState(Collector):
+    """Read when it is asked for, so it cannot drift from the truth."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        engine: EngineClient,
+        num_transfers: Callable[[], int],
+        num_fallbacks: Callable[[], int],
+    ) -> None:
+        self._identity = identity
+        self._engine = engine
+        self._num_transfers = num_transfers
+        self._num_fallbacks = num_fallbacks
+
+    def collect(self) -> Iterable[Metric]:
+        engine, stats, identity = self._engine, self._engine.stats, self._identity
+        info = GaugeMetricFamily(
+            "pdserve_worker_info", "Always 1; who this is.", labels=["worker", "role", "model_fingerprint"]
+        )
+        info.add_metric([identity.peer.worker_id, identity.role.value, identity.layout.model_fingerprint], 1)
+        yield info
+        blocks = GaugeMetricFamily("pdserve_kv_blocks", "KV blocks of the pool; they add up to it.", labels=["state"])
+        blocks.add_metric(["free"], stats.num_blocks_free)
+        blocks.add_metric(["cached"], stats.num_blocks_cached)
+        blocks.add_metric(["in_use"], stats.num_blocks_in_use)
+        yield blocks
+        requests = GaugeMetricFamily("pdserve_engine_requests", "Sequences in the engine.", labels=["state"])
+        requests.add_metric(["running"], stats.num_running_reqs)
+        requests.add_metric(["waiting"], stats.num_waiting_reqs)
+        requests.add_metric(["waiting_for_kv"], stats.num_remote_kv_reqs)
+        yield requests
+        for name, meaning, value in (
+            ("pdserve_kv_blocks_quarantined", "Blocks in use that only an unfinished read holds.",
+             stats.num_blocks_quarantined),
+            ("pdserve_waiting_prompt_tokens", "Prompt tokens still to compute.", stats.num_waiting_tokens),
+            ("pdserve_open_transfers", "KV transfers under way, as source or receiver.", self._num_transfers()),
+            ("pdserve_draining", "1 while the worker takes nothing new.", int(engine.draining)),
+            ("pdserve_engine_tick_age_seconds", "Since the engine's loop last showed progress.", engine.tick_age_s),
+        ):  # fmt: skip
+            yield GaugeMetricFamily(name, meaning, value=value)
+        for name, meaning, count in (
+            ("pdserve_engine_ticks", "Turns of the engine's loop, and layers computed.", engine.tick),
+            ("pdserve_preemptions", "Sequences that lost their blocks to others.", stats.num_preemptions),
+            ("pdserve_prompt_tokens_computed", "Prompt tokens computed here.", stats.num_computed_prompt_tokens),
+            ("pdserve_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.",
+             stats.prefix_cache_queries),
+            ("pdserve_prefix_hit_tokens", "Of these, tokens that were cached.", stats.prefix_cache_hits),
+            ("pdserve_kv_transfer_fallbacks", "Transfers that went on over another connector.", self._num_fallbacks()),
+        ):  # fmt: skip
+            yield CounterMetricFamily(name, meaning, value=count)

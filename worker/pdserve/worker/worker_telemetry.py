@@ -1,0 +1,63 @@
+"""`WorkerTelemetry`: every leg's record goes to the metrics, and to the tracer if there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from pdserve.common.engine_types import EngineCoreRequest
+from pdserve.common.metrics import exposition, make_registry
+from pdserve.common.settings import WorkerSettings
+from pdserve.common.telemetry import make_telemetry
+from pdserve.common.trace_headers import valid_trace_headers
+from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.identity import WorkerIdentity
+from pdserve.worker.leg_record import Leg, LegRecord
+from pdserve.worker.worker_metrics import WorkerMetrics
+
+log = logging.getLogger(__name__)
+
+
+class WorkerTelemetry:
+    """Lives in the asyncio thread; `close` it."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        identity: WorkerIdentity,
+        engine: EngineClient,
+        num_transfers: Callable[[], int],
+        num_fallbacks: Callable[[], int],
+    ) -> None:
+        """Raises: ConfigError for a collector that cannot be."""
+        self._identity = identity
+        self._telemetry = make_telemetry(settings, identity.role.value, identity.peer.worker_id)
+        self._registry = make_registry(self._telemetry.counts if self._telemetry else None)
+        self._metrics = WorkerMetrics(self._registry, identity, engine, num_transfers, num_fallbacks)
+
+    def leg(self, leg: Leg, request: EngineCoreRequest, metadata: Mapping[str, str]) -> LegRecord:
+        """A call of a router begins. metadata: the call's, names in lower case."""
+        headers = valid_trace_headers(metadata) or request.trace_headers
+        return LegRecord(leg, request, headers, self._closed)
+
+    def exposition(self) -> bytes:
+        """The metrics as they stand."""
+        return exposition(self._registry)
+
+    async def close(self) -> None:
+        """Export the last spans; bounded."""
+        if self._telemetry is not None:
+            await asyncio.to_thread(self._telemetry.tracing.close)
+
+    def _closed(self, record: LegRecord) -> None:
+        self._metrics.leg(record)
+        if self._telemetry is not None:
+            from pdserve.worker.leg_spans import trace_leg
+
+            try:
+                trace_leg(
+                    self._telemetry.tracing, record, self._identity.peer.worker_id, self._identity.layout.block_bytes
+                )
+            except Exception:
+                log.exception("the spans of %s could not be made", record.request.request_id)
