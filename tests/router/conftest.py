@@ -30,6 +30,7 @@ def _share(name: str) -> None:
 
 
 _share("fake_worker")
+_share("candidates")
 from fake_worker import FakeWorker, save_tokenizer  # noqa: E402
 
 
@@ -132,6 +133,14 @@ class Cluster:
                 if all(workers[role]["live"] == count for role, count in counts.items()):
                     return
                 await asyncio.sleep(0.02)
+
+    async def queued(self, count: int) -> None:
+        """Returns when so many requests wait for a place."""
+        async with asyncio.timeout(10):
+            while True:
+                if (await self.http.get("/debug/routing")).json()["queued"] == count:
+                    return
+                await asyncio.sleep(0.001)
 
     async def idle(self) -> None:
         """Returns when no request is in the router and no leg at a worker."""

@@ -1,91 +1,225 @@
-"""Who is let in: counts, poisoned prompts, keys, and trace headers that come with a request."""
+"""Admission: limits at the door, places in order of arrival, refusal of who would wait too long."""
 
 from __future__ import annotations
 
+import asyncio
+import random
+
 import pytest
 
-from pdserve.common.errors import Draining, Overloaded, Unauthenticated, WorkerLost
-from pdserve.router import poison
-from pdserve.router.admission import Admission
-from pdserve.router.api_keys import ApiKeys
-from pdserve.router.poison import PoisonList
-from pdserve.router.trace_context import trace_headers
+from pdserve.common.errors import Draining, Overloaded
+from pdserve.router.admission import Admission, Capacity, Limits
 
 
-async def test_admission_counts_requests_and_closes():
-    admission, expelled = Admission(3), []
-    admission.enter(2, expelled.append)
-    with pytest.raises(Overloaded, match="2 requests are in the router and 2 more came; its limit is 3"):
-        admission.enter(2, expelled.append)
-    admission.leave(2, expelled.append)
-    await admission.emptied()
-    admission.enter(3, lambda: expelled.append("left"))
-    admission.close()
+class Clock:
+    """Moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Client:
+    """One request: enters at once, then holds a place until `done` is set."""
+
+    def __init__(self, admission: Admission, *, blocks: int = 0, client: str = "", timeout_s: float | None = None):
+        self._admission, self._blocks = admission, blocks
+        self.done, self.placed = asyncio.Event(), asyncio.Event()
+        admission.enter(1, self._expel, client=client, timeout_s=timeout_s)
+        self.task = asyncio.create_task(self._run())
+        # also when it is cancelled before it begins
+        self.task.add_done_callback(lambda _: admission.leave(1, self._expel, client=client))
+
+    async def _run(self) -> None:
+        async with self._admission.place(self._blocks):
+            self.placed.set()
+            await self.done.wait()
+
+    def _expel(self) -> None:
+        self.task.cancel()
+
+    async def finish(self) -> None:
+        self.done.set()
+        await self.task
+
+
+def admission(running=2, queued=2, *, blocks=None, clock=None, **limits):
+    capacity = Capacity(num_requests=running, num_blocks=blocks)
+    return Admission(Limits(max_queued_requests=queued, **limits), lambda: capacity, clock=clock or Clock())
+
+
+async def turns(count=5):
+    """Lets every task that can run do so."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_places_go_by_order_of_arrival_and_the_rest_is_refused_at_once():
+    door = admission(2, 2)
+    clients = [Client(door) for _ in range(4)]
+    await turns()
+    assert [client.placed.is_set() for client in clients] == [True, True, False, False]
+    with pytest.raises(Overloaded, match=r"2 of them run, and 1 more came; at most 2 may wait") as refused:
+        Client(door)
+    assert refused.value.retry_after_s == 1
+    await clients[1].finish()
+    await turns()
+    assert [client.placed.is_set() for client in clients] == [True, True, True, False]
+    for client in clients:
+        await client.finish()
+    await door.emptied()
+    assert (door.num_requests, door.num_running, door.num_queued) == (0, 0, 0)
+
+
+async def test_a_prompt_that_does_not_fit_keeps_its_turn():
+    door = admission(9, 9, blocks=10)
+    first, large, small = (Client(door, blocks=count) for count in (6, 9, 1))
+    await turns()
+    assert [client.placed.is_set() for client in (first, large, small)] == [True, False, False]
+    await first.finish()
+    await turns()
+    assert [client.placed.is_set() for client in (large, small)] == [True, True]
+    for client in (large, small):
+        await client.finish()
+    whole = Client(door, blocks=99)
+    await asyncio.wait_for(whole.placed.wait(), 5)
+    await whole.finish()
+
+
+async def test_who_leaves_the_queue_lets_the_next_pass():
+    door = admission(9, 9, blocks=10)
+    first, large, small = (Client(door, blocks=count) for count in (6, 9, 1))
+    await turns()
+    large.task.cancel()
+    await turns()
+    assert small.placed.is_set()
+    for client in (first, small):
+        await client.finish()
+    assert (door.num_running, door.num_queued) == (0, 0)
+
+
+async def test_more_capacity_is_used_when_it_comes():
+    capacity = [1]
+    door = Admission(Limits(max_queued_requests=9), lambda: Capacity(num_requests=capacity[0]))
+    clients = [Client(door) for _ in range(3)]
+    await turns()
+    assert door.num_running == 1
+    capacity[0] = 3
+    door.recheck()
+    await turns()
+    assert door.num_running == 3
+    for client in clients:
+        await client.finish()
+
+
+async def test_without_any_capacity_one_may_still_try():
+    door = Admission(Limits(max_queued_requests=9), lambda: Capacity(num_requests=0))
+    only = Client(door)
+    await asyncio.wait_for(only.placed.wait(), 5)
+    await only.finish()
+
+
+async def test_a_wait_that_is_too_long_ends_as_overload():
+    door = admission(1, 5, queue_timeout_s=0.01)
+    first = Client(door)
+    await turns()
+    second = Client(door)
+    with pytest.raises(Overloaded, match=r"no place became free within 0\.01 s"):
+        await second.task
+    assert door.num_queued == 0
+    await first.finish()
+
+
+async def test_who_could_not_be_done_in_time_is_refused_at_the_door():
+    clock = Clock()
+    door = admission(2, 100, clock=clock)
+    first = [Client(door) for _ in range(2)]
+    await turns()
+    clock.now_s += 4
+    for client in first:
+        await client.finish()
+    # a place is held for 4 s, and there are 2: 2 s for each that waits
+    assert door.estimated_wait_s(3) == pytest.approx(6)
+    busy = [Client(door, timeout_s=5) for _ in range(2)]
+    await turns()
+    Client(door, timeout_s=6.1).task.cancel()
+    await turns()
+    with pytest.raises(Overloaded, match=r"about 2\.0 s, the request's deadline is in 5\.9 s") as refused:
+        Client(door, timeout_s=5.9)
+    assert refused.value.retry_after_s == pytest.approx(2)
+    for client in busy:
+        await client.finish()
+    # nobody has to wait: whatever the past was like
+    alone = Client(door, timeout_s=0.1)
+    await asyncio.wait_for(alone.placed.wait(), 5)
+    await alone.finish()
+
+
+async def test_who_would_wait_longer_than_the_queue_allows_is_refused_at_the_door():
+    clock = Clock()
+    door = admission(1, 100, clock=clock, queue_timeout_s=10)
+    running = Client(door)
+    await turns()
+    clock.now_s += 6
+    # nobody was done yet: those that run have held their places for 6 s
+    waiting = Client(door)
+    await turns()
+    with pytest.raises(Overloaded, match=r"about 12\.0 s, queue_timeout_s is 10"):
+        Client(door)
+    await running.finish()
+    await waiting.finish()
+
+
+async def test_limits_per_key():
+    door = admission(9, 9, max_requests_per_key=2)
+    clients = [Client(door, client="a") for _ in range(2)]
+    with pytest.raises(Overloaded, match=r"2 requests of this API key .* max_requests_per_key is 2"):
+        Client(door, client="a")
+    other, nobody = Client(door, client="b"), [Client(door) for _ in range(3)]
+    await clients[0].finish()
+    again = Client(door, client="a")
+    for client in (clients[1], other, again, *nobody):
+        await client.finish()
+    await door.emptied()
+
+
+async def test_the_door_closes_and_those_inside_may_be_expelled():
+    door = admission(1, 5)
+    inside = [Client(door) for _ in range(2)]
+    await turns()
+    door.close()
     with pytest.raises(Draining):
-        admission.enter(1, expelled.append)
-    admission.expel()
-    assert expelled == ["left"]
+        Client(door)
+    door.expel()
+    await door.emptied()
+    assert all(client.task.cancelled() for client in inside)
+    assert (door.num_running, door.num_queued) == (0, 0)
 
 
-def test_poison_wears_off_and_is_bounded(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(poison.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(poison, "_MAX_ENTRIES", 2)
-    refused = PoisonList()
-    refused.check(b"a")
-    for digest in (b"a", b"b", b"c"):
-        refused.add(digest)
-    refused.check(b"a")
-    now[0] += 59
-    with pytest.raises(WorkerLost, match="another 1 s"):
-        refused.check(b"c")
-    now[0] += 2
-    refused.check(b"c")
-
-
-@pytest.mark.parametrize(
-    ("keys", "header", "ok"),
-    [
-        ((), None, True),
-        (("k1", "k2"), "Bearer k2", True),
-        (("k1",), "bearer k1", True),
-        (("k1",), None, False),
-        (("k1",), "Bearer", False),
-        (("k1",), "Bearer k1x", False),
-        (("k1",), "k1", False),
-        (("schlüssel",), "Bearer schlüssel", True),
-    ],
-)
-def test_api_keys(keys, header, ok):
-    if ok:
-        ApiKeys(keys).check(header)
-    else:
-        with pytest.raises(Unauthenticated):
-            ApiKeys(keys).check(header)
-
-
-PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-@pytest.mark.parametrize(
-    ("incoming", "kept"),
-    [
-        ({"traceparent": PARENT}, {"traceparent": PARENT}),
-        ({"traceparent": PARENT, "tracestate": "a=b"}, {"traceparent": PARENT, "tracestate": "a=b"}),
-        ({"traceparent": PARENT, "tracestate": "x" * 513}, {"traceparent": PARENT}),
-        ({"traceparent": PARENT.replace("0af7651916cd43dd8448eb211c80319c", "0" * 32)}, None),
-        ({"traceparent": PARENT.upper()}, None),
-        ({"traceparent": "ff" + PARENT[2:]}, None),
-        ({"traceparent": PARENT + "\r\nx: y"}, None),
-        ({"tracestate": "a=b"}, None),
-        ({}, None),
-    ],
-)
-def test_trace_headers(incoming, kept):
-    headers = trace_headers(incoming)
-    if kept is not None:
-        assert headers == kept
-    else:
-        assert set(headers) == {"traceparent"}
-        assert len(headers["traceparent"]) == 55
-        assert headers["traceparent"] != trace_headers(incoming)["traceparent"]
+@pytest.mark.parametrize("seed", range(20))
+async def test_random_histories_lose_no_place(seed):
+    draw, door = random.Random(seed), admission(3, 4, blocks=12)
+    alive: list[Client] = []
+    for _ in range(200):
+        what = draw.random()
+        try:
+            if what < 0.5:
+                alive.append(Client(door, blocks=draw.randrange(9)))
+            elif alive and what < 0.8:
+                await turns(draw.randrange(3))
+                alive.pop(draw.randrange(len(alive))).done.set()
+            elif alive:
+                alive.pop(draw.randrange(len(alive))).task.cancel()
+        except Overloaded:
+            assert door.num_requests >= 3
+        if draw.random() < 0.5:
+            await turns()
+            assert door.num_running <= 3
+            assert door.num_requests >= door.num_running + door.num_queued
+            assert door.num_queued == 0 or door.num_running > 0
+    for client in alive:
+        client.done.set()
+    await asyncio.wait_for(door.emptied(), 5)
+    assert (door.num_running, door.num_queued) == (0, 0)

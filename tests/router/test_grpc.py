@@ -141,11 +141,12 @@ async def test_a_clients_deadline_is_the_requests(cluster):
 
 
 async def test_overload_is_told_at_once(cluster):
-    await cluster.start(max_queued_requests=2)
+    await cluster.start(max_running_requests=1, max_queued_requests=1)
     for worker in cluster.workers:
         worker.script = play(forever)
     asking = [asyncio.create_task(cluster.complete()) for _ in range(2)]
-    await cluster.of("decode").called(2)
+    await cluster.of("decode").called()
+    await cluster.queued(1)
     response = await cluster.complete()
     assert response.status_code == 429
     assert response.headers["retry-after"] == "1"

@@ -30,7 +30,10 @@ async def become(index, worker, hashes):
     """Returns when the index says that the worker holds exactly these."""
     key = (worker.worker_id, worker.epoch)
     async with asyncio.timeout(8):
-        while index.num_blocks(key) != len(hashes) or any(index.match([h], [key], 0.0)[key] != 1 for h in hashes):
+        while True:
+            found = {block for block in hashes if index.match([block], [key], 0.0)[key]}
+            if found == set(hashes) and index.num_blocks(key) == len(hashes):
+                return
             await asyncio.sleep(0.01)
 
 

@@ -13,6 +13,7 @@ from pdserve.common.deployment_key import is_loopback
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InvalidRequest, NeedsPrefill
 from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.rpc import metadata_of
 from pdserve.common.wire import finish_reason_to_wire, moments_to_wire, prepared_from_wire
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
@@ -50,28 +51,38 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         prepared = prepared_from_wire(request.request, worker.settings.block_size)
         remote = request.HasField("source")
         engine_request = make_engine_request(
-            prepared, request.attempt.number, remote_prefill=remote, prefill_here=request.attempt.prefill_here
+            prepared,
+            request.attempt.number,
+            remote_prefill=remote,
+            prefill_here=request.attempt.prefill_here,
+            local_prefill_tokens=(
+                request.attempt.local_prefill_tokens if request.attempt.HasField("local_prefill_tokens") else None
+            ),
         )
         worker.engine.core.verify(engine_request)
+        record = worker.telemetry.leg("decode", engine_request, metadata_of(context))
         landed = self._receive(request.source, prepared, engine_request) if remote else None
+        record.transfer = worker.adapter.transfer(engine_request.request_id)
         stream = None
         try:
-            stream = worker.engine.submit(engine_request)
-            moment = timeline.DECODE_QUEUED if remote else timeline.PREFILL_QUEUED
-            yield decode_pb2.DecodeEvent(
-                admitted=prefill_pb2.Admitted(moments=moments_to_wire({moment: engine_request.arrival_time}))
-            )
-            names = _REMOTE_MOMENTS if remote else _LOCAL_MOMENTS
-            async for event in _events(stream, landed, worker.model.layout.block_bytes, names):
-                yield event
+            with record:
+                stream = worker.engine.submit(engine_request, record.take)
+                moment = timeline.DECODE_QUEUED if remote else timeline.PREFILL_QUEUED
+                yield decode_pb2.DecodeEvent(
+                    admitted=prefill_pb2.Admitted(moments=moments_to_wire({moment: engine_request.arrival_time}))
+                )
+                names = _REMOTE_MOMENTS if remote else _LOCAL_MOMENTS
+                async for event in _events(stream, landed, worker.model.layout.block_bytes, names):
+                    yield event
         except NeedsPrefill as refusal:
             needs = decode_pb2.NeedsPrefill(uncached_tokens=refusal.uncached_tokens)
             yield decode_pb2.DecodeEvent(needs_prefill=needs)
         finally:
             if stream is not None:
-                worker.engine.release(stream)
+                worker.engine.release(stream, record.close)
             else:
                 worker.adapter.stop_receiving(engine_request.request_id)
+                record.close()
 
     def _receive(
         self, source: decode_pb2.Source, prepared: PreparedRequest, engine_request: EngineCoreRequest
@@ -97,7 +108,7 @@ async def _events(
     block_bytes: int,
     names: Mapping[str, tuple[str, ...]],
 ) -> AsyncIterator[decode_pb2.DecodeEvent]:
-    """`Landed`, once, as soon as it is known; then outputs until the last."""
+    """`Landed` or `PrefillingLocally`, once, as soon as it is known; then outputs until the last."""
     outputs = aiter(stream)
     if landed is not None:
         first = asyncio.ensure_future(anext(outputs))
@@ -109,6 +120,11 @@ async def _events(
             output = await first
         finally:
             first.cancel()
+        if output.prefills_locally:
+            yield decode_pb2.DecodeEvent(prefilling_locally=decode_pb2.PrefillingLocally())
+            names = _LOCAL_MOMENTS
+            if not output.new_token_ids and output.finish_reason is None:
+                output = await anext(outputs)
         yield decode_pb2.DecodeEvent(outputs=_outputs(output, names))
         if output.finish_reason is not None:
             return

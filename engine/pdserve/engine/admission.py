@@ -136,8 +136,25 @@ class Admission:
         return not preempted and any(not (passes and other.is_unwanted_source) for other in self._preempted)
 
     def _too_long_for_here(self, request: Request, uncached: int) -> bool:
-        cap = self._config.max_local_prefill_tokens
-        return cap is not None and uncached > cap and not request.core.transfer_source and not request.core.prefill_here
+        if request.core.transfer_source or request.core.prefill_here:
+            return False
+        caps = [self._config.max_local_prefill_tokens]
+        if request.status is RequestStatus.WAITING:
+            # an estimate for a new request; one that has streamed would not win by moving
+            caps.append(request.core.local_prefill_tokens)
+        return any(cap is not None and uncached > cap for cap in caps)
+
+    def prefers_local(self, request: Request) -> bool:
+        """Whether a request whose KV is to come from elsewhere is cheaper to finish here.
+
+        That is so when the cache has a part of its prompt and no more is missing than pays here.
+        """
+        limit = request.core.local_prefill_tokens
+        if limit is None:
+            return False
+        cached = len(self._kv.get_computed_blocks(request, request.num_prompt_tokens - 1)) * self._config.block_size
+        uncached = request.num_prompt_tokens - cached
+        return cached > 0 and uncached <= limit and not self._too_long_for_here(request, uncached)
 
     def _may_run_ahead(self, request: Request, room: int, running: Mapping[str, Request]) -> bool:
         used = sum(self._kv.num_blocks(other) for other in running.values() if other.is_unwanted_source)

@@ -13,6 +13,7 @@ from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.model_runner import DecoderModel, ModelRunner
 from pdserve.engine.remote_kv import IntoEngine, KVConnector, NoTransfers, ReceiveFailed, SourceFinished
+from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
 
 
@@ -32,11 +33,14 @@ class EngineCore:
         self.vocab_size = vocab_size
         self.tick = 0
         """Advances at each turn of the loop and before each layer: whoever watches sees progress within a step."""
+        self.ticked_at = time.monotonic()
+        """When it last did, `time.monotonic()` seconds."""
         self.scheduler = Scheduler(config, hasher, connector or NoTransfers())
         self.runner = ModelRunner(config, model, kv_cache, vocab_size, before_layer=self.beat)
 
     def beat(self) -> None:
         self.tick += 1
+        self.ticked_at = time.monotonic()
 
     def verify(self, request: EngineCoreRequest) -> None:
         """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
@@ -55,9 +59,9 @@ class EngineCore:
         """Take in a request that `verify` has passed."""
         self.scheduler.add_request(request)
 
-    def abort_request(self, request_id: str) -> None:
-        """End it; harmless when it has ended."""
-        self.scheduler.abort_request(request_id)
+    def abort_request(self, request_id: str) -> Request | None:
+        """End it; returns what it was, or None when it had ended."""
+        return self.scheduler.abort_request(request_id)
 
     def apply(self, event: IntoEngine) -> None:
         """An event from the transfer side. A token that the model does not have would end the engine, not the request."""
@@ -79,8 +83,12 @@ class EngineCore:
         self.beat()
         scheduled = self.scheduler.schedule()
         if scheduled.num_scheduled_tokens:
+            started_at = time.monotonic()
             computed = self.runner.execute(scheduled, self.scheduler.kv.block_ids)
+            num_before = self.scheduler.num_computed_prompt_tokens
             self.scheduler.update_from_output(scheduled, computed)
+            if self.scheduler.num_computed_prompt_tokens > num_before:
+                self.scheduler.prefill_s += time.monotonic() - started_at
         else:
             self.scheduler.keep_left(scheduled)
         stored, removed = self.scheduler.pool.take_changes()

@@ -76,6 +76,10 @@ class RemoteReceives:
     def add(self, request: Request) -> None:
         self._unreserved.append(request)
 
+    def renounce(self, request: Request) -> None:
+        """The sequence is computed here after all: whatever was begun to receive it ends."""
+        self._connector.send(StopReceiving(request.request_id))
+
     def reserve(self, num_growing: int) -> None:
         """Reserve room, first come first served, passing over at most `look_ahead` sequences that do not fit yet.
 

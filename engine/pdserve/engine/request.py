@@ -92,6 +92,8 @@ class Request:
         self.has_emitted = False
         """Whether an output of this sequence has left the engine."""
         self.moments: dict[str, float] = {"queued": core.arrival_time or time.monotonic()}
+        self.prefill_chunks: list[tuple[float, int]] = []
+        """When each chunk of the prompt was computed, `time.monotonic()` seconds, and its tokens."""
 
     def _first_status(self) -> RequestStatus:
         for wait in Wait:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 
 from pdserve.common.block_hash import BlockHasher
@@ -60,6 +61,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_dropped_events = 0
         self.num_computed_prompt_tokens = 0
+        self.prefill_s = 0.0
+        """Time of the steps that computed prompt tokens."""
         self._left_batch: list[str] = []
         self._outputs: list[EngineCoreOutput] = []
 
@@ -72,16 +75,26 @@ class Scheduler:
             return
         request = Request(core)
         self.requests[request.request_id] = request
-        if Wait.REMOTE_KV in request.waits_for:
+        if Wait.REMOTE_KV in request.waits_for and not self._goes_local(request):
             self.receives.add(request)
         else:
             self.admission.add(request)
 
-    def abort_request(self, request_id: str) -> None:
-        """End a request in whatever state it is; harmless when it has ended."""
+    def _goes_local(self, request: Request) -> bool:
+        """Decided on arrival, before any work: the source is told through the router that it is not needed."""
+        if not self.admission.prefers_local(request):
+            return False
+        request.settle_wait(Wait.REMOTE_KV)
+        self.receives.renounce(request)
+        self._outputs.append(EngineCoreOutput(request_id=request.request_id, prefills_locally=True))
+        return True
+
+    def abort_request(self, request_id: str) -> Request | None:
+        """End a request in whatever state it is; returns it, or None when it had ended."""
         self.sources.forget(request_id)
         if (request := self.requests.get(request_id)) is not None:
             self._finish(request, RequestStatus.FINISHED_ABORTED)
+        return request
 
     def fail_all(self, cause: PdServeError) -> None:
         """End every request with an error."""
@@ -250,10 +263,12 @@ class Scheduler:
 
     def update_from_output(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Book a step's result: KV computed, blocks published, tokens appended, sequences ended."""
+        computed_at = time.monotonic()
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             request = self.requests[request_id]
             if request.num_computed_tokens < request.num_prompt_tokens:
                 self.num_computed_prompt_tokens += num_tokens
+                request.prefill_chunks.append((computed_at, num_tokens))
             request.num_computed_tokens += num_tokens
             self.kv.remember_computed(request)
             if request.is_pinned_source:
@@ -282,6 +297,7 @@ class Scheduler:
     def forget_history(self) -> None:
         """Start the counters and the prefix cache anew."""
         self.pool.forget_cached()
+        self.prefill_s = 0.0
         self.num_computed_prompt_tokens = self.kv.num_queried_tokens = self.kv.num_hit_tokens = 0
 
     def take_outputs(self) -> list[EngineCoreOutput]:
@@ -312,6 +328,8 @@ class Scheduler:
                 error_code=cause.code if cause is not None else "",
                 error_message=cause.message if cause is not None else "",
                 moments=dict(request.moments) if first_or_last else {},
+                prefill_chunks=request.prefill_chunks if first_or_last else [],
+                num_preemptions=request.num_preemptions,
             )
         )
 
@@ -356,6 +374,7 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             num_waiting_tokens=self.admission.num_waiting_tokens + filling,
             num_computed_prompt_tokens=self.num_computed_prompt_tokens,
+            prefill_s=self.prefill_s,
             prefix_cache_queries=self.kv.num_queried_tokens,
             prefix_cache_hits=self.kv.num_hit_tokens,
         )

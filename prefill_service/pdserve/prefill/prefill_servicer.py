@@ -11,6 +11,7 @@ from pdserve.common import timeline
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.rpc import metadata_of
 from pdserve.common.wire import finish_reason_to_wire, moments_to_wire, prepared_from_wire
 from pdserve.kv_transfer.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
 from pdserve.kv_transfer.transfer_state import SourceState
@@ -50,24 +51,28 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             prepared, request.attempt.number, transfer_source=bool(request.transfer_id)
         )
         worker.engine.core.verify(engine_request)
+        record = worker.telemetry.leg("prefill", engine_request, metadata_of(context))
         transfer = self._expect(request, prepared, engine_request) if request.transfer_id else None
         stream = None
         try:
-            stream = worker.engine.submit(engine_request)
-            yield prefill_pb2.PrefillEvent(admitted=_admitted(engine_request))
-            output = await stream.get()
-            if output.new_token_ids:
-                yield prefill_pb2.PrefillEvent(computed=_computed(prepared, output))
-            if transfer is not None:
-                state = await transfer.over
-                if transfer.cause is not None and state not in _ENDED:
-                    raise transfer.cause
-                cause = transfer.cause.message if transfer.cause is not None else ""
-                how = _ENDED.get(state, prefill_pb2.Ended.HOW_UNSPECIFIED)
-                yield prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=how, cause=cause))
+            with record:
+                stream = worker.engine.submit(engine_request, record.take)
+                yield prefill_pb2.PrefillEvent(admitted=_admitted(engine_request))
+                output = await stream.get()
+                if output.new_token_ids:
+                    yield prefill_pb2.PrefillEvent(computed=_computed(prepared, output))
+                if transfer is not None:
+                    state = await transfer.over
+                    if transfer.cause is not None and state not in _ENDED:
+                        raise transfer.cause
+                    cause = transfer.cause.message if transfer.cause is not None else ""
+                    how = _ENDED.get(state, prefill_pb2.Ended.HOW_UNSPECIFIED)
+                    yield prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=how, cause=cause))
         finally:
             if stream is not None:
-                worker.engine.release(stream)
+                worker.engine.release(stream, record.close)
+            else:
+                record.close()
             if transfer is not None:
                 transfer.cancel()
 

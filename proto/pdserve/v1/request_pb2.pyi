@@ -231,18 +231,30 @@ class Attempt(google.protobuf.message.Message):
 
     NUMBER_FIELD_NUMBER: builtins.int
     PREFILL_HERE_FIELD_NUMBER: builtins.int
+    LOCAL_PREFILL_TOKENS_FIELD_NUMBER: builtins.int
     number: builtins.int
     """from 0"""
     prefill_here: builtins.bool
     """no prefill worker lives: decode prefills whatever the length"""
+    local_prefill_tokens: builtins.int
+    """Up to so many uncached tokens local prefill pays. Decode goes by its real cache: with a source it prefills what is
+    left of a prompt that it holds in part (PrefillingLocally), without one it asks for prefill beyond it (NeedsPrefill).
+    Absent: decode follows the router's choice.
+    """
     def __init__(
         self,
         *,
         number: builtins.int = ...,
         prefill_here: builtins.bool = ...,
+        local_prefill_tokens: builtins.int | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["number", b"number", "prefill_here", b"prefill_here"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_local_prefill_tokens", b"_local_prefill_tokens", "local_prefill_tokens", b"local_prefill_tokens"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_local_prefill_tokens", b"_local_prefill_tokens", "local_prefill_tokens", b"local_prefill_tokens", "number", b"number", "prefill_here", b"prefill_here"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__local_prefill_tokens: typing_extensions.TypeAlias = typing.Literal["local_prefill_tokens"]
+    _WhichOneofArgType__local_prefill_tokens: typing_extensions.TypeAlias = typing.Literal["_local_prefill_tokens", b"_local_prefill_tokens"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_prefill_tokens) -> _WhichOneofReturnType__local_prefill_tokens | None: ...
 
 Global___Attempt: typing_extensions.TypeAlias = Attempt
 

@@ -1,48 +1,159 @@
-"""Who may come in: a bounded number of requests, and none while the router leaves."""
+"""Who may come in, and who may run: limits that are held at once, and a queue in order of arrival.
+
+A request *enters* the router, or is refused on the spot. It then waits for a *place*: there are as many as the workers
+can serve at the same time. Whoever would wait longer than it may is refused when it enters, by the time that places are
+held and the number of requests ahead of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
 
 from pdserve.common.errors import Draining, Overloaded
 
 RETRY_AFTER_S = 1.0
+RETRY_AFTER_MAX_S = 30.0
+_KEPT = 0.9
+"""Part of the past in the mean time of a place, with each place that is given back."""
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What may run at the same time."""
+
+    num_requests: int
+    num_blocks: int | None = None
+    """KV blocks of their prompts, together; None: no limit."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What settings say about admission."""
+
+    max_queued_requests: int
+    """That wait for a place."""
+    queue_timeout_s: float = 30.0
+    """How long a request waits for one."""
+    max_requests_per_key: int | None = None
+
+
+class _Waiter(msgspec.Struct, gc=False, eq=False):
+    num_blocks: int
+    granted: asyncio.Future[None]
 
 
 class Admission:
-    """Counts the requests in the router."""
+    """Counts the requests in the router, and gives places in order of arrival."""
 
-    def __init__(self, max_requests: int) -> None:
-        self._max_requests = max_requests
+    def __init__(
+        self, limits: Limits, capacity: Callable[[], Capacity], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """capacity: asked whenever a place might be given; call `recheck` when it has grown."""
+        self._limits = limits
+        self._capacity = capacity
+        self._clock = clock
         self.closed = False
+        self.num_requests = 0
+        """That entered and have not left."""
+        self.num_running = 0
+        """That have a place."""
+        self._running_blocks = 0
+        self._running_since = 0.0
+        """Sum of the moments at which those that run got their places."""
+        self._mean_s: float | None = None
+        self._queue: deque[_Waiter] = deque()
+        self._per_client: Counter[str] = Counter()
         self._emptied = asyncio.Event()
         self._emptied.set()
-        self._expel: set[Callable[[], None]] = set()
-        self.num_requests = 0
+        self._expel: dict[Callable[[], None], None] = {}
 
-    def enter(self, num_requests: int, expel: Callable[[], None]) -> None:
-        """expel: called if the router cannot wait for these requests to end.
+    @property
+    def num_queued(self) -> int:
+        """That wait for a place now."""
+        return len(self._queue)
 
-        Raises: Overloaded, at once, when there is no room; Draining after `close`."""
+    def enter(
+        self, num_requests: int, expel: Callable[[], None], *, client: str = "", timeout_s: float | None = None
+    ) -> None:
+        """Take requests in. Call `leave` with the same requests, client and expel when they have ended.
+
+        expel: called if the router cannot wait for these requests to end. client: whose they are, for the limit per
+        key; "" has none. timeout_s: until when they must be done.
+        Raises: Overloaded, at once, when there is no room or the wait would be too long; Draining after `close`.
+        """
         if self.closed:
             raise Draining("this router is shutting down")
-        if self.num_requests + num_requests > self._max_requests:
-            raise Overloaded(
-                f"{self.num_requests} requests are in the router and {num_requests} more came; "
-                f"its limit is {self._max_requests}",
-                RETRY_AFTER_S,
-            )
+        self._check_client(client, num_requests)
+        self._check_room(num_requests, timeout_s)
         self.num_requests += num_requests
-        self._expel.add(expel)
+        if client:
+            self._per_client[client] += num_requests
+        self._expel[expel] = None
         self._emptied.clear()
 
-    def leave(self, num_requests: int, expel: Callable[[], None]) -> None:
-        """Both arguments as they were given to `enter`."""
+    def leave(self, num_requests: int, expel: Callable[[], None], *, client: str = "") -> None:
+        """Arguments as they were given to `enter`."""
         self.num_requests -= num_requests
-        self._expel.discard(expel)
+        if client:
+            self._per_client[client] -= num_requests
+            if not self._per_client[client]:
+                del self._per_client[client]
+        self._expel.pop(expel, None)
         if not self.num_requests:
             self._emptied.set()
+
+    @contextlib.asynccontextmanager
+    async def place(self, num_blocks: int = 0) -> AsyncIterator[None]:
+        """Hold a place inside the context. num_blocks: KV blocks of the prompt.
+
+        Raises: Overloaded after `queue_timeout_s`.
+        """
+        waiter = _Waiter(num_blocks, asyncio.get_running_loop().create_future())
+        self._queue.append(waiter)
+        self.recheck()
+        try:
+            async with asyncio.timeout(self._limits.queue_timeout_s):
+                await waiter.granted
+        except TimeoutError:
+            self._abandon(waiter)
+            raise Overloaded(
+                f"no place became free within {self._limits.queue_timeout_s:g} s (queue_timeout_s)",
+                self._retry_after_s(self.num_queued),
+            ) from None
+        except asyncio.CancelledError:
+            self._abandon(waiter)
+            raise
+        started_at = self._clock()
+        self._running_since += started_at
+        try:
+            yield
+        finally:
+            self._running_since -= started_at
+            self._learn(self._clock() - started_at)
+            self._give_back(waiter)
+
+    def recheck(self) -> None:
+        """Give free places to those who wait longest."""
+        capacity = self._capacity()
+        while self._queue and self._fits(self._queue[0], capacity):
+            waiter = self._queue.popleft()
+            if not waiter.granted.done():
+                self.num_running += 1
+                self._running_blocks += waiter.num_blocks
+                waiter.granted.set_result(None)
+
+    def estimated_wait_s(self, num_ahead: int) -> float | None:
+        """How long somebody with so many before them, themselves included, waits for a place; None: not known yet."""
+        mean_s = self._mean_place_s()
+        if mean_s is None:
+            return None
+        # what runs while others wait is what fits, whatever the count of places says
+        at_once = self.num_running if self._queue else self._capacity().num_requests
+        return num_ahead * mean_s / max(1, at_once)
 
     def close(self) -> None:
         """From now on nobody comes in."""
@@ -56,3 +167,75 @@ class Admission:
     async def emptied(self) -> None:
         """Returns when no request is in the router."""
         await self._emptied.wait()
+
+    def _check_client(self, client: str, num_requests: int) -> None:
+        limit = self._limits.max_requests_per_key
+        if client and limit is not None and self._per_client[client] + num_requests > limit:
+            raise Overloaded(
+                f"{self._per_client[client]} requests of this API key are in the router and {num_requests} more came; "
+                f"max_requests_per_key is {limit}",
+                RETRY_AFTER_S,
+            )
+
+    def _check_room(self, num_requests: int, timeout_s: float | None) -> None:
+        # those that are still being tokenized will wait too
+        num_ahead = self.num_requests + num_requests - self._capacity().num_requests
+        if self._queue:
+            num_ahead = max(num_ahead, self.num_requests - self.num_running + num_requests)
+        if num_ahead <= 0:
+            return
+        limit = self._limits.max_queued_requests
+        if num_ahead > limit:
+            raise Overloaded(
+                f"{self.num_requests} requests are in the router, {self.num_running} of them run, and {num_requests} "
+                f"more came; at most {limit} may wait (max_queued_requests)",
+                self._retry_after_s(num_ahead - limit),
+            )
+        wait_s = self.estimated_wait_s(num_ahead)
+        if wait_s is None:
+            return
+        if wait_s > self._limits.queue_timeout_s:
+            raise Overloaded(
+                f"a place would be free in about {wait_s:.1f} s, queue_timeout_s is {self._limits.queue_timeout_s:g}",
+                self._retry_after_s(num_ahead),
+            )
+        if timeout_s is not None and wait_s + (self._mean_place_s() or 0.0) > timeout_s:
+            raise Overloaded(
+                f"it could not be done in time: a place would be free in about {wait_s:.1f} s, the request's deadline "
+                f"is in {timeout_s:.1f} s",
+                self._retry_after_s(num_ahead),
+            )
+
+    def _retry_after_s(self, num_ahead: int) -> float:
+        wait_s = self.estimated_wait_s(num_ahead) or RETRY_AFTER_S
+        return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_S, wait_s))
+
+    def _fits(self, waiter: _Waiter, capacity: Capacity) -> bool:
+        if not self.num_running:
+            return True
+        if self.num_running >= capacity.num_requests:
+            return False
+        return capacity.num_blocks is None or self._running_blocks + waiter.num_blocks <= capacity.num_blocks
+
+    def _mean_place_s(self) -> float | None:
+        """How long a place is held; before any was given back, how long those that run have held theirs."""
+        if self._mean_s is not None or not self.num_running:
+            return self._mean_s
+        return max(0.0, self._clock() - self._running_since / self.num_running)
+
+    def _learn(self, held_s: float) -> None:
+        self._mean_s = held_s if self._mean_s is None else _KEPT * self._mean_s + (1 - _KEPT) * held_s
+
+    def _abandon(self, waiter: _Waiter) -> None:
+        if waiter.granted.done() and not waiter.granted.cancelled():
+            self._give_back(waiter)
+        else:
+            with contextlib.suppress(ValueError):
+                self._queue.remove(waiter)
+            # whoever stood behind a prompt that did not fit may fit
+            self.recheck()
+
+    def _give_back(self, waiter: _Waiter) -> None:
+        self.num_running -= 1
+        self._running_blocks -= waiter.num_blocks
+        self.recheck()

@@ -14,10 +14,13 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = [key.encode() for key in keys]
 
-    def check(self, authorization: str | None) -> None:
-        """authorization: the header's value. Raises: Unauthenticated."""
+    def check(self, authorization: str | None) -> str:
+        """authorization: the header's value. Returns a name for the key; "" when none is needed.
+
+        Raises: Unauthenticated.
+        """
         if not self._keys:
-            return
+            return ""
         scheme, _, given = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             raise Unauthenticated("an API key is needed: send the header 'Authorization: Bearer <key>'")
@@ -26,3 +29,4 @@ class ApiKeys:
         matches = [hmac.compare_digest(secret, key) for key in self._keys]
         if not any(matches):
             raise Unauthenticated("the API key is not known")
+        return f"key {matches.index(True)}"

@@ -66,6 +66,8 @@ class Attempt:
         self._timeline = timeline
         self._relay = relay
         self._transfer_id = secrets.token_bytes(TRANSFER_ID_BYTES) if self._remote else b""
+        self.transfer_bytes = 0
+        """What has landed at decode, as decode says."""
         self._computed = False
         self._landed = False
         self._early: list[Outputs] = []
@@ -112,10 +114,10 @@ class Attempt:
         """Open both calls at once: decode attaches to its source while the prompt still waits there."""
         prefill, decode = self.placement.prefill, self.placement.decode
         self._move(AttemptState.STREAMING if prefill is None else AttemptState.PREFILLING)
-        num_tokens = len(self.request.prompt_token_ids)
-        for worker, tokens in ((prefill, num_tokens), (decode, 0 if prefill else num_tokens)):
+        shares = self.placement.prefill_share, self.placement.decode_share
+        for worker, share in zip((prefill, decode), shares, strict=True):
             if worker is not None:
-                self._bookings.append(worker.book(tokens))
+                self._bookings.append(worker.book(share))
                 self._farewells.append(worker.tell_death(self._on_death))
         if prefill is not None:
             leg = PrefillLeg(prefill, self.request, self.number, self._transfer_id, decode)
@@ -129,6 +131,7 @@ class Attempt:
                 transfer_id=self._transfer_id,
                 source=prefill,
                 prefill_here=self.placement.prefill_here,
+                local_prefill_tokens=self.placement.local_prefill_tokens,
             )
             self._tasks.append(asyncio.create_task(self._follow_decode(self._decode_leg, decode)))
 
@@ -218,6 +221,7 @@ class Attempt:
         if self._computed:
             return
         self._computed = True
+        self._bookings[0].computed()
         self._timeline.merge(computed.moments)
         expected = len(self.request.prompt_token_ids)
         if computed.request_digest != self.request.request_digest or computed.num_tokens != expected:
@@ -238,6 +242,7 @@ class Attempt:
     def _on_decode(self, event: DecodeLegEvent) -> None:
         match event:
             case Outputs():
+                self._bookings[-1].computed()
                 if self.state is AttemptState.PREFILLING:
                     self._early.append(event)
                 else:
@@ -246,6 +251,7 @@ class Attempt:
                 self._timeline.merge(moments)
             case Landed():
                 self._landed = True
+                self.transfer_bytes = event.transfer_bytes
                 self._timeline.merge(event.moments)
             case PrefillingLocally():
                 self._drop_prefill()

@@ -12,13 +12,13 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.rpc import make_server
+from pdserve.common.rpc import make_server, metadata_of
+from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.common.wire import finish_reason_to_wire, sampling_from_wire
 from pdserve.router.api_keys import ApiKeys
 from pdserve.router.generation import Generation
 from pdserve.router.inference import Inference
 from pdserve.router.preparation import ChatInput, ClientRequest, TextInput, TokenInput
-from pdserve.router.trace_context import trace_headers
 from pdserve.text.output_processor import CompletionOutput
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
@@ -41,11 +41,11 @@ class InferenceServicer(InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        metadata = _metadata(context)
-        self._keys.check(metadata.get("authorization"))
+        metadata = metadata_of(context)
+        client = self._keys.check(metadata.get("authorization"))
         self._inference.check_model(request.model)
         generation = self._inference.generation(
-            [self._client_request(request, metadata, context.time_remaining())], stream=request.stream
+            [self._client_request(request, metadata, context.time_remaining())], stream=request.stream, client=client
         )
         # a cancelled call ends the legs at once, wherever this generator stands
         context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
@@ -64,7 +64,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: _Context
     ) -> inference_pb2.GetModelResponse:
-        self._keys.check(_metadata(context).get("authorization"))
+        self._keys.check(metadata_of(context).get("authorization"))
         limits = self._inference.limits()
         return inference_pb2.GetModelResponse(
             model=self._inference.model,
@@ -88,7 +88,7 @@ class InferenceServicer(InferenceServiceServicer):
             max_tokens_field="sampling.max_tokens",
             cache_salt=request.cache_salt or None,
             timeout_s=timeout_s if remaining_s is None else min(remaining_s, timeout_s),
-            trace_headers=trace_headers(metadata),
+            trace_headers=valid_trace_headers(metadata),
         )
 
 
@@ -122,13 +122,6 @@ def _response(generation: Generation, output: CompletionOutput) -> inference_pb2
             for name, unix_ns in generation.timeline.moments_unix_ns.items()
         )
     return response
-
-
-def _metadata(context: _Context) -> dict[str, str]:
-    return {
-        key.lower(): value if isinstance(value, str) else value.decode("ascii", "replace")
-        for key, value in context.invocation_metadata() or ()
-    }
 
 
 class GrpcFront:

@@ -13,13 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve.common.errors import Cancelled, InternalError, InvalidRequest, PdServeError
+from pdserve.common.metrics import CONTENT_TYPE
 from pdserve.common.rpc import MAX_MESSAGE_BYTES
+from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.router.api_keys import ApiKeys
 from pdserve.router.generation_response import JSON, GenerationResponse, error_response
 from pdserve.router.inference import Inference
 from pdserve.router.openai_answer import Answer, error_json
 from pdserve.router.openai_protocol import ChatBody, CompletionBody, parse_body
-from pdserve.router.trace_context import trace_headers
 
 TIMELINE_HEADER = "x-pdserve-timeline"
 
@@ -34,6 +35,8 @@ class HttpFront:
         self.app = Starlette(
             routes=[
                 Route("/health", self.health, methods=["GET"]),
+                Route("/metrics", self.metrics, methods=["GET"]),
+                Route("/debug/routing", self.debug_routing, methods=["GET"]),
                 Route("/v1/models", self.models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self.model, methods=["GET"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
@@ -56,6 +59,25 @@ class HttpFront:
         }
         return _json(content, 200 if healthy else 503)
 
+    async def debug_routing(self, request: Request) -> Response:
+        """The last placements, newest first, and why they came out so."""
+        self._authenticate(request)
+        inference = self._inference
+        return _json(
+            {
+                "policy": inference.settings.policy,
+                "local_prefill": inference.settings.local_prefill,
+                "transfer_bytes_per_s": inference.placer.bandwidth.bytes_per_s,
+                "running": inference.admission.num_running,
+                "queued": inference.admission.num_queued,
+                "placements": inference.placer.log.content(),
+            }
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus."""
+        return Response(self._inference.telemetry.exposition(), headers={"content-type": CONTENT_TYPE})
+
     async def models(self, request: Request) -> Response:
         self._authenticate(request)
         return _json({"object": "list", "data": [self._model()]})
@@ -66,28 +88,31 @@ class HttpFront:
         return _json(self._model())
 
     async def completions(self, request: Request) -> Response:
-        self._authenticate(request)
-        body = parse_body(await _read_body(request), CompletionBody)
-        return self._respond(request, body, chat=False)
+        with self._inference.telemetry.refusals():
+            client = self._authenticate(request)
+            body = parse_body(await _read_body(request), CompletionBody)
+            return self._respond(request, body, client, chat=False)
 
     async def chat_completions(self, request: Request) -> Response:
-        self._authenticate(request)
-        body = parse_body(await _read_body(request), ChatBody)
-        return self._respond(request, body, chat=True)
+        with self._inference.telemetry.refusals():
+            client = self._authenticate(request)
+            body = parse_body(await _read_body(request), ChatBody)
+            return self._respond(request, body, client, chat=True)
 
-    def _authenticate(self, request: Request) -> None:
-        self._keys.check(request.headers.get("authorization"))
+    def _authenticate(self, request: Request) -> str:
+        """A name for the key. Raises: Unauthenticated."""
+        return self._keys.check(request.headers.get("authorization"))
 
-    def _respond(self, request: Request, body: CompletionBody | ChatBody, *, chat: bool) -> Response:
+    def _respond(self, request: Request, body: CompletionBody | ChatBody, client: str, *, chat: bool) -> Response:
         inference = self._inference
         inference.check_model(body.model)
         requests = body.requests(
             inference.tokenizer.generation_defaults,
             inference.settings.request_timeout_s,
-            trace_headers(request.headers),
+            valid_trace_headers(request.headers),
         )
         stream = bool(body.stream)
-        generation = inference.generation(requests, stream=stream)
+        generation = inference.generation(requests, stream=stream, client=client)
         answer = Answer(
             chat=chat,
             request_id=generation.request_id,

@@ -9,6 +9,7 @@ from pdserve.common.errors import Cancelled, Draining, PdServeError
 from pdserve.common.timeline import Timeline
 from pdserve.router.admission import Admission
 from pdserve.router.client_stream import ClientStream
+from pdserve.router.request_record import RequestRecord
 from pdserve.router.request_run import RequestRun, Usage
 
 log = logging.getLogger(__name__)
@@ -20,20 +21,37 @@ UNREAD_S = 60.0
 class Generation:
     """Use as an async context: what was started inside has ended when it is left, in whatever way."""
 
-    def __init__(self, request_id: str, stream: ClientStream, runs: list[RequestRun], admission: Admission) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        stream: ClientStream,
+        runs: list[RequestRun],
+        admission: Admission,
+        record: RequestRecord,
+        client: str = "",
+    ) -> None:
+        """client: whose it is, for limits per API key."""
         self.request_id = request_id
         self.stream = stream
         self.stalled = False
         """The client did not read, so the task inside the context was cancelled."""
         self._runs = runs
         self._admission = admission
+        self._client = client
+        self._record = record
         self._tasks: list[asyncio.Task[None]] = []
         self._owner: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Generation:
         """Raises: Overloaded, Draining."""
-        self._admission.enter(len(self._runs), self._expelled)
+        timeout_s = min(run.timeout_s for run in self._runs)
+        try:
+            self._admission.enter(len(self._runs), self._expelled, client=self._client, timeout_s=timeout_s)
+        except PdServeError as error:
+            self._record.cut_short(error)
+            self._record.end()
+            raise
         self._owner = asyncio.current_task()
         self._tasks = [asyncio.create_task(run.run()) for run in self._runs]
         self._timer = asyncio.get_running_loop().call_later(UNREAD_S, self._check_reader)
@@ -47,13 +65,16 @@ class Generation:
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
-            self._admission.leave(len(self._runs), self._expelled)
+            self._admission.leave(len(self._runs), self._expelled, client=self._client)
+            self._record.end()
 
     def cancel(self, error: PdServeError | None = None) -> None:
         """End all runs; both legs of each are cancelled in the event loop's next turn. The stream ends with `error`."""
+        error = error or Cancelled("the client left")
+        self._record.cut_short(error)
         for task in self._tasks:
             task.cancel()
-        self.stream.fail(error or Cancelled("the client left"))
+        self.stream.fail(error)
 
     @property
     def usage(self) -> Usage:

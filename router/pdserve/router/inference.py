@@ -5,15 +5,21 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
+import msgspec
+
 from pdserve.common.errors import InvalidRequest, NotFound
 from pdserve.common.settings import RouterSettings
-from pdserve.router.admission import Admission
+from pdserve.router.admission import Admission, Capacity
+from pdserve.router.admission import Limits as AdmissionLimits
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.fleet import Fleet
 from pdserve.router.generation import Generation
+from pdserve.router.placer import Placer
 from pdserve.router.poison import PoisonList
+from pdserve.router.prefix_index import PrefixIndex
 from pdserve.router.preparation import ClientRequest, Limits, Preparation
 from pdserve.router.request_run import RequestRun
+from pdserve.router.router_telemetry import RouterTelemetry
 from pdserve.router.worker import WorkerRole
 from pdserve.text.tokenizer import Tokenizer
 
@@ -24,13 +30,26 @@ MAX_PROMPTS = 128
 class Inference:
     """One model behind both front ends."""
 
-    def __init__(self, model: str, settings: RouterSettings, fleet: Fleet, preparation: Preparation) -> None:
+    def __init__(
+        self, model: str, settings: RouterSettings, fleet: Fleet, preparation: Preparation, index: PrefixIndex
+    ) -> None:
+        """index: is told elsewhere which blocks the workers hold."""
         self.model = model
         self.settings = settings
         self.fleet = fleet
-        self.admission = Admission(settings.max_queued_requests)
+        self.admission = Admission(
+            AdmissionLimits(
+                max_queued_requests=settings.max_queued_requests,
+                queue_timeout_s=settings.queue_timeout_s,
+                max_requests_per_key=settings.max_requests_per_key,
+            ),
+            self._capacity,
+        )
+        fleet.listeners.append(self.admission.recheck)
+        self.placer = Placer(fleet, index, settings)
         self._preparation = preparation
         self._poison = PoisonList()
+        self.telemetry = RouterTelemetry(settings, model, lambda: self.admission.num_requests, fleet.counts)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -57,15 +76,28 @@ class Inference:
         if name and name != self.model:
             raise NotFound(f"model {name!r} is not served here; this router serves {self.model!r}")
 
-    def generation(self, requests: Sequence[ClientRequest], *, stream: bool) -> Generation:
+    def _capacity(self) -> Capacity:
+        """A place for every sequence that some worker can step, and prompts that fit into their pools together."""
+        if self.settings.max_running_requests is not None:
+            return Capacity(num_requests=self.settings.max_running_requests)
+        workers = [worker for role in WorkerRole for worker in self.fleet.workers(role)]
+        return Capacity(
+            num_requests=sum(worker.identity.max_num_seqs for worker in workers),
+            num_blocks=sum(worker.identity.num_blocks for worker in workers),
+        )
+
+    def generation(self, requests: Sequence[ClientRequest], *, stream: bool, client: str = "") -> Generation:
         """A generation with one choice a request; it starts when its context is entered.
 
+        client: whose it is, for limits per API key.
         stream: whether the client reads as it goes; otherwise what is unread has no limit but `max_tokens`.
         Raises: InvalidRequest for too many prompts.
         """
         if not 0 < len(requests) <= MAX_PROMPTS:
             raise InvalidRequest(f"prompt has {len(requests)} entries, 1 to {MAX_PROMPTS} are allowed", "prompt")
         request_id = uuid.uuid4().hex
+        record = self.telemetry.request(request_id, requests[0].trace_headers)
+        requests = [msgspec.structs.replace(request, trace_headers=record.headers) for request in requests]
         client_stream = ClientStream(len(requests), self.settings.max_unread_bytes if stream else None)
         runs = [
             RequestRun(
@@ -74,10 +106,13 @@ class Inference:
                 request,
                 client_stream,
                 fleet=self.fleet,
+                placer=self.placer,
+                admission=self.admission,
                 preparation=self._preparation,
                 poison=self._poison,
                 settings=self.settings,
+                record=record,
             )
             for choice, request in enumerate(requests)
         ]
-        return Generation(request_id, client_stream, runs, self.admission)
+        return Generation(request_id, client_stream, runs, self.admission, record, client)

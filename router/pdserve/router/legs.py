@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 from typing import Any, Generic, TypeVar
 
@@ -93,7 +94,7 @@ class LegFailed(Exception):
         """The channel broke: nobody on the other side said this."""
 
 
-class _Leg(Generic[M, E]):
+class _Leg(abc.ABC, Generic[M, E]):
     """One open call. `next` until None; `cancel` at any time, more than once if need be."""
 
     def __init__(self, call: grpc.aio.UnaryStreamCall[Any, M]) -> None:
@@ -118,8 +119,9 @@ class _Leg(Generic[M, E]):
             raise LegFailed(InternalError(f"the call cannot be read: {error}"), died=False) from error
         return None if message is grpc.aio.EOF else self._read(message)
 
+    @abc.abstractmethod
     def _read(self, message: M) -> E:
-        raise NotImplementedError
+        """The message as a plain value; one of a newer peer is an `UnknownEvent`."""
 
 
 class PrefillLeg(_Leg[prefill_pb2.PrefillEvent, PrefillLegEvent]):
@@ -134,7 +136,11 @@ class PrefillLeg(_Leg[prefill_pb2.PrefillEvent, PrefillLegEvent]):
         )
         if receiver is not None:
             message.receiver.worker_id, message.receiver.epoch = receiver.key
-        super().__init__(PrefillServiceStub(worker.channel).Prefill(message, timeout=request.remaining_s))
+        super().__init__(
+            PrefillServiceStub(worker.channel).Prefill(
+                message, timeout=request.remaining_s, metadata=tuple(request.trace_headers.items())
+            )
+        )
 
     def _read(self, message: prefill_pb2.PrefillEvent) -> PrefillLegEvent:
         match message.WhichOneof("event"):
@@ -167,17 +173,24 @@ class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
         transfer_id: bytes,
         source: Worker | None,
         prefill_here: bool,
+        local_prefill_tokens: int | None,
     ) -> None:
         """Opens the call. source: where the KV blocks come from; None to prefill at `worker`."""
         message = decode_pb2.DecodeRequest(
             request=prepared_to_wire(request),
-            attempt=request_pb2.Attempt(number=number, prefill_here=prefill_here),
+            attempt=request_pb2.Attempt(
+                number=number, prefill_here=prefill_here, local_prefill_tokens=local_prefill_tokens
+            ),
         )
         if source is not None:
             message.source.worker_id, message.source.epoch = source.key
             message.source.address = source.identity.address
             message.source.transfer_id = transfer_id
-        super().__init__(DecodeServiceStub(worker.channel).Generate(message, timeout=request.remaining_s))
+        super().__init__(
+            DecodeServiceStub(worker.channel).Generate(
+                message, timeout=request.remaining_s, metadata=tuple(request.trace_headers.items())
+            )
+        )
 
     def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
         match message.WhichOneof("event"):

@@ -7,7 +7,7 @@ dictionary access a block however many workers there are, and stops where nobody
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 WorkerKey = tuple[str, int]
 
@@ -22,7 +22,7 @@ class PrefixIndex:
         self._bits: dict[WorkerKey, int] = {}
         self._held: dict[WorkerKey, set[bytes]] = {}
         self._masks: dict[bytes, int] = {}
-        self._speculative: dict[WorkerKey, deque[tuple[float, frozenset[bytes]]]] = {}
+        self._speculative: dict[WorkerKey, _Speculation] = {}
 
     def __len__(self) -> int:
         """Distinct blocks known."""
@@ -64,10 +64,14 @@ class PrefixIndex:
     def routed(self, worker: WorkerKey, hashes: Sequence[bytes], now_s: float) -> None:
         """A prompt was just sent there: count its blocks as held for `SPECULATIVE_S`."""
         if hashes:
-            self._speculative.setdefault(worker, deque()).append((now_s + SPECULATIVE_S, frozenset(hashes)))
+            self._speculative.setdefault(worker, _Speculation()).add(hashes, now_s + SPECULATIVE_S)
 
     def match(self, hashes: Sequence[bytes], workers: Iterable[WorkerKey], now_s: float) -> dict[WorkerKey, int]:
-        """worker -> blocks of the prompt's longest prefix that it holds, 0 included."""
+        """worker -> blocks of the prompt's longest prefix that it holds or soon will, 0 included."""
+        return self.expect(hashes, self.reported(hashes, workers), now_s)
+
+    def reported(self, hashes: Sequence[bytes], workers: Iterable[WorkerKey]) -> dict[WorkerKey, int]:
+        """worker -> blocks of the prompt's longest prefix that it has said to hold, 0 included."""
         bits = {worker: self._bits.get(worker) for worker in workers}
         lengths = dict.fromkeys(bits, 0)
         alive = sum(1 << bit for bit in bits.values() if bit is not None)
@@ -83,25 +87,23 @@ class PrefixIndex:
                     break
             depth += 1
         _note(lengths, by_bit, alive, depth)
-        for worker in lengths:
-            if worker in self._speculative:
-                lengths[worker] = max(lengths[worker], self._speculated(worker, hashes, lengths[worker], now_s))
         return lengths
 
-    def _speculated(self, worker: WorkerKey, hashes: Sequence[bytes], known: int, now_s: float) -> int:
-        """The prefix when what was routed lately counts as well."""
-        entries = self._speculative[worker]
-        while entries and entries[0][0] < now_s:
-            entries.popleft()
-        if not entries:
+    def expect(self, hashes: Sequence[bytes], reported: Mapping[WorkerKey, int], now_s: float) -> dict[WorkerKey, int]:
+        """What `reported` returned, with what was routed lately counted as well."""
+        return {worker: self._expected(worker, hashes, length, now_s) for worker, length in reported.items()}
+
+    def _expected(self, worker: WorkerKey, hashes: Sequence[bytes], known: int, now_s: float) -> int:
+        speculation = self._speculative.get(worker)
+        if speculation is None:
+            return known
+        speculation.forget(now_s)
+        if not speculation:
             del self._speculative[worker]
             return known
         held = self._held.get(worker, set())
         length = known
-        while length < len(hashes):
-            block_hash = hashes[length]
-            if block_hash not in held and not any(block_hash in routed for _, routed in entries):
-                break
+        while length < len(hashes) and (hashes[length] in held or hashes[length] in speculation):
             length += 1
         return length
 
@@ -119,6 +121,32 @@ class PrefixIndex:
             self._masks[block_hash] = left
         else:
             self._masks.pop(block_hash, None)
+
+
+class _Speculation:
+    """Blocks that a worker is expected to have soon, each until its time."""
+
+    def __init__(self) -> None:
+        self._until: dict[bytes, float] = {}
+        self._routed: deque[tuple[float, tuple[bytes, ...]]] = deque()
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._until
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def add(self, hashes: Sequence[bytes], until_s: float) -> None:
+        self._until.update(dict.fromkeys(hashes, until_s))
+        self._routed.append((until_s, tuple(hashes)))
+
+    def forget(self, now_s: float) -> None:
+        while self._routed and self._routed[0][0] < now_s:
+            until_s, hashes = self._routed.popleft()
+            for block_hash in hashes:
+                # routed again meanwhile: the later time counts
+                if self._until.get(block_hash) == until_s:
+                    del self._until[block_hash]
 
 
 def _note(lengths: dict[WorkerKey, int], by_bit: dict[int, WorkerKey], mask: int, depth: int) -> None:

@@ -16,17 +16,22 @@ from pdserve.common.errors import (
     PdServeError,
     WorkerLost,
 )
+from pdserve.common.kv_layout import KvLayout
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.settings import RouterSettings
-from pdserve.common.timeline import Timeline
+from pdserve.common.timeline import Timeline, now_unix_ns
+from pdserve.router.admission import Admission
 from pdserve.router.attempt import Attempt
 from pdserve.router.attempt_failure import AttemptFailed, PrefillNeeded
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.fleet import Fleet
 from pdserve.router.legs import Outputs
-from pdserve.router.placement import Placement, Wish, WorkerKey, place
+from pdserve.router.placement import Placement, Wish, WorkerKey
+from pdserve.router.placer import Placer
 from pdserve.router.poison import DEATHS, PoisonList
 from pdserve.router.preparation import ClientRequest, Limits, Preparation, TokenizedRequest
+from pdserve.router.request_record import RequestRecord
+from pdserve.router.routing_decision import RoutingDecision
 from pdserve.router.worker import WorkerRole
 from pdserve.text.output_processor import OutputProcessor, PositionConflict
 
@@ -58,9 +63,12 @@ class RequestRun:
         stream: ClientStream,
         *,
         fleet: Fleet,
+        placer: Placer,
+        admission: Admission,
         preparation: Preparation,
         poison: PoisonList,
         settings: RouterSettings,
+        record: RequestRecord,
     ) -> None:
         self.request_id = request_id
         self.usage = Usage()
@@ -69,13 +77,15 @@ class RequestRun:
         self._request = request
         self._stream = stream
         self._fleet = fleet
+        self._placer = placer
+        self._admission = admission
         self._preparation = preparation
         self._poison = poison
         self._settings = settings
         self._processor: OutputProcessor | None = None
         self._prepared: dict[tuple[str, int], PreparedRequest] = {}
         self._deaths: set[WorkerKey] = set()
-        self.timeline.mark(moments.ARRIVED)
+        self._record = record.run(self.timeline)
 
     async def run(self) -> None:
         """Push everything, then end the choice; every error but cancellation ends in the stream."""
@@ -85,12 +95,21 @@ class RequestRun:
             self._stream.end_choice()
         except TimeoutError:
             expired = deadline.expired()
-            self._stream.fail(self._too_late() if expired else InternalError("something timed out in the router"))
+            self._fail(self._too_late() if expired else InternalError("something timed out in the router"))
         except PdServeError as error:
-            self._stream.fail(error)
+            self._fail(error)
         except Exception:
             log.exception("request %s failed in the router", self.request_id)
-            self._stream.fail(InternalError("internal error; the router's log has the details"))
+            self._fail(InternalError("internal error; the router's log has the details"))
+
+    def _fail(self, error: PdServeError) -> None:
+        self._record.error = error
+        self._stream.fail(error)
+
+    @property
+    def timeout_s(self) -> float:
+        """Within which the client wants it done."""
+        return self._request.timeout_s
 
     async def _serve(self) -> None:
         token_ids = await self._preparation.tokenize(self._request)
@@ -104,24 +123,35 @@ class RequestRun:
             sampling_params=request.sampling,
         )
         self.timeline.mark(moments.TOKENIZED)
-        await self._attempts(request)
+        self._record.tokenized(len(token_ids))
+        async with self._admission.place(self._num_blocks(len(token_ids))):
+            self.timeline.mark(moments.ADMITTED)
+            self._record.admitted()
+            await self._attempts(request)
 
     async def _attempts(self, request: TokenizedRequest) -> None:
         """Attempt after attempt until one serves the request. Raises: PdServeError."""
         wish, blamed = Wish.ANY, frozenset[WorkerKey]()
         num_attempts = num_counted = 0
         while True:
-            placement = await self._place(request, wish, blamed)
+            started_unix_ns = now_unix_ns()
+            decision = await self._place(request, num_attempts, wish, blamed)
+            placement = decision.placement
             self.timeline.mark(moments.PLACED)
+            self._record.routed(started_unix_ns, decision.policy, placement, decision.attributes)
             prepared = self._prepare(request, placement)
             self._poison.check(prepared.request_digest)
             if not prepared.remaining_s:
                 # workers refuse a request without time
                 raise self._too_late()
-            attempt = Attempt(num_attempts, prepared, placement, self.timeline, self._relay)
+            record = self._record.attempt(num_attempts, placement)
+            attempt = Attempt(num_attempts, record.carried_by(prepared), placement, self.timeline, self._relay)
             num_attempts += 1
             try:
-                return await attempt.run()
+                with record:
+                    await attempt.run()
+                self._placer.bandwidth.landed(attempt.transfer_bytes, self.timeline)
+                return
             except PrefillNeeded as needed:
                 wish, blamed = Wish.REMOTE, frozenset()
                 if num_attempts - num_counted <= self._settings.max_attempts:
@@ -172,9 +202,11 @@ class RequestRun:
             self.timeline.mark(moments.FIRST_TOKEN)
             self.usage.cached_tokens = outputs.num_cached_tokens
         self.usage.completion_tokens += len(delta.token_ids)
+        self._record.relayed(len(delta.token_ids), outputs.num_cached_tokens)
         delta.index = self._choice
         if delta.finish_reason is not None:
             self.timeline.mark(moments.FINISHED)
+            self._record.finish_reason = str(delta.finish_reason)
         self._stream.push(delta)
         return delta.finish_reason is not None
 
@@ -187,26 +219,30 @@ class RequestRun:
             raise self._no_worker()
         return limits
 
-    async def _place(self, request: TokenizedRequest, wish: Wish, blamed: frozenset[WorkerKey]) -> Placement:
-        def look() -> Placement | None:
-            prefill, decode = (
-                [worker for worker in self._fleet.workers(role) if worker.key not in self._deaths]
-                for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
-            )
-            return place(
-                len(request.token_ids),
-                request.sampling.max_tokens,
-                prefill=prefill,
-                decode=decode,
-                local_prefill=self._settings.local_prefill,
+    async def _place(
+        self, request: TokenizedRequest, attempt: int, wish: Wish, blamed: frozenset[WorkerKey]
+    ) -> RoutingDecision:
+        def look() -> RoutingDecision | None:
+            return self._placer.place(
+                self.request_id,
+                attempt,
+                num_tokens=len(request.token_ids),
+                max_tokens=request.sampling.max_tokens,
+                hashes=lambda layout: self._hashed(request, layout).block_hashes,
                 wish=wish,
                 blamed=blamed,
+                dead=self._deaths,
             )
 
-        placement = await self._fleet.wait_for(look, WAIT_FOR_WORKER_S)
-        if placement is None:
+        decision = await self._fleet.wait_for(look, WAIT_FOR_WORKER_S)
+        if decision is None:
             raise self._no_worker()
-        return placement
+        return decision
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        """KV blocks of a prompt, in the largest number that a worker would need."""
+        sizes = [worker.identity.layout.block_size for role in WorkerRole for worker in self._fleet.workers(role)]
+        return -(-num_tokens // min(sizes)) if sizes else 0
 
     def _too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the request was not done within {self._request.timeout_s:g} s")
@@ -221,7 +257,9 @@ class RequestRun:
         worker = placement.decode or placement.prefill
         if worker is None:
             raise InternalError("a placement without workers")
-        layout = worker.identity.layout
+        return self._hashed(request, worker.identity.layout)
+
+    def _hashed(self, request: TokenizedRequest, layout: KvLayout) -> PreparedRequest:
         key = (layout.model_fingerprint, layout.block_size)
         if key not in self._prepared:
             self._prepared[key] = self._preparation.hashed(request, layout)

@@ -22,6 +22,7 @@ from pdserve.router.front_http import HttpFront
 from pdserve.router.inference import Inference
 from pdserve.router.prefix_index import PrefixIndex
 from pdserve.router.preparation import Preparation
+from pdserve.router.redis_directory import make_directory
 from pdserve.router.watched_address import Expected
 from pdserve.text.tokenizer import Tokenizer
 
@@ -55,8 +56,13 @@ async def run_router(
     expected = Expected(key_check=key_check(key), tokenizer_fingerprint=preparation.tokenizer.fingerprint)
     try:
         index = PrefixIndex()
-        async with Fleet(settings.prefill, settings.decode, expected, index) as fleet:
-            await _serve(Inference(model, settings, fleet, preparation), ready, stop)
+        directory = make_directory(settings, index)
+        async with Fleet(settings.prefill, settings.decode, expected, index, directory) as fleet:
+            inference = Inference(model, settings, fleet, preparation, index)
+            try:
+                await _serve(inference, ready, stop)
+            finally:
+                await inference.telemetry.close()
     finally:
         preparation.close()
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import enum
+import time
+from collections import deque
 from collections.abc import Callable
 
 import grpc.aio
 import msgspec
 
 from pdserve.common.kv_layout import KvLayout
+
+REPORT_LAG_S = 0.25
+"""A load report may be so old when it comes: what ended within this time before may still be in it."""
 
 
 class WorkerRole(enum.Enum):
@@ -48,6 +53,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     connectors: tuple[str, ...] = ()
     max_local_prefill_tokens: int | None = None
+    max_num_seqs: int = 64
+    """Sequences in one step of its engine, at most."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +69,36 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens still to compute."""
     blocks_total: int = 0
     blocks_free: int = 0
+    blocks_in_use: int = 0
     prefill_tokens_per_s: float = 0.0
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a worker's load."""
+
+    legs: int = 0
+    tokens: int = 0
+    """To prefill."""
+    all_blocks: int = 0
+    """Held, those shared with others counted again."""
+    new_blocks: int = 0
+    """Held, without those that were cached before."""
+
+    def __add__(self, other: Share) -> Share:
+        return Share(
+            legs=self.legs + other.legs,
+            tokens=self.tokens + other.tokens,
+            all_blocks=self.all_blocks + other.all_blocks,
+            new_blocks=self.new_blocks + other.new_blocks,
+        )
+
+    def __sub__(self, other: Share) -> Share:
+        return Share(
+            legs=self.legs - other.legs,
+            tokens=self.tokens - other.tokens,
+            all_blocks=self.all_blocks - other.all_blocks,
+            new_blocks=self.new_blocks - other.new_blocks,
+        )
 
 
 class Worker:
@@ -78,9 +114,11 @@ class Worker:
         """Legs that this router has open here."""
         self.num_placed = 0
         """Legs that this router has ever opened here."""
-        self._report = 0
-        self._unreported_tokens = 0
-        self._unreported_legs = 0
+        self._own = Share()
+        """What the legs that this router has open here hold and still compute."""
+        self._own_reported = Share()
+        """The same, as far as the last report may have counted it."""
+        self._ended_lately: deque[tuple[float, Share]] = deque()
         self._mourners: set[Callable[[Worker], None]] = set()
 
     def __str__(self) -> str:
@@ -93,19 +131,25 @@ class Worker:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens to compute here: as last reported, and what was placed since."""
-        return self.load.num_waiting_tokens + self._unreported_tokens
+        """Prompt tokens to compute here: for this router, and what its last report showed beyond that."""
+        return self._own.tokens + max(0, self.load.num_waiting_tokens - self._own_reported.tokens)
 
     @property
     def num_requests(self) -> int:
-        """Requests here: as last reported, and what was placed since."""
-        return self.load.num_running + self.load.num_waiting + self.load.num_remote_kv + self._unreported_legs
+        """Requests here: this router's, and what its last report showed beyond them."""
+        reported = self.load.num_running + self.load.num_waiting + self.load.num_remote_kv
+        return self._own.legs + max(0, reported - self._own_reported.legs)
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks in use here: what this router's legs added, and what its last report showed beyond all they hold."""
+        return self._own.new_blocks + max(0, self.load.blocks_in_use - self._own_reported.all_blocks)
 
     def report(self, load: WorkerLoad) -> None:
-        """Take the worker's own word on its load; it covers what this router placed before."""
+        """Take the worker's own word on its load; what exceeds this router's own account is others' work."""
         self.load = load
-        self._report += 1
-        self._unreported_tokens = self._unreported_legs = 0
+        self._forget_ended()
+        self._own_reported = sum((share for _, share in self._ended_lately), self._own)
         if self.state is not WorkerState.DEAD:
             self.state = WorkerState.DRAINING if load.draining else WorkerState.LIVE
 
@@ -128,30 +172,45 @@ class Worker:
         self._mourners.add(tell)
         return lambda: self._mourners.discard(tell)
 
-    def book(self, num_tokens: int) -> Booking:
-        """Count one leg with `num_tokens` to prefill, until the booking ends."""
-        return Booking(self, num_tokens)
+    def book(self, share: Share) -> Booking:
+        """Count one leg until the booking ends."""
+        return Booking(self, share)
+
+    def _open(self, share: Share) -> None:
+        self.num_in_flight += 1
+        self.num_placed += 1
+        self._own += share
+
+    def _end(self, share: Share) -> None:
+        self._own -= share
+        self._forget_ended()
+        self._ended_lately.append((time.monotonic(), share))
+
+    def _forget_ended(self) -> None:
+        before = time.monotonic() - REPORT_LAG_S
+        while self._ended_lately and self._ended_lately[0][0] < before:
+            self._ended_lately.popleft()
 
 
 class Booking:
-    """One leg in the router's own account of a worker. `end` may be called again, which does nothing."""
+    """One leg in the router's own account of a worker. Every method may be called again, which does nothing."""
 
-    __slots__ = ("_num_tokens", "_open", "_report", "_worker")
+    __slots__ = ("_share", "_worker")
 
-    def __init__(self, worker: Worker, num_tokens: int) -> None:
-        self._worker, self._num_tokens, self._open = worker, num_tokens, True
-        self._report = worker._report
-        worker.num_in_flight += 1
-        worker.num_placed += 1
-        worker._unreported_legs += 1
-        worker._unreported_tokens += num_tokens
+    def __init__(self, worker: Worker, share: Share) -> None:
+        self._worker = worker
+        self._share: Share | None = share
+        worker._open(share)
+
+    def computed(self) -> None:
+        """The prompt is prefilled; its blocks stay."""
+        if self._share is not None and self._share.tokens:
+            tokens = Share(tokens=self._share.tokens)
+            self._share -= tokens
+            self._worker._end(tokens)
 
     def end(self) -> None:
-        if not self._open:
-            return
-        self._open = False
-        worker = self._worker
-        worker.num_in_flight -= 1
-        if worker._report == self._report:
-            worker._unreported_legs -= 1
-            worker._unreported_tokens -= self._num_tokens
+        if self._share is not None:
+            share, self._share = self._share, None
+            self._worker.num_in_flight -= 1
+            self._worker._end(share)

@@ -12,18 +12,30 @@ from pdserve.common.engine_types import EngineCoreOutput, EngineCoreOutputs, Eng
 from pdserve.common.errors import Draining, InvalidRequest, PdServeError, WorkerLost, from_code
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.remote_kv import IntoEngine
+from pdserve.engine.request import Request
 from pdserve.worker.cached_blocks import CachedBlocks
 from pdserve.worker.engine_thread import EngineThread
+
+OnEnded = Callable[[Request | None], None]
+"""Hears what the aborted request was, or None when it had ended by itself; the engine no longer touches it."""
+
+
+RATE_HALF_LIFE_S = 2.0
+"""Of what is measured about prefill, in seconds spent on prefill."""
 
 
 class OutputStream:
     """The outputs of one request, until its last."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, observer: Callable[[EngineCoreOutput], None] | None = None) -> None:
+        """observer: hears each output when it comes, read or not."""
         self.request_id = request_id
+        self._observer = observer
         self._outputs: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
 
     def put(self, output: EngineCoreOutput) -> None:
+        if self._observer is not None:
+            self._observer(output)
         self._outputs.put_nowait(output)
 
     async def get(self) -> EngineCoreOutput:
@@ -53,7 +65,9 @@ def _merged(first: EngineCoreOutput, then: EngineCoreOutput) -> EngineCoreOutput
         then,
         new_token_ids=first.new_token_ids + then.new_token_ids,
         first_position=first.first_position,
+        prefills_locally=first.prefills_locally,
         moments=first.moments | then.moments,
+        prefill_chunks=first.prefill_chunks or then.prefill_chunks,
     )
 
 
@@ -78,7 +92,9 @@ class EngineClient:
         self.on_unclaimed: Callable[[EngineCoreOutput], None] | None = None
         """Hears outputs of requests that have no stream: repeated prefills belong to the seam adapter."""
         self.cached_blocks = CachedBlocks()
-        self._last_count: tuple[float, int] = (time.monotonic(), 0)
+        self._leaving: dict[str, OnEnded] = {}
+        self._prefilled = (0.0, 0.0)
+        """Prompt tokens and the seconds of their steps, both decaying."""
 
     def start(self) -> None:
         self._thread.start()
@@ -91,6 +107,11 @@ class EngineClient:
         return self._core.tick
 
     @property
+    def tick_age_s(self) -> float:
+        """How long ago the engine's loop last showed progress."""
+        return max(0.0, time.monotonic() - self._core.ticked_at)
+
+    @property
     def num_streams(self) -> int:
         return len(self._streams)
 
@@ -99,7 +120,9 @@ class EngineClient:
         """For what may be read from any thread: config, vocabulary, tick, `verify`."""
         return self._core
 
-    def submit(self, request: EngineCoreRequest) -> OutputStream:
+    def submit(
+        self, request: EngineCoreRequest, observer: Callable[[EngineCoreOutput], None] | None = None
+    ) -> OutputStream:
         """Queue a request. Raises: InvalidRequest, Draining, WorkerLost."""
         if self.draining:
             raise Draining("the worker is draining")
@@ -108,7 +131,7 @@ class EngineClient:
         self._core.verify(request)
         if request.request_id in self._streams:
             raise InvalidRequest(f"request {request.request_id} is here already", "request_id")
-        stream = self._streams[request.request_id] = OutputStream(request.request_id)
+        stream = self._streams[request.request_id] = OutputStream(request.request_id, observer)
         self._thread.post(lambda core: core.add_request(request))
         return stream
 
@@ -116,10 +139,28 @@ class EngineClient:
         """Queue a verified request whose outputs go to `on_unclaimed`."""
         self._thread.post(lambda core: core.add_request(request))
 
-    def release(self, stream: OutputStream) -> None:
-        """Nobody listens any more: abort the request, unless it has ended. Harmless when called again."""
-        if self._streams.pop(stream.request_id, None) is not None:
+    def release(self, stream: OutputStream, on_ended: OnEnded | None = None) -> None:
+        """Nobody listens any more: abort the request, unless it has ended. Harmless when called again.
+
+        on_ended: called once, in the asyncio thread, when the engine has nothing of the request any more.
+        """
+        if self._streams.pop(stream.request_id, None) is None:
+            return
+        if on_ended is None:
             self.abort(stream.request_id)
+        elif self.died.is_set():
+            on_ended(None)
+        else:
+            self._leaving[stream.request_id] = on_ended
+            self._thread.post(lambda core: self._abort_and_tell(core, stream.request_id))
+
+    def _abort_and_tell(self, core: EngineCore, request_id: str) -> None:
+        request = core.abort_request(request_id)
+        self._thread.call_soon(lambda: self._left(request_id, request))
+
+    def _left(self, request_id: str, request: Request | None) -> None:
+        if (on_ended := self._leaving.pop(request_id, None)) is not None:
+            on_ended(request)
 
     def abort(self, request_id: str) -> None:
         self._thread.post(lambda core: core.abort_request(request_id))
@@ -146,14 +187,16 @@ class EngineClient:
             self.stats = outputs.scheduler_stats
 
     def _measure(self, stats: SchedulerStats) -> None:
-        """Prompt tokens a second, over the last stretch in which any were computed."""
-        now, (since, count) = time.monotonic(), self._last_count
-        if stats.num_computed_prompt_tokens > count:
-            if self.stats.num_waiting_tokens or self.stats.num_running_reqs:
-                self.prefill_tokens_per_s = (stats.num_computed_prompt_tokens - count) / max(1e-6, now - since)
-            self._last_count = (now, stats.num_computed_prompt_tokens)
-        elif not stats.num_running_reqs:
-            self._last_count = (now, stats.num_computed_prompt_tokens)
+        """Prompt tokens a second of the steps that compute any, the latest weighing most; others' tokens count as time."""
+        tokens = stats.num_computed_prompt_tokens - self.stats.num_computed_prompt_tokens
+        seconds = stats.prefill_s - self.stats.prefill_s
+        if tokens > 0 and seconds > 0:
+            kept_tokens, kept_s = self._prefilled
+            keep = 0.5 ** (seconds / RATE_HALF_LIFE_S)
+            self._prefilled = (keep * kept_tokens + tokens, keep * kept_s + seconds)
+            self.prefill_tokens_per_s = self._prefilled[0] / self._prefilled[1]
 
     def _engine_died(self) -> None:
         self.died.set()
+        for request_id in list(self._leaving):
+            self._left(request_id, None)

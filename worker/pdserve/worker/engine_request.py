@@ -21,6 +21,7 @@ def make_engine_request(
     remote_prefill: bool = False,
     transfer_source: bool = False,
     prefill_here: bool = False,
+    local_prefill_tokens: int | None = None,
 ) -> EngineCoreRequest:
     """The engine's view of one sequence of a request."""
     return EngineCoreRequest(
@@ -34,6 +35,7 @@ def make_engine_request(
         remote_prefill=remote_prefill,
         transfer_source=transfer_source,
         prefill_here=prefill_here,
+        local_prefill_tokens=local_prefill_tokens,
         priority=request.priority,
         index=index,
         trace_headers=request.trace_headers,

@@ -78,7 +78,7 @@ class EngineThread:
             with contextlib.suppress(Exception):
                 self.core.fail_all(WorkerLost("the worker's engine failed; its log has the details"))
                 self._tell(EngineCoreOutputs(outputs=self.core.scheduler.take_outputs()))
-            self._call_soon(self._on_death)
+            self.call_soon(self._on_death)
 
     def _loop_until_stopped(self) -> None:
         wait_s: float | None = None
@@ -105,9 +105,10 @@ class EngineThread:
         return False
 
     def _tell(self, outputs: EngineCoreOutputs) -> None:
-        self._call_soon(lambda: self._on_outputs(outputs))
+        self.call_soon(lambda: self._on_outputs(outputs))
 
-    def _call_soon(self, callback: Callable[[], None]) -> None:
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Run `callback` in the asyncio thread, after what was said before."""
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
             self._loop.call_soon_threadsafe(callback)
 

@@ -30,3 +30,4 @@ class WorkerIdentity:
     num_blocks: int
     connectors: tuple[str, ...]
     max_local_prefill_tokens: int | None
+    max_num_seqs: int

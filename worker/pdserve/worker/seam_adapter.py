@@ -14,7 +14,7 @@ import grpc
 import msgspec
 
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
-from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
 from pdserve.engine.block_pool import BlockHold
 from pdserve.engine.remote_kv import (
     HoldReturned,
@@ -30,7 +30,8 @@ from pdserve.engine.remote_kv import (
     Want,
 )
 from pdserve.kv_transfer.attach_client import Receiving, attach
-from pdserve.kv_transfer.connector import BlockConnector, PoolMemory
+from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.digest import block_digests
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.source_transfer import SourceResult, SourceTransfer
@@ -38,6 +39,8 @@ from pdserve.worker.engine_client import EngineClient, engine_error
 
 log = logging.getLogger(__name__)
 
+QUARANTINE_MAX_SHARE = 0.1
+"""Above this part of the pool in quarantine nothing new is received: reads that do not end would eat the pool up."""
 _AGAIN = "+"
 """Ends the id of a prefill that is computed again because its transfer was wanted only after it had ended."""
 
@@ -66,8 +69,8 @@ class _Receiver:
 class SeamAdapter:
     """`send` is called by the engine thread; everything else lives in the asyncio thread."""
 
-    def __init__(self, connector: BlockConnector, pool: PoolMemory) -> None:
-        self._connector = connector
+    def __init__(self, connectors: ConnectorSet, pool: PoolMemory) -> None:
+        self._connectors = connectors
         self._pool = pool
         self._loop = asyncio.get_running_loop()
         self._digests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digests")
@@ -92,9 +95,20 @@ class SeamAdapter:
             receiver.transfer.stop()
         self._digests.shutdown(wait=True, cancel_futures=True)
 
+    def transfer(self, request_id: str) -> ReceiverTransfer | None:
+        """The transfer by which a request's blocks come here; None for a request without one, or whose has ended."""
+        receiver = self._receivers.get(request_id)
+        return None if receiver is None else receiver.transfer
+
     @property
     def num_open(self) -> int:
         return len(self._sources) + len(self._receivers)
+
+    @property
+    def is_quarantine_full(self) -> bool:
+        """Whether more than `QUARANTINE_MAX_SHARE` of the pool may still be written by reads that nobody wants."""
+        stats = self.engine.stats
+        return stats.num_blocks_quarantined > QUARANTINE_MAX_SHARE * stats.num_blocks_total
 
     # ---- out of the engine
 
@@ -188,12 +202,16 @@ class SeamAdapter:
     ) -> asyncio.Future[ReceiverTransfer]:
         """Open the control stream for a request that is about to be submitted; resolves when all has landed.
 
-        Raises: InvalidRequest when the request is being received already.
+        Raises: InvalidRequest when the request is being received already, TransferFailed when too much of the pool is in
+        quarantine.
         """
         if request_id in self._receivers:
             raise InvalidRequest(f"request {request_id} is being received already", "request_id")
+        if self.is_quarantine_full:
+            num_blocks = self.engine.stats.num_blocks_quarantined
+            raise TransferFailed(f"{num_blocks} blocks of this worker wait for reads that do not end")
         landed: asyncio.Future[ReceiverTransfer] = self._loop.create_future()
-        transfer = ReceiverTransfer(request_id, source, self._connector, self)
+        transfer = ReceiverTransfer(request_id, source, self._connectors, self)
         receiver = self._receivers[request_id] = _Receiver(transfer, landed)
         receiver.stream = asyncio.create_task(attach(transfer, receiving, channel), name=f"attach {request_id}")
         self._streams.add(receiver.stream)

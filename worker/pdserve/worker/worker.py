@@ -28,21 +28,27 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.loaded_model import LoadedModel
 from pdserve.kv_transfer.attach_client import Receiving
 from pdserve.kv_transfer.attach_servicer import AttachServicer
-from pdserve.kv_transfer.connector import BlockConnector, PoolMemory
+from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.source_transfer import LeaseLimits, PeerId
 from pdserve.kv_transfer.source_transfers import SourceTransfers
 from pdserve.v1 import kv_source_pb2_grpc, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import Role, WorkerIdentity
+from pdserve.worker.metrics_server import Health, MetricsServer
 from pdserve.worker.peer_channels import PeerChannels
+from pdserve.worker.redis_publisher import make_publisher
 from pdserve.worker.seam_adapter import SeamAdapter
 from pdserve.worker.worker_servicer import WorkerServicer
+from pdserve.worker.worker_telemetry import WorkerTelemetry
 
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
 """How soon a transport thread gets the interpreter back from the engine thread; Python's own 5 ms is a step's length."""
 STOP_GRACE_S = 1.0
+TICK_STILL_S = 3.0
+"""An engine whose loop has stood still for so long is stuck."""
 LAST_WORDS_S = 0.5
 """What streams that are cut off have to tell their routers."""
 
@@ -57,19 +63,20 @@ class Worker:
         settings: WorkerSettings,
         role: Role,
         model: LoadedModel,
-        connector: BlockConnector,
+        connectors: ConnectorSet,
         deployment_key: bytes,
         add_servicers: AddServicers,
     ) -> None:
         self.settings = settings
         self.model = model
-        self.connector = connector
+        self.connectors = connectors
         self.server = make_server()
         self.port = bind(self.server, settings.host, settings.port)
         self.peers = PeerChannels()
+        self._is_source = False
         pool = pool_memory(model)
-        connector.serve(pool)
-        self.adapter = SeamAdapter(connector, pool)
+        connectors.serve(pool)
+        self.adapter = SeamAdapter(connectors, pool)
         hasher = BlockHasher(deployment_key, settings.block_size)
         core = EngineCore(
             engine_config(settings, model),
@@ -83,17 +90,27 @@ class Worker:
         self.adapter.connect(self.engine)
         self.identity = self._identity(role, key_check(deployment_key))
         limits = LeaseLimits(settings.attach_timeout_s, settings.lease_grace_s, settings.lease_max_s)
-        self.transfers = SourceTransfers(connector, limits, self.adapter)
+        self.transfers = SourceTransfers(connectors, limits, self.adapter)
         self._health = health.aio.HealthServicer()
-        self._watch = WorkerServicer(self.identity, self.engine, self.peers, lambda: self.adapter.num_open)
+        self.telemetry = WorkerTelemetry(
+            settings,
+            self.identity,
+            self.engine,
+            num_transfers=lambda: self.adapter.num_open,
+            num_fallbacks=lambda: self.connectors.num_fallbacks,
+        )
+        self.metrics_server = MetricsServer(self.telemetry.exposition, self.health)
+        self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks)
+        self._publishing: asyncio.Task[None] | None = None
+        self._watch = WorkerServicer(self.identity, self.engine, self.peers, lambda: self.adapter.num_open, self._met)
         self._add_servicers(add_servicers)
 
     def _identity(self, role: Role, check: str) -> WorkerIdentity:
         settings, model = self.settings, self.model
-        host = settings.advertise_host or settings.host
+        host = settings.peers_host
         address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         return WorkerIdentity(
-            peer=PeerId(settings.worker_id or f"{role.value}-{self.port}", secrets.randbits(64)),
+            peer=PeerId(settings.name(self.port), secrets.randbits(64)),
             role=role,
             address=address,
             layout=model.layout,
@@ -102,8 +119,9 @@ class Worker:
             max_model_len=model.max_model_len,
             vocab_size=model.decoder.config.vocab_size,
             num_blocks=model.num_blocks,
-            connectors=(self.connector.name,),
+            connectors=self.connectors.names,
             max_local_prefill_tokens=settings.max_local_prefill_tokens,
+            max_num_seqs=settings.max_num_seqs,
         )
 
     def _add_servicers(self, add_servicers: AddServicers) -> None:
@@ -115,11 +133,17 @@ class Worker:
 
     def serve_source(self) -> str:
         """Add `KvSourceService`, for roles whose blocks others read; returns its name."""
+        self._is_source = True
         servicer = AttachServicer(
-            self.transfers, self.connector, self.model.layout, self.identity.peer.epoch, lambda: self.engine.tick
+            self.transfers, self.connectors, self.model.layout, self.identity.peer.epoch, lambda: self.engine.tick
         )
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         return "pdserve.v1.KvSourceService"
+
+    def _met(self, worker_id: str, epoch: int) -> None:
+        """A peer has come up: be ready to read from it, unless it is the other way round."""
+        if not self._is_source:
+            self.connectors.meet(worker_id, epoch)
 
     @property
     def receiving(self) -> Receiving:
@@ -127,7 +151,7 @@ class Worker:
         return Receiving(
             identity=self.identity.peer,
             layout=self.model.layout,
-            connectors=(self.connector.name,),
+            connectors=self.connectors.names,
             engine_tick=lambda: self.engine.tick,
             attach_timeout_s=self.settings.attach_timeout_s,
             grace_s=self.settings.lease_grace_s,
@@ -147,14 +171,33 @@ class Worker:
             waiter.cancel()
         if self.engine.died.is_set():
             raise RuntimeError("the engine failed while it was warmed up")
+        host = self.settings.metrics_host or self.settings.host
+        await self.metrics_server.start(host, self.settings.metrics_port)
         await self.server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        if self.publisher is not None:
+            self._publishing = asyncio.create_task(self.publisher.run())
         peer = self.identity.peer
         log.info(
-            "%s is ready at %s: %d blocks of %d tokens, max_model_len %d, connector %s",
+            "%s is ready at %s: %d blocks of %d tokens, max_model_len %d, connectors %s, metrics http://%s/metrics",
             peer.worker_id, self.identity.address, self.model.num_blocks, self.model.layout.block_size,
-            self.model.max_model_len, self.connector.name,
+            self.model.max_model_len, ", ".join(self.connectors.names),
+            f"[{host}]:{self.metrics_server.port}" if ":" in host else f"{host}:{self.metrics_server.port}",
         )  # fmt: skip
+
+    def health(self) -> Health:
+        """Whether the engine makes progress and work is taken."""
+        engine, age_s = self.engine, self.engine.tick_age_s
+        status = "ok"
+        if engine.died.is_set():
+            status = "dead"
+        elif engine.draining:
+            status = "draining"
+        elif age_s >= TICK_STILL_S:
+            status = "stuck"
+        elif self.adapter.is_quarantine_full:
+            status = "quarantined"
+        return Health(ok=status == "ok", status=status, engine_tick=engine.tick, engine_tick_age_s=round(age_s, 3))
 
     async def drain(self) -> None:
         """Take nothing new; let what runs finish, at most `drain_s`; then revoke what is left."""
@@ -176,12 +219,19 @@ class Worker:
 
         After an engine's death calls are cut at once: a router takes that for what it is, a worker's death.
         """
+        if self.publisher is not None:
+            if self._publishing is not None:
+                self._publishing.cancel()
+                await asyncio.wait({self._publishing})
+            await self.publisher.leave()
         await self.server.stop(None if self.engine.died.is_set() else STOP_GRACE_S)
         self.transfers.revoke_all(Draining("the source is leaving"))
         self.adapter.close()
         await self.peers.close()
-        await asyncio.to_thread(self.connector.close)
+        await asyncio.to_thread(self.connectors.close)
         await asyncio.to_thread(self.engine.stop)
+        await self.metrics_server.stop()
+        await self.telemetry.close()
         log.info("%s has stopped; %d threads left", self.identity.peer.worker_id, threading.active_count())
 
 

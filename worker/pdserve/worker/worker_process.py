@@ -10,20 +10,11 @@ from pathlib import Path
 
 from pdserve.common.settings import WorkerSettings, describe
 from pdserve.engine.loaded_model import LoadProgress, load_model
-from pdserve.kv_transfer.connector import BlockConnector
-from pdserve.kv_transfer.tcp import TcpConnector
-from pdserve.kv_transfer.tcp_settings import TcpSettings
+from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.worker.identity import Role, WorkerIdentity
 from pdserve.worker.worker import AddServicers, Worker
 
 log = logging.getLogger(__name__)
-
-
-def make_connector(settings: WorkerSettings) -> BlockConnector:
-    """The best data plane this worker has."""
-    return TcpConnector(
-        TcpSettings(host=settings.host, port=settings.data_port, advertise_host=settings.advertise_host)
-    )
 
 
 async def run_worker(
@@ -44,7 +35,7 @@ async def run_worker(
     if is_public:
         log.warning("no deployment key: using the public development key, which is for loopback only")
     model = await asyncio.to_thread(load_model, model_folder, settings, progress)
-    worker = Worker(settings, role, model, make_connector(settings), key, add_servicers)
+    worker = Worker(settings, role, model, make_connectors(settings), key, add_servicers)
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

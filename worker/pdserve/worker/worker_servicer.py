@@ -29,11 +29,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves `WorkerService`."""
 
     def __init__(
-        self, identity: WorkerIdentity, engine: EngineClient, peers: PeerChannels, num_transfers: Callable[[], int]
+        self,
+        identity: WorkerIdentity,
+        engine: EngineClient,
+        peers: PeerChannels,
+        num_transfers: Callable[[], int],
+        on_meet: Callable[[str, int], None] = lambda worker_id, epoch: None,
     ) -> None:
         self._identity = identity
         self._engine = engine
         self._peers = peers
+        self._on_meet = on_meet
         self._num_transfers = num_transfers
         self._changed = asyncio.Event()
 
@@ -73,6 +79,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.MeetRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.MeetResponse:
         self._peers.meet(request.address)
+        self._on_meet(request.worker_id, request.epoch)
         return worker_pb2.MeetResponse()
 
     def _identity_message(self) -> worker_pb2.Identity:
@@ -91,6 +98,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_blocks=identity.num_blocks,
             connectors=identity.connectors,
             max_local_prefill_tokens=identity.max_local_prefill_tokens,
+            max_num_seqs=identity.max_num_seqs,
         )
 
     def _load_message(self) -> worker_pb2.Load:

@@ -1,0 +1,133 @@
+"""Where a prompt is prefilled on real engines: by what decode holds, and with decode's word as the last."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cluster_processes import KEY, Cluster, pd_cluster
+from inference_client import InferenceClient
+from oracle import Oracle
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.rpc import make_channel
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.wire import prepared_to_wire
+from pdserve.v1 import decode_pb2, request_pb2, worker_pb2, worker_pb2_grpc
+from pdserve.v1.decode_pb2_grpc import DecodeServiceStub
+
+pytestmark = pytest.mark.process
+
+MAX_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def served(
+    tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Cluster, Oracle]]:
+    model = tiny_checkpoints("llama")
+    flags = ("--set", "dtype=float32", "--set", "num_blocks=256")
+    with pd_cluster(tmp_path_factory.mktemp("cluster"), model, both=flags) as cluster:
+        yield cluster, Oracle(model)
+        cluster.check_pools()
+        cluster.check_logs()
+
+
+def prompt_of(length: int, start: int) -> list[int]:
+    return [3 + (start + 7 * position) % 290 for position in range(length)]
+
+
+def kinds(cluster: Cluster) -> list[str]:
+    """Of the last placements, newest first."""
+    page = httpx.get(f"http://{cluster.router.http}/debug/routing", timeout=5, trust_env=False).json()
+    return [placement["kind"] for placement in page["placements"]]
+
+
+async def test_a_prompt_that_decode_has_seen_is_prefilled_there(served: tuple[Cluster, Oracle]) -> None:
+    cluster, oracle = served
+    prompt = prompt_of(100, start=1)
+    async with InferenceClient(cluster.router.address) as router:
+        cold = await router.ask(prompt, max_tokens=MAX_TOKENS)
+        assert "kv_landed" in cold.moments
+        oracle.check(prompt, cold.token_ids)
+        async with asyncio.timeout(5):
+            while True:
+                warm = await router.ask(prompt, max_tokens=MAX_TOKENS)
+                assert warm.token_ids == cold.token_ids
+                # decode tells what it holds a moment after it does
+                if "kv_landed" not in warm.moments:
+                    break
+        assert warm.cached_tokens == 96
+        assert kinds(cluster)[0] == "local"
+
+
+async def ask_decode(cluster: Cluster, prompt: list[int], *, source: bool, limit: int | None) -> list[str]:
+    """The events of a decode leg that no router asked for; token ids are checked by whoever has them all."""
+    worker = cluster.services["decode"]
+    async with make_channel(worker.address) as channel:
+        identity = await _identity(channel)
+        hasher = BlockHasher(KEY.encode(), identity.layout.block_size)
+        root = hasher.root(identity.layout.model_fingerprint)
+        hashes = hasher.extend(root, prompt)
+        prepared = PreparedRequest(
+            request_id=secrets.token_hex(8),
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True),
+            eos_token_ids=(),
+            block_hashes=hashes,
+            hash_root=root,
+            request_digest=hasher.request_digest(root, hashes, prompt),
+            deadline=time.monotonic() + 20,
+        )
+        request = decode_pb2.DecodeRequest(
+            request=prepared_to_wire(prepared), attempt=request_pb2.Attempt(local_prefill_tokens=limit)
+        )
+        if source:
+            # nobody prefills there: whoever waits for these blocks waits in vain
+            request.source.worker_id, request.source.epoch = "prefill", 1
+            request.source.address = cluster.services["prefill"].address
+            request.source.transfer_id = secrets.token_bytes(16)
+        events = DecodeServiceStub(channel).Generate(request, timeout=20)
+        return [name async for name in _names(events)]
+
+
+async def _names(events: Any) -> AsyncIterator[str]:
+    async for event in events:
+        name = event.WhichOneof("event")
+        if name == "needs_prefill":
+            yield f"needs_prefill {event.needs_prefill.uncached_tokens}"
+        elif name == "outputs":
+            yield f"{len(event.outputs.token_ids)} from {event.outputs.first_position}"
+        else:
+            yield name
+
+
+async def _identity(channel: Any) -> worker_pb2.Identity:
+    watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest(protocol_version=1), timeout=10)
+    async for event in watch:
+        watch.cancel()
+        return event.identity
+    raise AssertionError("the worker did not say who it is")
+
+
+async def test_decode_goes_by_its_own_cache(served: tuple[Cluster, Oracle]) -> None:
+    cluster, _ = served
+    prompt = prompt_of(70, start=2)
+    computed = cluster.load(cluster.services["decode"]).prompt_tokens_computed
+    assert await ask_decode(cluster, prompt, source=False, limit=69) == ["admitted", "needs_prefill 70"]
+    assert cluster.load(cluster.services["decode"]).prompt_tokens_computed == computed
+    async with InferenceClient(cluster.router.address) as router:
+        await router.ask(prompt, max_tokens=MAX_TOKENS)
+    for source, limit in ((True, 6), (False, 6)):
+        events = await ask_decode(cluster, prompt, source=source, limit=limit)
+        assert events[0] == "admitted"
+        assert events[1].startswith("prefilling_locally" if source else "1 from 0")
+        assert events[-1].endswith(f"from {MAX_TOKENS - 1}") or "from 0" in events[-1]
+    assert (await ask_decode(cluster, prompt, source=False, limit=5))[-1] == "needs_prefill 6"

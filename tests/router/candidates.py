@@ -1,0 +1,46 @@
+"""Workers and candidates for tests of placement: identities without a network behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fake_worker import LAYOUT
+
+from pdserve.common.kv_layout import KvLayout
+from pdserve.router.placement import Candidate
+from pdserve.router.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
+
+
+def worker(
+    name: str,
+    role: str = "decode",
+    *,
+    layout: KvLayout = LAYOUT,
+    limit: int | None = None,
+    protocol_version: int = 1,
+    **load: Any,
+) -> Worker:
+    """A live worker that reported this load. limit: its `max_local_prefill_tokens`."""
+    identity = WorkerIdentity(
+        worker_id=name,
+        epoch=1,
+        role=WorkerRole(role),
+        protocol_version=protocol_version,
+        address="127.0.0.1:1",
+        layout=layout,
+        tokenizer_fingerprint="t",
+        key_check="k",
+        max_model_len=4096,
+        vocab_size=300,
+        num_blocks=1000,
+        max_local_prefill_tokens=limit,
+    )
+    made = Worker(identity, None, WorkerLoad(**load))  # type: ignore[arg-type]  # nothing is sent
+    made.report(made.load)
+    return made
+
+
+def seen(it: Worker, num_tokens: int = 100, overlap: int = 0, confirmed: int | None = None) -> Candidate:
+    """As a prompt of `num_tokens` sees it. overlap: blocks of it that the worker has; confirmed: as it reported."""
+    reported = overlap if confirmed is None else confirmed
+    return Candidate(worker=it, num_tokens=num_tokens, overlap_blocks=overlap, confirmed_blocks=reported)

@@ -1,0 +1,47 @@
+"""Who is let in: poisoned prompts, keys, and trace headers that come with a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.common.errors import Unauthenticated, WorkerLost
+from pdserve.router import poison
+from pdserve.router.api_keys import ApiKeys
+from pdserve.router.poison import PoisonList
+
+
+def test_poison_wears_off_and_is_bounded(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(poison.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(poison, "_MAX_ENTRIES", 2)
+    refused = PoisonList()
+    refused.check(b"a")
+    for digest in (b"a", b"b", b"c"):
+        refused.add(digest)
+    refused.check(b"a")
+    now[0] += 59
+    with pytest.raises(WorkerLost, match="another 1 s"):
+        refused.check(b"c")
+    now[0] += 2
+    refused.check(b"c")
+
+
+@pytest.mark.parametrize(
+    ("keys", "header", "ok"),
+    [
+        ((), None, True),
+        (("k1", "k2"), "Bearer k2", True),
+        (("k1",), "bearer k1", True),
+        (("k1",), None, False),
+        (("k1",), "Bearer", False),
+        (("k1",), "Bearer k1x", False),
+        (("k1",), "k1", False),
+        (("schlüssel",), "Bearer schlüssel", True),
+    ],
+)
+def test_api_keys(keys, header, ok):
+    if ok:
+        assert bool(ApiKeys(keys).check(header)) == bool(keys)
+    else:
+        with pytest.raises(Unauthenticated):
+            ApiKeys(keys).check(header)
