@@ -24,7 +24,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(model: Path, flags: Sequence[str] = ()) -> Iterator[str]:
-    """The base URL of a cluster with one prefill and one decode worker."""
+    """The base URL of a cluster; one prefill and one decode worker unless `flags` say otherwise."""
     port = free_port()
     command = [
         sys.executable, "-m", "pdserve.cli.main", "up", "--model", str(model), "--ask", "",

@@ -31,7 +31,9 @@ def served(
     model = tiny_checkpoints(request.param)
     # chunks of 64 tokens: longer prompts are published while later chunks still compute
     flags = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
-    with pd_cluster(tmp_path_factory.mktemp("cluster"), model, both=flags) as cluster:
+    # what decode holds would be prefilled there, and this is about the way through both
+    through_both = ("--local-prefill", "never")
+    with pd_cluster(tmp_path_factory.mktemp("cluster"), model, both=flags, router=through_both) as cluster:
         yield cluster, Oracle(model)
         cluster.check_pools()
         cluster.check_logs()

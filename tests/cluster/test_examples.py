@@ -92,7 +92,8 @@ def test_grpc_example(up: UpCluster) -> None:
     assert "FINISH_REASON_STOP" in printed
     moments = re.findall(r" ms  (\w+)$", printed, re.MULTILINE)
     assert moments[0] == "arrived"
-    assert {"prefill_computed", "kv_landed", "first_token", "decode_finished", "finished"} <= set(moments)
+    # the question was asked before, so decode may hold its blocks and need no transfer
+    assert {"prefill_computed", "first_token", "decode_finished", "finished"} <= set(moments)
 
 
 def test_grpc_example_names_what_is_wrong(up: UpCluster) -> None:
@@ -106,7 +107,8 @@ def test_grpc_example_names_what_is_wrong(up: UpCluster) -> None:
 def test_chat_and_generate(up: UpCluster) -> None:
     chat = output_of(*PDSERVE, "chat", "--url", up.grpc, "--timeline", "What is the capital of France?").splitlines()
     assert chat[0] == ANSWER
-    assert {"prefill", "kv transfer", "decode"} <= phases(chat)
+    # asked before: decode may hold its blocks and need no transfer
+    assert {"prefill", "decode"} <= phases(chat)
     assert (
         output_of(*PDSERVE, "generate", "--url", up.grpc, "--max-tokens", "2", "The capital of France is")
         == " Paris.\n"

@@ -25,6 +25,7 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.kv_transfer.attach_client import Receiving
 from pdserve.kv_transfer.attach_servicer import AttachServicer
 from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.local import LocalConnector, LocalNetwork
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.source_transfer import ExpectedTransfer, LeaseLimits, PeerId, SourceTransfer
@@ -45,7 +46,7 @@ _numbers = itertools.count()
 class Node:
     """What a worker holds, without its process."""
 
-    def __init__(self, name: str, connector: Any, **fields: Any) -> None:
+    def __init__(self, name: str, *connectors: Any, **fields: Any) -> None:
         fields = {
             "block_size": BLOCK_SIZE,
             "num_blocks": 64,
@@ -56,17 +57,18 @@ class Node:
         self.model = HashModel()
         self.cache = make_hash_cache(self.config.num_blocks, BLOCK_SIZE)
         view = memoryview(self.cache.view(torch.uint8).numpy().reshape(-1).data)
-        self.connector = connector
+        self.connector = connectors[0]
+        self.connectors = ConnectorSet(connectors)
         pool = PoolMemory(view, BLOCK_SIZE * 8, self.config.num_blocks)
-        connector.serve(pool)
-        self.adapter = SeamAdapter(connector, pool)
+        self.connectors.serve(pool)
+        self.adapter = SeamAdapter(self.connectors, pool)
         self.core = EngineCore(self.config, self.model, self.cache, HASHER, VOCAB_SIZE, self.adapter)
         self.engine = EngineClient(self.core)
         self.adapter.connect(self.engine)
         self.peer = PeerId(name, secrets.randbits(64))
-        self.transfers = SourceTransfers(connector, LeaseLimits(2.0, 0.4, 20.0), self.adapter)
+        self.transfers = SourceTransfers(self.connectors, LeaseLimits(2.0, 0.4, 20.0), self.adapter)
         self.server: grpc.aio.Server | None = make_server()
-        servicer = AttachServicer(self.transfers, connector, LAYOUT, self.peer.epoch, lambda: self.engine.tick)
+        servicer = AttachServicer(self.transfers, self.connectors, LAYOUT, self.peer.epoch, lambda: self.engine.tick)
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         self.port = bind(self.server, "127.0.0.1", 0)
         self.must_be_idle = True
@@ -80,7 +82,7 @@ class Node:
         if self.server is not None:
             await self.server.stop(None)
         self.adapter.close()
-        await asyncio.to_thread(self.connector.close)
+        await asyncio.to_thread(self.connectors.close)
         await asyncio.to_thread(self.engine.stop)
         self.core.scheduler.check(idle=self.must_be_idle)
 
@@ -139,7 +141,7 @@ class Pair:
         digest = HASHER.request_digest(ROOT, request.block_hashes, prompt)
         transfer_id = secrets.token_bytes(16)
         ref = SourceRef(self.p.peer.worker_id, self.p.peer.epoch, "", transfer_id, digest)
-        receiving = Receiving(self.d.peer, LAYOUT, (self.d.connector.name,), lambda: self.d.engine.tick, 2.0, 0.4)
+        receiving = Receiving(self.d.peer, LAYOUT, self.d.connectors.names, lambda: self.d.engine.tick, 2.0, 0.4)
         landed = self.d.adapter.receive(request_id, ref, receiving, self.channel)
         decode = self.d.engine.submit(_replace(request, remote_prefill=True))
         expected = ExpectedTransfer(transfer_id, request_id, self.d.peer, digest, 20.0)
@@ -170,18 +172,18 @@ MakePair = Callable[..., Awaitable[Pair]]
 
 @pytest.fixture
 async def make_pair() -> AsyncIterator[MakePair]:
-    """`await make_pair("local" | "tcp", p={...}, d={...})`: both pools are checked, and idle, after the test."""
+    """`await make_pair("local" | "tcp" | "both", p={...}, d={...})`: both pools are checked, and idle, after the test."""
     made: list[Pair] = []
 
     async def make(kind: str = "local", p: dict[str, Any] | None = None, d: dict[str, Any] | None = None) -> Pair:
         network = LocalNetwork()
 
-        def connector() -> Any:
-            if kind == "local":
-                return LocalConnector(network, read_stall_s=0.3)
-            return TcpConnector(TcpSettings(request_bytes=256, read_window_bytes=1024, read_stall_s=0.3))
+        def connectors() -> list[Any]:
+            local = LocalConnector(network, read_stall_s=0.3)
+            tcp = TcpConnector(TcpSettings(request_bytes=256, read_window_bytes=1024, read_stall_s=0.3))
+            return {"local": [local], "tcp": [tcp], "both": [local, tcp]}[kind]
 
-        pair = Pair(Node("prefill-1", connector(), **(p or {})), Node("decode-1", connector(), **(d or {})))
+        pair = Pair(Node("prefill-1", *connectors(), **(p or {})), Node("decode-1", *connectors(), **(d or {})))
         made.append(pair)
         await pair.p.start()
         await pair.d.start()

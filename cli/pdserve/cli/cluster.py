@@ -40,6 +40,7 @@ class ClusterPlan:
     router_flags: dict[str, object]
     worker_flags: tuple[str, ...] = ()
     quiet_children: bool = True
+    redis: str | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ async def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady
         prefill = [worker.address for worker in workers if worker.plan.role == "prefill"]
         decode = [worker.address for worker in workers if worker.plan.role == "decode"]
         flags = plan.router_flags | {"model": plan.model, "prefill": prefill, "decode": decode, "deployment_key": key}
+        flags["redis"] = plan.redis
         settings = load_settings(RouterSettings, flags=flags)
         api_key = settings.api_keys[0] if settings.api_keys else None
         addresses = Addresses("", "", prefill, decode, api_key)
@@ -151,6 +153,9 @@ def child_plans(plan: ClusterPlan, key: str) -> list[ChildPlan]:
         if plan.quiet_children:
             flags += ["--set", "log_level=warning"]
         environ = os.environ | {"PDSERVE_DEPLOYMENT_KEY": key}
+        if plan.redis is not None:
+            # it may hold a password, which has no place in a list of processes
+            environ["PDSERVE_REDIS"] = plan.redis
         plans.append(ChildPlan(role, f"{role}-{index}", (*flags, *plan.worker_flags), environ))
     return plans
 

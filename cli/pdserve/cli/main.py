@@ -27,18 +27,29 @@ Model = Annotated[str | None, typer.Option(help="A Hugging Face checkpoint's fol
 Host = Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback --insecure is needed.")]
 Port = Annotated[int | None, typer.Option(help="gRPC port; 0 draws a free one.")]
 Insecure = Annotated[bool | None, typer.Option("--insecure", help="Listen beyond loopback without TLS.")]
+RedisUrl = Annotated[str | None, typer.Option(help="redis://host:port/db, which knows the workers and what they hold.")]
 KeyFile = Annotated[str | None, typer.Option(help="File with the secret that all services share.")]
 Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Any other setting, as name=value; may be repeated.")]
 LocalPrefill = Annotated[
-    str | None, typer.Option(help="never|auto|always: whether decode workers may prefill. [auto]", show_default=False)
+    str | None,
+    typer.Option(help="Whether decode workers may prefill: auto (default), never or always.", show_default=False),
 ]
-Connector = Annotated[str | None, typer.Option(help="auto|tcp: how KV blocks move.", show_default=False)]
+Policy = Annotated[
+    str | None,
+    typer.Option(help="How workers are chosen: kv_aware (default), least_loaded or round_robin.", show_default=False),
+]
+Connector = Annotated[
+    str | None, typer.Option(help="How KV blocks move: auto (default), nixl or tcp.", show_default=False)
+]
 GrpcUrl = Annotated[str, typer.Option("--url", help="host:port of the router's gRPC front end.")]
 ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Show where the time went.")]
 MaxTokens = Annotated[int, typer.Option(help="Output tokens at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
+Otlp = Annotated[
+    str | None, typer.Option(help="Collector for traces: grpc://host:port or http://host:port.", show_default=False)
+]
 Hidden = Annotated[int | None, typer.Option(hidden=True)]
 
 
@@ -49,8 +60,11 @@ def up(
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
     connector: Connector = None,
     local_prefill: LocalPrefill = None,
+    policy: Policy = None,
+    otlp: Otlp = None,
     port: Annotated[int, typer.Option(help="OpenAI HTTP port.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 50051,
+    redis: RedisUrl = None,
     ask: Annotated[str, typer.Option(help="Asked once when ready; empty asks nothing.")] = SAMPLE_QUESTION,
     once: Annotated[bool, typer.Option("--once", help="Stop after the question was answered.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the workers' INFO lines.")] = False,
@@ -70,8 +84,14 @@ def up(
     console = Console()
     name = model or DEMO
     worker_flags = [*(("--connector", connector) if connector else ())]
-    router_flags: dict[str, object] = {"port": port, "grpc_port": grpc_port, "local_prefill": local_prefill}
-    for key, value in parse_assignments(set_ or []).items():
+    worker_flags += ["--otlp", otlp] if otlp else []
+    router_flags: dict[str, object] = {
+        "port": port, "grpc_port": grpc_port, "local_prefill": local_prefill, "policy": policy, "otlp": otlp,
+    }  # fmt: skip
+    assignments = parse_assignments(set_ or [])
+    assigned = assignments.pop("redis", None)
+    redis = redis or assigned
+    for key, value in assignments.items():
         if key in RouterSettings.__struct_fields__:
             router_flags[key] = value
         if key in DecodeSettings.__struct_fields__ or key not in RouterSettings.__struct_fields__:
@@ -84,6 +104,7 @@ def up(
         router_flags=router_flags,
         worker_flags=tuple(worker_flags),
         quiet_children=not verbose,
+        redis=redis,
     )
     greeting = Greeting(console, ask, once)
     asyncio.run(run_cluster(plan, console, greeting))
@@ -97,9 +118,12 @@ def router(
     decode: Annotated[list[str] | None, typer.Option(help="host:port of a decode worker; may be repeated.")] = None,
     model: Model = None,
     host: Host = None,
-    port: Annotated[int | None, typer.Option(help="OpenAI HTTP port. [8000]", show_default=False)] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC port. [50051]", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option(help="OpenAI HTTP port; default: 8000.", show_default=False)] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; default: 50051.", show_default=False)] = None,
     local_prefill: LocalPrefill = None,
+    policy: Policy = None,
+    redis: RedisUrl = None,
+    otlp: Otlp = None,
     insecure: Insecure = None,
     deployment_key_file: KeyFile = None,
     config: Config = None,
@@ -111,7 +135,8 @@ def router(
     flags: dict[str, Any] = dict(parse_assignments(set_ or []))
     flags |= {
         "prefill": prefill, "decode": decode, "model": model, "host": host, "port": port, "grpc_port": grpc_port,
-        "local_prefill": local_prefill, "insecure": insecure, "deployment_key_file": deployment_key_file,
+        "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
+        "deployment_key_file": deployment_key_file,
     }  # fmt: skip
     serve_router(flags, config)
 
@@ -136,6 +161,8 @@ def prefill(
     advertise_host: Annotated[str | None, typer.Option(help="What peers connect to, where it is not --host.")] = None,
     worker_id: Annotated[str | None, typer.Option(help="Names this worker in logs and to peers.")] = None,
     connector: Connector = None,
+    redis: RedisUrl = None,
+    otlp: Otlp = None,
     insecure: Insecure = None,
     deployment_key_file: KeyFile = None,
     config: Config = None,
@@ -146,8 +173,8 @@ def prefill(
     """One prefill worker: computes prompts and lets decode workers read their KV blocks."""
     _worker(
         "prefill", set_, config, model=model, host=host, port=port, data_port=data_port, advertise_host=advertise_host,
-        worker_id=worker_id, connector=connector, insecure=insecure, deployment_key_file=deployment_key_file,
-        report_fd=report_fd, lifeline_fd=lifeline_fd,
+        worker_id=worker_id, connector=connector, redis=redis, otlp=otlp, insecure=insecure,
+        deployment_key_file=deployment_key_file, report_fd=report_fd, lifeline_fd=lifeline_fd,
     )  # fmt: skip
 
 
@@ -161,8 +188,10 @@ def decode(
     worker_id: Annotated[str | None, typer.Option(help="Names this worker in logs and to peers.")] = None,
     connector: Connector = None,
     max_local_prefill_tokens: Annotated[
-        int | None, typer.Option(help="Longest uncached prompt this worker prefills itself. [no limit]")
+        int | None, typer.Option(help="Longest uncached prompt this worker prefills itself; default: no limit.")
     ] = None,
+    redis: RedisUrl = None,
+    otlp: Otlp = None,
     insecure: Insecure = None,
     deployment_key_file: KeyFile = None,
     config: Config = None,
@@ -173,8 +202,9 @@ def decode(
     """One decode worker: receives KV blocks, or prefills itself, and streams tokens."""
     _worker(
         "decode", set_, config, model=model, host=host, port=port, data_port=data_port, advertise_host=advertise_host,
-        worker_id=worker_id, connector=connector, max_local_prefill_tokens=max_local_prefill_tokens, insecure=insecure,
-        deployment_key_file=deployment_key_file, report_fd=report_fd, lifeline_fd=lifeline_fd,
+        worker_id=worker_id, connector=connector, max_local_prefill_tokens=max_local_prefill_tokens, redis=redis,
+        otlp=otlp, insecure=insecure, deployment_key_file=deployment_key_file, report_fd=report_fd,
+        lifeline_fd=lifeline_fd,
     )  # fmt: skip
 
 

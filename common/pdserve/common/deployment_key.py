@@ -18,12 +18,14 @@ def new_deployment_key() -> str:
     return secrets.token_hex(32)
 
 
-def resolve_deployment_key(key: str | None, key_file: Path | None, addresses: list[str]) -> tuple[bytes, bool]:
+def resolve_deployment_key(
+    key: str | None, key_file: Path | None, addresses: list[str], *, redis_given: bool = False
+) -> tuple[bytes, bool]:
     """The key's bytes, and whether it is the public development key.
 
     addresses: every host this service listens on or connects to. Without a key the development key is used only while
-    all of them are loopback.
-    Raises: ConfigError when there is no key and an address reaches beyond this machine, or when the key is too short.
+    all of them are loopback and no Redis is given: others may share a Redis.
+    Raises: ConfigError when there is no key and it is needed, or when the key is too short.
     """
     if key_file is not None:
         try:
@@ -41,6 +43,11 @@ def resolve_deployment_key(key: str | None, key_file: Path | None, addresses: li
     if beyond := [address for address in addresses if not is_loopback(address)]:
         raise ConfigError(
             f"no deployment key, and {beyond[0]!r} is not a loopback address: "
+            "set PDSERVE_DEPLOYMENT_KEY (or --deployment-key-file) to one secret shared by all services"
+        )
+    if redis_given:
+        raise ConfigError(
+            "no deployment key, and a Redis is given, which other machines may share: "
             "set PDSERVE_DEPLOYMENT_KEY (or --deployment-key-file) to one secret shared by all services"
         )
     return DEVELOPMENT_KEY, True

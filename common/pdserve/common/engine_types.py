@@ -45,6 +45,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     """Source side, when the transfer is wanted already: the first block index the receiver lacks."""
     prefill_here: bool = False
     """Prefill in this engine whatever the length: no prefill worker lives."""
+    local_prefill_tokens: int | None = None
+    """Up to so many uncached tokens prefilling here pays, by the router's estimate; None: its choice stands."""
     priority: int = 0
     cache_salt: str | None = None
     index: int = 0
@@ -64,12 +66,18 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     """The stop token id or string that ended it; None for EOS, length, abort and error."""
     num_cached_tokens: int = 0
     """Prompt tokens that needed no computing here."""
+    prefills_locally: bool = False
+    """Receiving side: the cache has so much that the rest is computed here; nothing is awaited from the source."""
     transfer_unwanted: bool = False
     """Source side: it ended before anybody wanted its blocks; nobody holds them any more."""
     error_code: str = ""
     error_message: str = ""
     moments: dict[str, float] = {}
     """Moments of `common/timeline.py` that this output completes, `time.monotonic()` seconds of this process."""
+    prefill_chunks: list[tuple[float, int]] = []
+    """With the first output: when each chunk of the prompt was computed, `time.monotonic()` seconds, and its tokens."""
+    num_preemptions: int = 0
+    """How often the sequence lost its blocks, so far."""
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
@@ -88,6 +96,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
     """Prompt tokens still to compute, waiting and running."""
     num_computed_prompt_tokens: int = 0
     """Prompt tokens computed here since start."""
+    prefill_s: float = 0.0
+    """Time of the steps that computed them, seconds."""
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
 

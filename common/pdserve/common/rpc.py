@@ -79,6 +79,14 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     return bound
 
 
+def metadata_of(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+    """What the caller sent along, names in lower case."""
+    return {
+        key.lower(): value if isinstance(value, str) else value.decode("ascii", "replace")
+        for key, value in context.invocation_metadata() or ()
+    }
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
     """What a failed call means here. A status without our code comes from the channel itself, not from a servicer."""
     code = _metadata_value(error, ERROR_CODE_KEY)

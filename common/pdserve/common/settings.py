@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +18,28 @@ import msgspec
 
 from pdserve.common.deployment_key import is_loopback, resolve_deployment_key
 from pdserve.common.errors import ConfigError
+from pdserve.common.host_address import is_wildcard, own_address
+from pdserve.common.redis_url import parse_redis_url
+from pdserve.common.registry import is_namespace, is_worker_id
 
 log = logging.getLogger(__name__)
 
 ENV_PREFIX = "PDSERVE_"
+OTEL_VARIABLES = {
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "otlp",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "otlp_protocol",
+    "OTEL_EXPORTER_OTLP_HEADERS": "otlp_headers",
+    "OTEL_SERVICE_NAME": "otel_service_name",
+    "OTEL_RESOURCE_ATTRIBUTES": "otel_resource_attributes",
+    "OTEL_TRACES_SAMPLER": "otel_traces_sampler",
+    "OTEL_TRACES_SAMPLER_ARG": "otel_traces_sampler_arg",
+    "OTEL_BSP_SCHEDULE_DELAY": "otel_bsp_schedule_delay_ms",
+    "OTEL_SDK_DISABLED": "otel_sdk_disabled",
+}
+"""OpenTelemetry's variables and the settings that they are; our own variable comes first."""
 CLIENT_VARIABLES = ("api_key",)
 """Read by the client commands, so a service that meets them in its environment leaves them alone."""
-_SECRETS = ("deployment_key", "api_keys")
+_SECRETS = ("deployment_key", "api_keys", "otlp_headers")
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +56,37 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     deployment_key: str | None = None
     """The secret all services share; at least 16 characters."""
     deployment_key_file: str | None = None
+    redis: str | None = None
+    """redis://[user:password@]host[:port][/db], or rediss:// for TLS: introduces workers and shares what they hold."""
+    redis_namespace: str = "pdserve"
+    """Begins every key in Redis; deployments that share one Redis need one each."""
+    redis_ca_file: str | None = None
+    """PEM certificates to trust for rediss://; default: the system's."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    otlp: str | None = None
+    """The collector for traces: grpc://host:port or http://host:port; None traces nothing."""
+    otlp_protocol: Literal["grpc", "http/protobuf"] | None = None
+    """What an http:// collector speaks; default: HTTP."""
+    otlp_headers: str = ""
+    """name=value,name=value: sent to the collector with each batch."""
+    otel_service_name: str | None = None
+    """This service in traces; default: pdserve- and its role."""
+    otel_resource_attributes: str = ""
+    """name=value,name=value: attributes of every span of this process."""
+    otel_traces_sampler: Literal[
+        "always_on",
+        "always_off",
+        "traceidratio",
+        "parentbased_always_on",
+        "parentbased_always_off",
+        "parentbased_traceidratio",
+    ] = "parentbased_always_on"
+    otel_traces_sampler_arg: float = 1.0
+    """The ratio, for samplers that take one."""
+    otel_bsp_schedule_delay_ms: float = 2000.0
+    """How long finished spans wait for others, to be exported together."""
+    otel_sdk_disabled: bool = False
+    """Trace nothing, whatever `otlp` says."""
 
     def addresses(self) -> list[str]:
         """Every host this service listens on or is told to connect to."""
@@ -49,7 +95,9 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def key(self) -> tuple[bytes, bool]:
         """The deployment key, and whether it is the public development key. Raises: ConfigError."""
         key_file = Path(self.deployment_key_file) if self.deployment_key_file else None
-        return resolve_deployment_key(self.deployment_key, key_file, self.addresses())
+        return resolve_deployment_key(
+            self.deployment_key, key_file, self.addresses(), redis_given=self.redis is not None
+        )
 
     def verify(self) -> None:
         """Raises: ConfigError naming the setting, its value and what it should be."""
@@ -57,6 +105,24 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(
                 f"host is {self.host!r}, which is not loopback: TLS is not configured, so --insecure is needed"
             )
+        self._verify_redis()
+        if not 1 <= self.otel_bsp_schedule_delay_ms <= 60_000:
+            raise ConfigError(f"otel_bsp_schedule_delay_ms is {self.otel_bsp_schedule_delay_ms}, 1 to 60000 is needed")
+        if not 0 <= self.otel_traces_sampler_arg <= 1:
+            raise ConfigError(f"otel_traces_sampler_arg is {self.otel_traces_sampler_arg}, 0 to 1 is needed")
+
+    def _verify_redis(self) -> None:
+        if self.redis is not None:
+            parse_redis_url(self.redis)
+        if not is_namespace(self.redis_namespace):
+            raise ConfigError(
+                f"redis_namespace is {self.redis_namespace!r}, 1 to 64 letters, digits, `_`, `.` or `-` are needed"
+            )
+        if self.redis_ca_file is not None:
+            try:
+                ssl.create_default_context(cafile=self.redis_ca_file)
+            except OSError as error:
+                raise ConfigError(f"redis_ca_file {self.redis_ca_file}: {error.strerror or error}") from error
 
 
 class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -66,10 +132,14 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """gRPC; 0 draws a free one."""
     data_port: int = 0
     """KV blocks over TCP; 0 draws a free one."""
+    metrics_port: int = 0
+    """HTTP for `/metrics` and `/health`; 0 draws a free one."""
+    metrics_host: str | None = None
+    """Where they are served, where it is not `host`."""
     advertise_host: str | None = None
-    """What peers should connect to, where it is not `host`."""
+    """What peers should connect to, where it is not `host`; default for a wildcard `host`: this machine's address."""
     worker_id: str | None = None
-    """Names this worker; default: role and port."""
+    """Names this worker; default: role, host beyond loopback, port."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     block_size: int = 16
@@ -86,7 +156,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     num_threads: int = 1
     cpu_core: int | None = None
     """Pin the worker's computing threads to this core (and the following `num_threads - 1`)."""
-    connector: Literal["auto", "tcp"] = "auto"
+    connector: Literal["auto", "nixl", "tcp"] = "auto"
+    """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
     max_local_prefill_tokens: int | None = None
     """Longest uncached prompt that decode prefills itself; default: no limit."""
     run_ahead_share: float = 0.5
@@ -98,10 +169,30 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     drain_s: float = 30.0
 
     def addresses(self) -> list[str]:
-        return [self.host, *([self.advertise_host] if self.advertise_host else [])]
+        return [self.host, *(host for host in (self.advertise_host, self.metrics_host) if host)]
+
+    @property
+    def peers_host(self) -> str:
+        """What peers should connect to. Raises: ConfigError when a wildcard host leaves that open."""
+        return self.advertise_host or (own_address() if is_wildcard(self.host) else self.host)
+
+    def name(self, port: int) -> str:
+        """The id of a worker that listens on `port`: the one given, else one that no other machine draws."""
+        if self.worker_id is not None:
+            return self.worker_id
+        host = self.peers_host
+        return f"{self.section}-{port}" if is_loopback(host) else f"{self.section}-{host.replace(':', '-')}-{port}"
 
     def verify(self) -> None:
         super().verify()
+        if not 0 <= self.metrics_port < 65536:
+            raise ConfigError(f"metrics_port is {self.metrics_port}, 0 to 65535 is needed")
+        if self.metrics_host is not None and not is_loopback(self.metrics_host) and not self.insecure:
+            raise ConfigError(f"metrics_host is {self.metrics_host!r}, which is not loopback: --insecure is needed")
+        if self.redis is not None and self.worker_id is not None and not is_worker_id(self.worker_id):
+            raise ConfigError(
+                f"worker_id is {self.worker_id!r}, with redis 1 to 128 letters, digits, `_`, `.` or `-` are needed"
+            )
         for name in ("block_size", "kv_cache_mib", "max_num_batched_tokens", "max_num_seqs", "num_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, at least 1 is needed")
@@ -136,14 +227,22 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     model_name: str | None = None
     """What clients call the model; default: the folder's name."""
     local_prefill: Literal["never", "auto", "always"] = "auto"
-    """Whether decode may prefill at all; `auto`: when no prefill worker lives, or the transfer failed."""
+    """Whether decode may prefill at all; `auto`: when it is sooner, no prefill worker lives, or the transfer failed."""
+    policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"
+    """How a worker is chosen among those that can serve a request."""
     on_kv_failure: Literal["local", "remote", "fail"] = "local"
     """What the next attempt is after a transfer failed."""
     max_attempts: int = 3
     request_timeout_s: float = 600.0
     """Deadline of a request whose client gave none."""
     max_queued_requests: int = 1024
-    """Requests in the router at once; more are refused."""
+    """Requests that wait in the router for a place; more are refused at once."""
+    max_running_requests: int | None = None
+    """Requests that workers serve at once; default: the sequences and prompt blocks that the live ones can hold."""
+    queue_timeout_s: float = 30.0
+    """How long a request waits for a place; refused at once when it would be longer."""
+    max_requests_per_key: int | None = None
+    """Requests of one API key in the router at once; default: no limit."""
     max_unread_bytes: int = 1 << 20
     """Text that a client has not read, at most, before its request is cancelled."""
     api_keys: tuple[str, ...] = ()
@@ -158,7 +257,10 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         for name in ("max_attempts", "max_queued_requests", "max_unread_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, at least 1 is needed")
-        for name in ("request_timeout_s", "drain_s"):
+        for name in ("max_running_requests", "max_requests_per_key"):
+            if (limit := getattr(self, name)) is not None and limit < 1:
+                raise ConfigError(f"{name} is {limit}, at least 1 is needed")
+        for name in ("request_timeout_s", "queue_timeout_s", "drain_s"):
             _verify_seconds(name, getattr(self, name))
         for field in ("prefill", "decode"):
             for address in getattr(self, field):
@@ -210,6 +312,8 @@ def load_settings(
 def describe(settings: ServiceSettings) -> str:
     """The resolved settings for the log, one line, secrets left out."""
     shown = msgspec.structs.asdict(settings)
+    if settings.redis is not None:
+        shown["redis"] = parse_redis_url(settings.redis)
     return " ".join(f"{name}={'***' if name in _SECRETS and value else value}" for name, value in shown.items())
 
 
@@ -243,6 +347,10 @@ def _from_toml(kind: type[ServiceSettings], path: Path | None) -> dict[str, Any]
 def _from_environ(kind: type[ServiceSettings], environ: Mapping[str, str]) -> dict[str, Any]:
     known = {name for service in SERVICES for name in service.__struct_fields__}
     values: dict[str, Any] = {}
+    for variable, name in OTEL_VARIABLES.items():
+        # set but empty means unset, and any word but "true" means false: OpenTelemetry's rules
+        if text := environ.get(variable, "").strip():
+            values[name] = text.lower() == "true" if name == "otel_sdk_disabled" else text
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX):
             continue

@@ -1,0 +1,30 @@
+"""`pdserve COMMAND --help` reads well: it renders, and no part of a text is taken for markup."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pdserve.cli.main import app
+
+COMMANDS = typer.main.get_command(app).commands
+
+
+def test_the_commands_are_listed() -> None:
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+    assert {"up", "router", "prefill", "decode", "chat", "generate"} <= set(COMMANDS)
+    assert all(name in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_option_is_shown_with_its_whole_text(name: str) -> None:
+    result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "400"})
+    assert result.exit_code == 0, result.output
+    shown = re.sub(r"\s+", " ", result.output)
+    for option in COMMANDS[name].params:
+        if getattr(option, "hidden", False) or not (text := getattr(option, "help", None)):
+            continue
+        assert text in shown, option.name
