@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc.aio
 import httpx
 import pytest
-from cluster_processes import Cluster, running_cluster
+from cluster_processes import Cluster, Service, running_cluster
 from otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
+from redis_server import redis_server
 
 from pdserve.common.rpc import make_channel
 from pdserve.common.timeline import PATH_PHASES
@@ -52,27 +54,30 @@ def collector() -> Iterator[OtlpReceiver]:
 def cluster(
     tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, collector: OtlpReceiver
 ) -> Iterator[Cluster]:
-    model = (
-        "--model",
-        str(tiny_checkpoints("llama")),
-        "--otlp",
-        collector.url,
-        "--set",
-        "otel_bsp_schedule_delay_ms=50",
-    )
-    worker = (*model, "--set", "dtype=float32", "--set", "max_num_batched_tokens=64")
-    with running_cluster(tmp_path_factory.mktemp("traced")) as cluster:
-        prefill = [cluster.start_worker("prefill", *worker, name=f"prefill-{i}") for i in range(2)]
-        decode = [cluster.start_worker("decode", *worker, name=f"decode-{i}") for i in range(2)]
-        cluster.start_router(
-            *model,
-            *("--local-prefill", "never", "--set", "policy=round_robin"),
-            prefill=[service.address for service in prefill],
-            decode=[service.address for service in decode],
-        )
+    """A router, two prefill and two decode workers, which find each other through a real Redis."""
+    folder = tmp_path_factory.mktemp("traced")
+    with redis_server(folder) as redis, running_cluster(folder) as cluster:
+        flags = ("--model", str(tiny_checkpoints("llama")), "--redis", redis.url, "--otlp", collector.url)
+        common = (*flags, "--set", "otel_bsp_schedule_delay_ms=50")
+        worker = (*common, "--set", "dtype=float32", "--set", "max_num_batched_tokens=64")
+        for role in ("prefill", "decode"):
+            for number in range(2):
+                cluster.start_worker(role, *worker, name=f"{role}-{number}")
+        router = cluster.start_router(*common, "--local-prefill", "never", "--policy", "round_robin")
+        wait_for_workers(router, 2)
         yield cluster
         cluster.check_pools()
         cluster.check_logs()
+
+
+def wait_for_workers(router: Service, number: int) -> None:
+    """Until the router has found so many of each role."""
+    for _ in range(200):
+        workers = httpx.get(f"http://{router.http}/health", trust_env=False).json()["workers"]
+        if all(workers[role]["live"] == number for role in ("prefill", "decode")):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"the router found only {workers}")
 
 
 def start(
@@ -244,6 +249,7 @@ async def test_every_service_has_metrics_and_health(cluster: Cluster) -> None:
                 s.value for s in samples if s.name == "pdserve_spans_total" and s.labels["outcome"] != "exported"
             ]
             assert exported == [0, 0]
+            assert [s.value for s in samples if s.name == "pdserve_redis_up"] == [1]
             if service.role != "router":
                 blocks = sum(s.value for s in samples if s.name == "pdserve_kv_blocks")
                 assert blocks == cluster.load(service).blocks_total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
+from pdserve.common.circuit_breaker import CircuitBreaker
 from pdserve.common.engine_types import SchedulerStats
-from pdserve.common.metrics import make_registry
+from pdserve.common.metrics import RedisCollector, make_registry
 from pdserve.common.timeline import CRITICAL_PATH
 from pdserve.kv_transfer.source_transfer import PeerId
 from pdserve.router.router_metrics import RouterMetrics
@@ -51,9 +53,14 @@ def name_of(family: str, kind: str) -> str:
     return f"{family}_total" if kind == "counter" else family
 
 
+def redis_collector() -> RedisCollector:
+    return RedisCollector(CircuitBreaker("Redis", "", logging.getLogger(__name__)), lambda: {"conflict": 0})
+
+
 def router_registry() -> CollectorRegistry:
     registry = make_registry(None)
     RouterMetrics(registry, lambda: 0, lambda: {"prefill": {"live": 1}})
+    registry.register(redis_collector())
     return registry
 
 
@@ -63,6 +70,7 @@ def worker_registry() -> CollectorRegistry:
     identity = SimpleNamespace(peer=PeerId("w", 1), role=Role.DECODE, layout=layout)
     engine = SimpleNamespace(stats=SchedulerStats(), tick=0, tick_age_s=0.0, draining=False)
     WorkerMetrics(registry, identity, engine, lambda: 0, lambda: 0)  # type: ignore[arg-type]
+    registry.register(redis_collector())
     return registry
 
 

@@ -6,7 +6,7 @@ client's text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -15,10 +15,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from pdserve.common.circuit_breaker import BreakerState, CircuitBreaker
+from pdserve.common.redis_connection import ERROR_KINDS
 from pdserve.common.span_counts import ExportCounts
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -39,6 +41,29 @@ class SpanCollector(Collector):
         for outcome in ("exported", "dropped", "failed"):
             spans.add_metric([outcome], getattr(self._counts, outcome))
         yield spans
+
+
+class RedisCollector(Collector):
+    """How a service gets on with Redis."""
+
+    def __init__(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
+        """events: what had to be told or asked again, by kind, since start."""
+        self._breaker = breaker
+        self._events = events
+
+    def collect(self) -> Iterable[Metric]:
+        up = self._breaker.state is BreakerState.CLOSED
+        yield GaugeMetricFamily("pdserve_redis_up", "1 while Redis can be used.", value=int(up))
+        errors = CounterMetricFamily("pdserve_redis_errors", "Operations that failed, by kind.", labels=["kind"])
+        for kind in (*ERROR_KINDS, "bug"):
+            errors.add_metric([kind], self._breaker.errors[kind])
+        yield errors
+        events = CounterMetricFamily(
+            "pdserve_redis_events", "What was unusable, told again or asked elsewhere.", labels=["kind"]
+        )
+        for kind, count in self._events().items():
+            events.add_metric([kind], count)
+        yield events
 
 
 def make_registry(counts: ExportCounts | None) -> CollectorRegistry:

@@ -52,8 +52,11 @@ def heed_cancellation() -> None:
         raise asyncio.CancelledError
 
 
+ERROR_KINDS = ("unreachable", "timeout", "loading", "denied", "read_only", "full", "wrong_type", "refused")
+
+
 def error_kind(error: BaseException) -> str:
-    """One word: unreachable, timeout, loading, denied, read_only, full, wrong_type, refused."""
+    """One of `ERROR_KINDS`."""
     match error:
         case exceptions.BusyLoadingError():
             return "loading"

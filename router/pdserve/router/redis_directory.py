@@ -62,7 +62,7 @@ class RedisDirectory:
         self.breaker = CircuitBreaker(
             f"Redis at {where}", "the router goes on with the workers it knows; it is tried again", log
         )
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(record=0, workers=0, blocks=0, asked_worker=0)
         """What was unusable, by kind: record, workers, blocks; and asked_worker, when a worker was asked instead."""
         self._redis = redis
         self._keys = Keys(namespace)

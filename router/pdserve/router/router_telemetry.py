@@ -9,8 +9,9 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping
 
+from pdserve.common.circuit_breaker import CircuitBreaker
 from pdserve.common.errors import PdServeError
-from pdserve.common.metrics import exposition, make_registry
+from pdserve.common.metrics import RedisCollector, exposition, make_registry
 from pdserve.common.settings import RouterSettings
 from pdserve.common.telemetry import make_telemetry
 from pdserve.common.timeline import now_unix_ns
@@ -62,6 +63,10 @@ class RouterTelemetry:
             self.metrics.requests.labels(error.code).inc()
             self.metrics.errors.labels(error.code).inc()
             raise
+
+    def watch_redis(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
+        """Have metrics say how this service gets on with Redis; see `RedisCollector`."""
+        self._registry.register(RedisCollector(breaker, events))
 
     def exposition(self) -> bytes:
         """The metrics as they stand."""

@@ -59,6 +59,8 @@ async def run_router(
         directory = make_directory(settings, index)
         async with Fleet(settings.prefill, settings.decode, expected, index, directory) as fleet:
             inference = Inference(model, settings, fleet, preparation, index)
+            if directory is not None:
+                inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
             try:
                 await _serve(inference, ready, stop)
             finally:

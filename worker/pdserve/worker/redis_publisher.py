@@ -133,6 +133,10 @@ class RedisPublisher:
         for change in follower.take():
             await self._publish(change)
 
+    def counts(self) -> dict[str, int]:
+        """For metrics."""
+        return {"republished": self.num_republished, "conflict": self.num_conflicts}
+
     def _failed(self, kind: str, message: str, follower: BlocksFollower) -> None:
         self.breaker.failed(kind, message)
         self._clean_up = self._clean_up or concerns_keys(kind)

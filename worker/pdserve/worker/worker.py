@@ -101,6 +101,8 @@ class Worker:
         )
         self.metrics_server = MetricsServer(self.telemetry.exposition, self.health)
         self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks)
+        if (publisher := self.publisher) is not None:
+            self.telemetry.watch_redis(publisher.breaker, publisher.counts)
         self._publishing: asyncio.Task[None] | None = None
         self._watch = WorkerServicer(self.identity, self.engine, self.peers, lambda: self.adapter.num_open, self._met)
         self._add_servicers(add_servicers)

@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
+from pdserve.common.circuit_breaker import CircuitBreaker
 from pdserve.common.engine_types import EngineCoreRequest
-from pdserve.common.metrics import exposition, make_registry
+from pdserve.common.metrics import RedisCollector, exposition, make_registry
 from pdserve.common.settings import WorkerSettings
 from pdserve.common.telemetry import make_telemetry
 from pdserve.common.trace_headers import valid_trace_headers
@@ -40,6 +41,10 @@ class WorkerTelemetry:
         """A call of a router begins. metadata: the call's, names in lower case."""
         headers = valid_trace_headers(metadata) or request.trace_headers
         return LegRecord(leg, request, headers, self._closed)
+
+    def watch_redis(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
+        """Have metrics say how this service gets on with Redis; see `RedisCollector`."""
+        self._registry.register(RedisCollector(breaker, events))
 
     def exposition(self) -> bytes:
         """The metrics as they stand."""
