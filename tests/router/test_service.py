@@ -14,8 +14,9 @@ import pytest
 from fake_worker import ADMITTED, FakeWorker, decode_outputs, decode_well, forever, play, said
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.http_server import listening_socket
 from pdserve.common.settings import RouterSettings
-from pdserve.router.service import listening_socket, run_router
+from pdserve.router.service import run_router
 
 
 def test_the_router_imports_no_torch():

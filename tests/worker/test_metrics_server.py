@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.metrics import CONTENT_TYPE
-from pdserve.worker.metrics_server import MAX_HEAD_BYTES, Health, MetricsServer
+from pdserve.worker.metrics_server import Health, MetricsServer
 
 
 class Served:
@@ -53,7 +53,7 @@ async def test_metrics_and_health(served: Served) -> None:
         (b"\r\n\r\n", b"HTTP/1.1 400"),
         (b"GET\r\n\r\n", b"HTTP/1.1 400"),
         (b"\xff\x00 \xff HTTP/9\r\n\r\n", b"HTTP/1.1 400"),
-        (b"GET /metrics HTTP/1.1\r\n" + b"x" * (2 * MAX_HEAD_BYTES), b""),
+        (b"GET /metrics HTTP/1.1\r\n" + b"x" * (1 << 18), b""),
         (b"GET /met", b""),
     ],
 )

@@ -6,14 +6,11 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-import uvicorn
-
 from pdserve.common.deployment_key import key_check
-from pdserve.common.errors import ConfigError
+from pdserve.common.http_server import HttpServer, host_and_port, listening_socket
 from pdserve.common.rpc import bind
 from pdserve.common.settings import RouterSettings, describe
 from pdserve.router.fleet import Fleet
@@ -29,7 +26,6 @@ from pdserve.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
-_BACKLOG = 2048
 _LAST_WORDS_S = 1.0
 """What errors at the end of a drain have to reach their clients."""
 
@@ -78,7 +74,7 @@ async def _serve(inference: Inference, ready: Callable[[str, str], None] | None,
     with listening_socket(settings.host, settings.port) as http_socket:
         grpc_front = GrpcFront(inference)
         grpc_port = bind(grpc_front.server, settings.host, settings.grpc_port)
-        http_server = _HttpServer(_http_config(inference))
+        http_server = HttpServer(HttpFront(inference).app, KEEP_ALIVE_S, _LAST_WORDS_S)
         hurry = asyncio.Event()
         with _stop_on_signals(hurry) if stop is None else contextlib.nullcontext(stop) as stopped:
             await grpc_front.start()
@@ -87,7 +83,10 @@ async def _serve(inference: Inference, ready: Callable[[str, str], None] | None,
                 # stopped before it has started it would leave its socket open
                 await _first(http_server.listening.wait(), asyncio.shield(http_task))
                 if ready is not None:
-                    ready(_address(settings.host, http_socket.getsockname()[1]), _address(settings.host, grpc_port))
+                    ready(
+                        host_and_port(settings.host, http_socket.getsockname()[1]),
+                        host_and_port(settings.host, grpc_port),
+                    )
                 await _first(stopped.wait(), asyncio.shield(http_task))
                 inference.admission.close()
                 await grpc_front.leave()
@@ -116,69 +115,6 @@ async def _first(*waiting: Awaitable[object]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-
-
-class _HttpServer(uvicorn.Server):
-    """Signals are ours, and `stop` is an event, not a flag that is polled ten times a second."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-        self._stopped = asyncio.Event()
-
-    def stop(self) -> None:
-        self.should_exit = True
-        self._stopped.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    async def main_loop(self) -> None:
-        await self._stopped.wait()
-
-
-def _http_config(inference: Inference) -> uvicorn.Config:
-    return uvicorn.Config(
-        HttpFront(inference).app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        proxy_headers=False,
-        server_header=False,
-        # nothing then needs the server's tick
-        date_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(_LAST_WORDS_S)),
-        backlog=_BACKLOG,
-    )
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to host:port; port 0 draws a free one. Raises: ConfigError naming the address."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {_address(host, port)}: {error.strerror}") from error
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(_BACKLOG)
-    except OSError as error:
-        bound.close()
-        raise ConfigError(f"cannot listen on {_address(host, port)}: {error.strerror}") from error
-    bound.setblocking(False)
-    return bound
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @contextlib.contextmanager

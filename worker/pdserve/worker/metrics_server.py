@@ -1,21 +1,21 @@
-"""`MetricsServer`: `/metrics` and `/health` of a worker over HTTP, in the asyncio thread. One request a connection."""
+"""`MetricsServer`: `/metrics` and `/health` of a worker over HTTP, in the asyncio thread."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from pdserve.common.errors import ConfigError
+from pdserve.common.http_server import HttpServer, listening_socket
 from pdserve.common.metrics import CONTENT_TYPE
 
-log = logging.getLogger(__name__)
-
-MAX_HEAD_BYTES = 8192
-HEAD_TIMEOUT_S = 5.0
-_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+_KEEP_ALIVE_S = 75.0
+_GRACE_S = 1.0
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
     ok: bool
     status: str
-    """`ok`, `draining`, `stuck` or `dead`."""
+    """`ok`, `draining`, `stuck`, `quarantined` or `dead`."""
     engine_tick: int
     engine_tick_age_s: float
 
@@ -34,53 +34,27 @@ class MetricsServer:
     def __init__(self, metrics: Callable[[], bytes], health: Callable[[], Health]) -> None:
         self._metrics = metrics
         self._health = health
-        self._server: asyncio.Server | None = None
+        routes = [Route("/metrics", self._answer_metrics), Route("/health", self._answer_health)]
+        self._server = HttpServer(Starlette(routes=routes), _KEEP_ALIVE_S, _GRACE_S)
+        self._serving: asyncio.Task[None] | None = None
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
         """Listen; port 0 draws a free one. Raises: ConfigError naming the address."""
-        try:
-            self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD_BYTES)
-        except OSError as error:
-            raise ConfigError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
-        self.port = self._server.sockets[0].getsockname()[1]
+        bound = listening_socket(host, port)
+        self.port = bound.getsockname()[1]
+        self._serving = asyncio.create_task(self._server.serve(sockets=[bound]))
+        await self._server.listening.wait()
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            await self._server.wait_closed()
+        """Harmless when it was not started."""
+        self._server.stop()
+        if self._serving is not None:
+            await self._serving
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(HEAD_TIMEOUT_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._answer(head))
-                await writer.drain()
-        except (TimeoutError, asyncio.LimitOverrunError, asyncio.IncompleteReadError, ConnectionError):
-            log.debug("a metrics request was cut short")
-        finally:
-            writer.close()
+    async def _answer_metrics(self, request: Request) -> Response:
+        return Response(self._metrics(), headers={"content-type": CONTENT_TYPE})
 
-    def _answer(self, head: bytes) -> bytes:
-        method, _, rest = head.split(b"\r\n", 1)[0].partition(b" ")
-        path = rest.split(b" ")[0].split(b"?")[0]
-        if not rest.endswith((b" HTTP/1.1", b" HTTP/1.0")):
-            return _response(400, b"not HTTP/1\n", with_body=True)
-        if method not in (b"GET", b"HEAD"):
-            return _response(405, b"only GET\n", with_body=True)
-        with_body = method == b"GET"
-        if path == b"/metrics":
-            return _response(200, self._metrics(), CONTENT_TYPE, with_body=with_body)
-        if path == b"/health":
-            health = self._health()
-            status = 200 if health.ok else 503
-            return _response(status, msgspec.json.encode(health), "application/json", with_body=with_body)
-        return _response(404, b"/metrics and /health are here\n", with_body=with_body)
-
-
-def _response(status: int, body: bytes, content_type: str = "text/plain; charset=utf-8", *, with_body: bool) -> bytes:
-    head = (
-        f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: {content_type}\r\n"
-        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-    )
-    return head.encode() + (body if with_body else b"")
+    async def _answer_health(self, request: Request) -> Response:
+        health = self._health()
+        return Response(msgspec.json.encode(health), 200 if health.ok else 503, media_type="application/json")
