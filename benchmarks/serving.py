@@ -14,7 +14,7 @@ from cluster_of_processes import serving
 from conditions import conditions
 from load import LoadShape, PdServe, run_load
 
-from pdserve.cli.model_folder import model_folder
+from pdserve.models.model_folder import model_folder
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ import httpx
 from cluster_of_processes import serving
 from conditions import conditions
 
-from pdserve.cli.model_folder import model_folder
+from pdserve.models.model_folder import model_folder
 
 POLICIES = ("kv_aware", "round_robin")
 NUM_PREFIXES, PREFIX_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 24, 500, 8, 4

@@ -16,3 +16,10 @@ def configure_logging(service: str, level: str) -> None:
     # these say at INFO what our own lines say already
     for chatty in ("uvicorn", "uvicorn.access", "uvicorn.error", "httpx", "asyncio"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """A status that could not be sent, because its client left in that moment, is no error of this service."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__name__ != "ExecuteBatchError"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -14,6 +14,13 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+"""A bias beyond it counts as this much, as in vLLM."""
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_PENALTY = 2.0
+MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_MAX_TOKENS = 2**32 - 1
@@ -34,6 +41,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     """Only this many most likely tokens; 0 or -1 is all."""
     min_p: float = 0.0
     """Only tokens at least this likely relative to the most likely; in [0, 1]."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that is in the output; from -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit once for each time it is in the output; from -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of tokens in prompt or output; above 0."""
+    logit_bias: dict[int, float] = {}
+    """Token id -> what is added to its logit, from -100 to 100."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens are sampled; None is all."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that are not to be generated."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """`bad_words` as the router's tokenizer spells them: the last token of a sequence is not sampled after the others."""
     seed: int | None = None
     """Noise is a function of (seed, sequence index, output position)."""
     max_tokens: int = 16
@@ -46,6 +67,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """Whether a tokenizer that sets spaces between tokens does so between special ones too."""
+    logprobs: int | None = None
+    """With each token its log-probability and those of so many most likely ones; at most 20, None for none."""
 
     @property
     def greedy(self) -> bool:
@@ -88,8 +113,59 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             len(self.stop_token_ids),
             f"at most {MAX_STOP_TOKEN_IDS} ids",
         )
+        self._verify_penalties()
+        self._verify_token_rules()
+        if self.logprobs is not None:
+            _require(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
         if vocab_size is not None:
             verify_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+            verify_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
+            verify_token_ids("bad_words", [t for sequence in self.bad_words_token_ids for t in sequence], vocab_size)
+            unknown = [token_id for token_id in self.logit_bias if not 0 <= token_id < vocab_size]
+            if unknown:
+                raise InvalidRequest(
+                    f"logit_bias has token id {unknown[0]}, outside the vocabulary of {vocab_size} tokens "
+                    f"(0 to {vocab_size - 1})",
+                    "logit_bias",
+                )
+
+    def _verify_penalties(self) -> None:
+        for field in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, field)
+            _require_finite(field, value)
+            _require(-MAX_PENALTY <= value <= MAX_PENALTY, field, value, f"from {-MAX_PENALTY:g} to {MAX_PENALTY:g}")
+        _require_finite("repetition_penalty", self.repetition_penalty)
+        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
+
+    def _verify_token_rules(self) -> None:
+        _require(
+            len(self.logit_bias) <= MAX_LOGIT_BIASES,
+            "logit_bias",
+            len(self.logit_bias),
+            f"at most {MAX_LOGIT_BIASES} tokens",
+        )
+        for token_id, bias in self.logit_bias.items():
+            if not abs(bias) <= MAX_LOGIT_BIAS:  # NaN too
+                limit = f"from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+                raise InvalidRequest(f"logit_bias[{token_id}] must be {limit}, not {bias!r}", "logit_bias")
+        if self.allowed_token_ids is not None:
+            _require(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "at least one token, or absent")
+        _require(
+            len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", len(self.bad_words), f"at most {MAX_BAD_WORDS} texts"
+        )
+        for word in self.bad_words:
+            _require(
+                0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words", word[:40], f"1 to {MAX_BAD_WORD_CHARS} characters"
+            )
+        _require(all(self.bad_words_token_ids), "bad_words_token_ids", (), "sequences of at least one token")
+
+
+def clamped_logit_bias(logit_bias: Mapping[int, float]) -> dict[int, float]:
+    """Biases held to the range that counts; NaN stays, for `verify` to refuse."""
+    return {
+        token_id: min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, bias)) if bias == bias else bias
+        for token_id, bias in logit_bias.items()
+    }
 
 
 def verify_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -10,7 +10,7 @@ from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.prepared_request import PreparedRequest
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.sampling_params import SamplingParams, clamped_logit_bias
 from pdserve.common.timeline import to_unix_ns
 from pdserve.v1 import kv_source_pb2, request_pb2
 
@@ -23,6 +23,11 @@ _SAMPLING_OPTIONAL = (
     "max_tokens",
     "min_tokens",
     "skip_special_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "spaces_between_special_tokens",
+    "logprobs",
 )
 _SAMPLING_PLAIN = ("include_stop_str_in_output", "ignore_eos")
 _FINISH_TO_WIRE = {
@@ -35,7 +40,14 @@ _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 
 
 def sampling_to_wire(params: SamplingParams) -> request_pb2.SamplingParams:
-    message = request_pb2.SamplingParams(stop=params.stop, stop_token_ids=params.stop_token_ids)
+    message = request_pb2.SamplingParams(
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=params.bad_words,
+        bad_words_token_ids=[request_pb2.TokenSequence(token_ids=ids) for ids in params.bad_words_token_ids],
+    )
     for name in (*_SAMPLING_OPTIONAL, *_SAMPLING_PLAIN):
         if (value := getattr(params, name)) is not None:
             setattr(message, name, value)
@@ -52,6 +64,10 @@ def sampling_from_wire(
     params = SamplingParams(
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=clamped_logit_bias(message.logit_bias),
+        allowed_token_ids=tuple(message.allowed_token_ids) or None,
+        bad_words=tuple(message.bad_words),
+        bad_words_token_ids=tuple(tuple(sequence.token_ids) for sequence in message.bad_words_token_ids),
         **given,  # type: ignore[arg-type]
     )
     params.verify()

@@ -1,0 +1,50 @@
+"""One format for every service, and no traceback for what is no error."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.common.logging_setup import configure_logging
+
+
+class ExecuteBatchError(Exception):
+    """As gRPC names it."""
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """What a configured service writes."""
+    root, grpc_logger = logging.getLogger(), logging.getLogger("grpc._cython.cygrpc")
+    handlers, level, filters = root.handlers[:], root.level, grpc_logger.filters[:]
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    configure_logging("decode", "info")
+    yield stream
+    root.handlers[:], grpc_logger.filters[:] = handlers, filters
+    root.setLevel(level)
+
+
+def raised(error: Exception) -> None:
+    try:
+        raise error
+    except Exception:
+        logging.getLogger("grpc._cython.cygrpc").exception("raised in core")
+
+
+def test_lines_name_level_and_service(written: io.StringIO) -> None:
+    logging.getLogger("somewhere").warning("careful")
+    logging.getLogger("httpx").info("chatter")
+    assert written.getvalue().splitlines()[0].endswith("WARNING decode somewhere: careful")
+    assert len(written.getvalue().splitlines()) == 1
+
+
+def test_a_client_that_left_is_no_error_but_other_failures_of_grpc_are(written: io.StringIO) -> None:
+    raised(ExecuteBatchError("Failed"))
+    assert written.getvalue() == ""
+    raised(RuntimeError("broken"))
+    assert "RuntimeError: broken" in written.getvalue()
