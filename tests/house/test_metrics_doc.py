@@ -67,7 +67,7 @@ def router_registry() -> CollectorRegistry:
 def worker_registry() -> CollectorRegistry:
     registry = make_registry(None)
     layout = SimpleNamespace(block_bytes=1, model_fingerprint="f")
-    identity = SimpleNamespace(peer=PeerId("w", 1), role=Role.DECODE, layout=layout)
+    identity = SimpleNamespace(peer=PeerId("w", 1), role=Role.DECODE, layout=layout, connectors=("tcp",))
     engine = SimpleNamespace(stats=SchedulerStats(), tick=0, tick_age_s=0.0, draining=False)
     WorkerMetrics(registry, identity, engine, lambda: 0, lambda: 0)  # type: ignore[arg-type]
     registry.register(redis_collector())

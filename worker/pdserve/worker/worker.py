@@ -23,7 +23,6 @@ from pdserve.common.deployment_key import key_check
 from pdserve.common.errors import Draining
 from pdserve.common.rpc import bind, make_server
 from pdserve.common.settings import WorkerSettings
-from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.loaded_model import LoadedModel
 from pdserve.kv_transfer.attach_client import Receiving
@@ -47,6 +46,7 @@ log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005
 """How soon a transport thread gets the interpreter back from the engine thread; Python's own 5 ms is a step's length."""
 STOP_GRACE_S = 1.0
+HEALTH_EVERY_S = 0.25
 TICK_STILL_S = 3.0
 """An engine whose loop has stood still for so long is stuck."""
 LAST_WORDS_S = 0.5
@@ -79,7 +79,7 @@ class Worker:
         self.adapter = SeamAdapter(connectors, pool)
         hasher = BlockHasher(deployment_key, settings.block_size)
         core = EngineCore(
-            engine_config(settings, model),
+            model.engine_config(settings),
             model.decoder,
             model.kv_cache,
             hasher,
@@ -104,6 +104,7 @@ class Worker:
         if (publisher := self.publisher) is not None:
             self.telemetry.watch_redis(publisher.breaker, publisher.counts)
         self._publishing: asyncio.Task[None] | None = None
+        self._telling_health: asyncio.Task[None] | None = None
         self._watch = WorkerServicer(self.identity, self.engine, self.peers, lambda: self.adapter.num_open, self._met)
         self._add_servicers(add_servicers)
 
@@ -176,7 +177,7 @@ class Worker:
         host = self.settings.metrics_host or self.settings.host
         await self.metrics_server.start(host, self.settings.metrics_port)
         await self.server.start()
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._telling_health = asyncio.create_task(self._tell_health())
         if self.publisher is not None:
             self._publishing = asyncio.create_task(self.publisher.run())
         peer = self.identity.peer
@@ -201,10 +202,20 @@ class Worker:
             status = "quarantined"
         return Health(ok=status == "ok", status=status, engine_tick=engine.tick, engine_tick_age_s=round(age_s, 3))
 
+    async def _tell_health(self) -> None:
+        """gRPC's health follows `health`, within `HEALTH_EVERY_S`."""
+        told: int | None = None
+        while True:
+            states = health_pb2.HealthCheckResponse
+            state = states.SERVING if self.health().ok else states.NOT_SERVING
+            if state != told:
+                told = state
+                await self._health.set("", state)
+            await asyncio.sleep(HEALTH_EVERY_S)
+
     async def drain(self) -> None:
         """Take nothing new; let what runs finish, at most `drain_s`; then revoke what is left."""
         self.engine.draining = True
-        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         self._watch.announce()
         deadline = time.monotonic() + self.settings.drain_s
         # two counters and a clock end this, not one event
@@ -226,6 +237,8 @@ class Worker:
                 self._publishing.cancel()
                 await asyncio.wait({self._publishing})
             await self.publisher.leave()
+        if self._telling_health is not None:
+            self._telling_health.cancel()
         await self.server.stop(None if self.engine.died.is_set() else STOP_GRACE_S)
         self.transfers.revoke_all(Draining("the source is leaving"))
         self.adapter.close()
@@ -241,16 +254,3 @@ def pool_memory(model: LoadedModel) -> PoolMemory:
     """The KV cache's bytes, for the data plane."""
     data = model.kv_cache.flatten().view(torch.uint8).numpy().data
     return PoolMemory(memoryview(data), model.layout.block_bytes, model.num_blocks)
-
-
-def engine_config(settings: WorkerSettings, model: LoadedModel) -> EngineConfig:
-    """The engine's part of a worker's settings."""
-    return EngineConfig(
-        block_size=settings.block_size,
-        num_blocks=model.num_blocks,
-        max_model_len=model.max_model_len,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        max_local_prefill_tokens=settings.max_local_prefill_tokens,
-        run_ahead_share=settings.run_ahead_share,
-    )

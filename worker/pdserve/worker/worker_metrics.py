@@ -14,6 +14,8 @@ from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import WorkerIdentity
 from pdserve.worker.leg_record import LegRecord
 
+KNOWN_CONNECTORS = ("nixl", "tcp")
+
 
 class WorkerMetrics:
     """Made once a worker."""
@@ -92,6 +94,12 @@ class _WorkerState(Collector):
         )
         info.add_metric([identity.peer.worker_id, identity.role.value, identity.layout.model_fingerprint], 1)
         yield info
+        connectors = GaugeMetricFamily(
+            "pdserve_connector_up", "1 for each connector that works here.", labels=["connector"]
+        )
+        for connector in dict.fromkeys((*KNOWN_CONNECTORS, *identity.connectors)):
+            connectors.add_metric([connector], int(connector in identity.connectors))
+        yield connectors
         blocks = GaugeMetricFamily("pdserve_kv_blocks", "KV blocks of the pool; they add up to it.", labels=["state"])
         blocks.add_metric(["free"], stats.num_blocks_free)
         blocks.add_metric(["cached"], stats.num_blocks_cached)

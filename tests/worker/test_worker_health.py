@@ -1,0 +1,57 @@
+"""gRPC's health of a worker is its engine's: serving, stuck, serving again, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdserve.common.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.rpc import make_channel
+from pdserve.common.settings import DecodeSettings
+from pdserve.decode.service import add_servicers
+from pdserve.engine.loaded_model import load_model
+from pdserve.kv_transfer.make_connectors import make_connectors
+from pdserve.worker import worker as worker_module
+from pdserve.worker.identity import Role
+from pdserve.worker.worker import Worker
+
+STATES = health_pb2.HealthCheckResponse
+
+
+async def test_health_follows_the_engine(
+    tiny_checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "TICK_STILL_S", 0.6)
+    settings = DecodeSettings(num_blocks=8, max_model_len=64, connector="tcp", drain_s=0.0)
+    model = load_model(tiny_checkpoints("llama"), settings, None)
+    worker = Worker(settings, Role.DECODE, model, make_connectors(settings), DEVELOPMENT_KEY, add_servicers)
+    go_on = threading.Event()
+    try:
+        await worker.start()
+        async with make_channel(worker.identity.address) as channel, asyncio.timeout(20):
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+
+            async def told(state: STATES.ServingStatus) -> None:
+                async for answer in watch:
+                    if answer.status == state:
+                        return
+                raise AssertionError("the watch ended")
+
+            await told(STATES.SERVING)
+            worker.engine.call(lambda _: go_on.wait(20))
+            await told(STATES.NOT_SERVING)
+            assert worker.health().status == "stuck"
+            go_on.set()
+            await told(STATES.SERVING)
+            await worker.drain()
+            await told(STATES.NOT_SERVING)
+            assert worker.health().status == "draining"
+            watch.cancel()
+    finally:
+        go_on.set()
+        await worker.stop()
