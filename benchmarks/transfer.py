@@ -1,6 +1,6 @@
-"""How fast blocks move between two processes of this machine: NIXL, TCP and a bare socket, in one run.
+"""How fast blocks move between two processes of this machine: NIXL (where it is installed), TCP and a bare socket.
 
-    python benchmarks/nixl_connector.py [--rounds 30]
+    python benchmarks/transfer.py [--rounds 30]
 
 Each round reads the same blocks over each of them in turn, so that they share the machine's mood; medians are printed.
 The connectors digest every block; the bare socket receives bytes in one `recv_into` loop and does nothing else. Blocks
@@ -21,21 +21,60 @@ from collections.abc import Callable
 from functools import partial
 
 from conditions import conditions
-from tcp_connector import BLOCK_COUNTS, BLOCK_SIZES, TOKEN, Arrival, make_pool
 
-from pdserve.kv_transfer.connector import BlockConnector, BlockToRead
+from pdserve.common.errors import TransferFailed
+from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, PoolMemory, ReadOutcome
 from pdserve.kv_transfer.digest import block_digests
 from pdserve.kv_transfer.nixl import NixlConnector
+from pdserve.kv_transfer.nixl_agent import why_no_nixl
 from pdserve.kv_transfer.tcp import TcpConnector
 
+POOL_BYTES = 64 << 20
+BLOCK_SIZES = (32 << 10, 1 << 20)
+BLOCK_COUNTS = (1, 4, 16, 64)
+TOKEN = bytes(range(16))
 SIZE_BYTES = 8
+
+
+def make_pool(block_bytes: int) -> PoolMemory:
+    content = bytearray(b"0123456789abcdef" * (POOL_BYTES // 16))
+    # Every page is there, and no two blocks are alike.
+    for number in range(POOL_BYTES // 4096):
+        content[number * 4096 : number * 4096 + 8] = number.to_bytes(SIZE_BYTES, "big")
+    return PoolMemory(memoryview(content), block_bytes, POOL_BYTES // block_bytes)
+
+
+class Arrival:
+    """A `ReadListener` that waits for the end."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._outcome: tuple[ReadOutcome, TransferFailed | None] | None = None
+
+    def landed(self, first: int, count: int) -> None:
+        """Only the end counts."""
+
+    def ended(self, outcome: ReadOutcome, cause: TransferFailed | None) -> None:
+        self._outcome = (outcome, cause)
+        self._ended.set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._outcome != (ReadOutcome.DONE, None):
+            raise SystemExit(f"a read ended with {self._outcome}")
+
+
+def make_connectors() -> dict[str, BlockConnector]:
+    """By name."""
+    connectors: list[BlockConnector] = [TcpConnector()] if why_no_nixl() else [NixlConnector(), TcpConnector()]
+    return {connector.name: connector for connector in connectors}
 
 
 def serve(block_bytes: int) -> None:
     """The source process: prints the connectors' metadata and the bare socket's port, ends with its input."""
     pool = make_pool(block_bytes)
-    connectors: list[BlockConnector] = [NixlConnector(), TcpConnector()]
-    for connector in connectors:
+    connectors = make_connectors()
+    for connector in connectors.values():
         connector.serve(pool)
         connector.grant(TOKEN).publish(0, some_blocks(pool.num_blocks, seed=1))
     listener = socket.create_server(("127.0.0.1", 0))
@@ -47,9 +86,9 @@ def serve(block_bytes: int) -> None:
             sock.sendall(pool.view[: int.from_bytes(frame, "big")])
 
     threading.Thread(target=answer, daemon=True).start()
-    print(*(connector.metadata.hex() for connector in connectors), listener.getsockname()[1], flush=True)
+    print(*(connector.metadata.hex() for connector in connectors.values()), listener.getsockname()[1], flush=True)
     sys.stdin.read()
-    for connector in connectors:
+    for connector in connectors.values():
         connector.close()
 
 
@@ -68,20 +107,21 @@ def measure(block_bytes: int, rounds: int) -> None:
         text=True,
     ) as process:
         assert process.stdout is not None
-        nixl_metadata, tcp_metadata, port = process.stdout.readline().split()
+        *told, port = process.stdout.readline().split()
         pool = make_pool(block_bytes)
         locations, places = (some_blocks(pool.num_blocks, seed) for seed in (1, 2))
         digests = block_digests(pool, locations)
-        nixl, tcp = NixlConnector(), TcpConnector()
-        for connector in (nixl, tcp):
+        connectors = make_connectors()
+        metadata = {name: bytes.fromhex(text) for name, text in zip(connectors, told, strict=True)}
+        for connector in connectors.values():
             connector.serve(pool)
         bare = socket.create_connection(("127.0.0.1", int(port)))
         bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-        def over(connector: BlockConnector, metadata: str, first: int, count: int) -> None:
+        def over(name: str, first: int, count: int) -> None:
             arrival = Arrival()
             blocks = [BlockToRead(i, digests[i], places[i], locations[i]) for i in range(first, first + count)]
-            connector.read(bytes.fromhex(metadata), TOKEN, blocks, arrival)
+            connectors[name].read(metadata[name], TOKEN, blocks, arrival)
             arrival.wait()
 
         def over_bare_socket(count: int) -> None:
@@ -91,21 +131,16 @@ def measure(block_bytes: int, rounds: int) -> None:
             while received < size:
                 received += bare.recv_into(pool.view[received:size])
 
-        began = time.perf_counter()
-        over(nixl, nixl_metadata, 0, 1)
-        first_s = time.perf_counter() - began
-        began = time.perf_counter()
-        over(tcp, tcp_metadata, 0, 1)
-        print(f"first read of a peer: nixl {first_s * 1e3:.1f} ms, tcp {(time.perf_counter() - began) * 1e3:.1f} ms")
+        for name in connectors:
+            began = time.perf_counter()
+            over(name, 0, 1)
+            print(f"first read of a peer over {name}: {(time.perf_counter() - began) * 1e3:.1f} ms")
         for where, first in (("in order", 0), ("scattered", pool.num_blocks // 2)):
             for count in BLOCK_COUNTS:
                 if first + count > pool.num_blocks:
                     continue
-                ways = {
-                    "nixl": partial(over, nixl, nixl_metadata, first, count),
-                    "tcp": partial(over, tcp, tcp_metadata, first, count),
-                    "bare socket": partial(over_bare_socket, count),
-                }
+                ways: dict[str, Callable[[], None]] = {name: partial(over, name, first, count) for name in connectors}
+                ways["bare socket"] = partial(over_bare_socket, count)
                 size = count * block_bytes
                 medians = interleaved(ways, rounds)
                 shown = "   ".join(
@@ -113,8 +148,8 @@ def measure(block_bytes: int, rounds: int) -> None:
                 )
                 print(f"{count:4d} x {block_bytes >> 10:5d} KiB {where:9s}   {shown}")
         bare.close()
-        nixl.close()
-        tcp.close()
+        for connector in connectors.values():
+            connector.close()
 
 
 def interleaved(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
