@@ -11,7 +11,7 @@ import pytest
 from hash_model import VOCAB_SIZE, HashModel, make_hash_cache
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason
+from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
@@ -47,6 +47,7 @@ class Answer:
     num_cached_tokens: int = 0
     transfer_unwanted: bool = False
     num_outputs: int = 0
+    logprobs: LogprobsLists | None = None
 
     def add(self, output: EngineCoreOutput) -> None:
         assert self.finish_reason is None, f"{output.request_id} said something after its end"
@@ -55,6 +56,9 @@ class Answer:
         assert output.first_position == self.first_position + len(self.token_ids), "a position was lost or repeated"
         self.num_outputs += 1
         self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            known = self.logprobs
+            self.logprobs = output.new_logprobs if known is None else known.followed_by(output.new_logprobs)
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.error_code, self.error_message = output.error_code, output.error_message

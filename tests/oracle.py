@@ -35,6 +35,12 @@ class Oracle:
         return output[0, len(prompt) :].tolist()
 
     @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """`[T, V]` float32, of every position."""
+        logits: torch.Tensor = self._model(torch.tensor([list(token_ids)])).logits[0]
+        return logits
+
+    @torch.inference_mode()
     def check(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """The answer is the oracle's own, or leaves it only at a near-tie, which is printed."""
         expected = self.greedy(prompt, len(answer))

@@ -109,10 +109,9 @@ def test_chat_and_generate(up: UpCluster) -> None:
     assert chat[0] == ANSWER
     # asked before: decode may hold its blocks and need no transfer
     assert {"prefill", "decode"} <= phases(chat)
-    assert (
-        output_of(*PDSERVE, "generate", "--url", up.grpc, "--max-tokens", "2", "The capital of France is")
-        == " Paris.\n"
-    )
+    # how many tokens a word has is the tokenizer's business
+    continued = output_of(*PDSERVE, "generate", "--url", up.grpc, "--max-tokens", "8", "The capital of France is")
+    assert continued.startswith(" Paris.")
 
 
 def test_up_once_answers_and_ends() -> None:

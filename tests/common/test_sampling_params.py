@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.sampling_params import SamplingParams, verify_token_ids
+from pdserve.common.sampling_params import SamplingParams, clamped_logit_bias, verify_token_ids
 
 NAN, INF = float("nan"), float("inf")
 GOOD: list[dict[str, Any]] = [
@@ -29,6 +29,14 @@ GOOD: list[dict[str, Any]] = [
     {"min_tokens": 16, "max_tokens": 16},
     {"stop": ("x" * 256,) * 16},
     {"stop_token_ids": (0, 9) * 128},
+    *({name: value} for name in ("presence_penalty", "frequency_penalty") for value in (-2.0, 0.0, 2.0)),
+    {"repetition_penalty": 1e-9},
+    {"repetition_penalty": 50.0},
+    {"logit_bias": {0: -100.0, 9: 100.0}},
+    {"allowed_token_ids": (0, 9)},
+    {"bad_words": ("x" * 256,) * 128, "bad_words_token_ids": ((0, 9),)},
+    {"logprobs": 0},
+    {"logprobs": 20},
 ]
 BAD: list[tuple[str, dict[str, Any]]] = [
     *(("temperature", {"temperature": value}) for value in (-0.1, 100.1, NAN, INF, -INF)),
@@ -44,6 +52,21 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("stop_token_ids", {"stop_token_ids": (1,) * 257}),
     ("stop_token_ids", {"stop_token_ids": (10,)}),
     ("stop_token_ids", {"stop_token_ids": (-1,)}),
+    *(
+        (name, {name: value})
+        for name in ("presence_penalty", "frequency_penalty")
+        for value in (-2.01, 2.01, NAN, INF, -INF)
+    ),
+    *(("repetition_penalty", {"repetition_penalty": value}) for value in (0.0, -1.0, NAN, INF)),
+    *(("logit_bias", {"logit_bias": value}) for value in ({0: 100.1}, {0: -100.1}, {0: NAN}, {10: 0.0}, {-1: 0.0})),
+    ("logit_bias", {"logit_bias": dict.fromkeys(range(1025), 0.0)}),
+    *(("allowed_token_ids", {"allowed_token_ids": value}) for value in ((), (10,), (3, -1))),
+    ("bad_words", {"bad_words": ("x",) * 129}),
+    ("bad_words", {"bad_words": ("x", "")}),
+    ("bad_words", {"bad_words": ("x" * 257,)}),
+    ("bad_words", {"bad_words_token_ids": ((1, 10),)}),
+    ("bad_words_token_ids", {"bad_words_token_ids": ((1,), ())}),
+    *(("logprobs", {"logprobs": value}) for value in (-1, 21)),
 ]
 
 
@@ -64,6 +87,12 @@ def test_token_ids_are_held_against_the_vocabulary_where_it_is_known() -> None:
     SamplingParams(stop_token_ids=(10**9,)).verify()
     with pytest.raises(InvalidRequest, match=r"prompt_token_ids\[2\] is 10, outside the vocabulary of 10 tokens"):
         verify_token_ids("prompt_token_ids", [0, 9, 10, 11], 10)
+
+
+def test_a_bias_beyond_its_range_counts_as_the_range() -> None:
+    assert clamped_logit_bias({1: 1e9, 2: -INF, 3: 5.0}) == {1: 100.0, 2: -100.0, 3: 5.0}
+    with pytest.raises(InvalidRequest, match=r"logit_bias\[4\] must be from -100 to 100, not nan"):
+        SamplingParams(logit_bias=clamped_logit_bias({4: NAN})).verify()
 
 
 def test_greedy_is_temperature_zero_or_almost() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.common.engine_types import FinishReason
-from pdserve.common.errors import InvalidRequest
+from pdserve.common.engine_types import FinishReason, LogprobsLists
+from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.sampling_params import SamplingParams
@@ -18,6 +19,8 @@ from pdserve.common.wire import (
     finish_reason_to_wire,
     layout_from_wire,
     layout_to_wire,
+    logprobs_from_wire,
+    logprobs_to_wire,
     moments_from_wire,
     moments_to_wire,
     prepared_from_wire,
@@ -46,6 +49,15 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         include_stop_str_in_output=draw(st.booleans()),
         ignore_eos=draw(st.booleans()),
         skip_special_tokens=draw(st.booleans()),
+        spaces_between_special_tokens=draw(st.booleans()),
+        presence_penalty=draw(st.floats(-2, 2)),
+        frequency_penalty=draw(st.floats(-2, 2)),
+        repetition_penalty=draw(st.floats(0, 50, exclude_min=True)),
+        logit_bias=draw(st.dictionaries(TOKENS, st.floats(-100, 100), max_size=4)),
+        allowed_token_ids=draw(st.none() | st.lists(TOKENS, min_size=1, max_size=4).map(tuple)),
+        bad_words=tuple(draw(st.lists(st.text(min_size=1, max_size=9), max_size=4))),
+        bad_words_token_ids=tuple(draw(st.lists(st.lists(TOKENS, min_size=1, max_size=3).map(tuple), max_size=3))),
+        logprobs=draw(st.none() | st.integers(0, 20)),
     )
 
 
@@ -172,3 +184,31 @@ def test_moments_travel_as_wall_clock() -> None:
     back = moments_from_wire(moments_to_wire({"arrived": now, "placed": now + 1.5}))
     assert back["placed"] - back["arrived"] == pytest.approx(1.5e9, abs=1000)
     assert abs(back["arrived"] - time.time_ns()) < 1e9
+
+
+@given(st.integers(1, 21), st.integers(1, 5), st.data())
+def test_log_probabilities_come_back_as_they_were(width: int, count: int, data: st.DataObject) -> None:
+    values = st.lists(st.floats(-100, 0, width=32), min_size=width, max_size=width)
+    lists = LogprobsLists(
+        [data.draw(st.lists(TOKENS, min_size=width, max_size=width)) for _ in range(count)],
+        [data.draw(values) for _ in range(count)],
+        data.draw(st.lists(st.integers(1, 2**31), min_size=count, max_size=count)),
+    )
+    message = logprobs_to_wire(lists)
+    assert message is not None
+    assert logprobs_from_wire(request_pb2.Logprobs.FromString(message.SerializeToString())) == lists
+    assert logprobs_to_wire(None) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"width": 1, "token_ids": [1], "logprobs": [-1.0], "sampled_ranks": [1, 2]},
+        {"width": 2, "token_ids": [1, 2], "logprobs": [-1.0], "sampled_ranks": [1]},
+        {"width": 0, "token_ids": [1], "logprobs": [-1.0], "sampled_ranks": [1]},
+    ],
+)
+def test_log_probabilities_whose_lists_do_not_fit_are_an_error(fields: dict[str, Any]) -> None:
+    with pytest.raises(InternalError, match="log-probabilities"):
+        logprobs_from_wire(request_pb2.Logprobs(**fields))

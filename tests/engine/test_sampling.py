@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 
 from pdserve.common.engine_types import FinishReason
 from pdserve.engine import sampler
+from pdserve.engine.logit_entries import Entries
 from pdserve.engine.noise import uniform
+from pdserve.engine.penalties import Penalties
 from pdserve.engine.sampler import Sampler, SamplingMetadata
+from pdserve.engine.token_rules import TokenRules
 
 LOGITS = np.array([2.0, 1.5, 1.5, 0.7, 0.0, -0.4, -1.0, -3.0], dtype=np.float32)
 DRAWS = 20_000
@@ -32,8 +35,14 @@ def metadata(count: int, **fields: Any) -> SamplingMetadata:
         seeds=np.full(count, 42, dtype=np.int64),
         indexes=np.zeros(count, dtype=np.int64),
         positions=np.arange(count, dtype=np.int64),
-        forbidden=given.get("forbidden", []),
+        token_rules=given.get("token_rules"),
+        penalties=given.get("penalties"),
+        num_logprobs=given.get("num_logprobs"),
     )
+
+
+def forbidden(*parts: tuple[int, tuple[int, ...]]) -> TokenRules:
+    return TokenRules(forbidden=Entries.of([(row, np.array(token_ids)) for row, token_ids in parts]))
 
 
 def draw(count: int = DRAWS, **fields: Any) -> NDArray[np.int64]:
@@ -96,18 +105,18 @@ def test_greedy_takes_the_most_likely_token_whatever_the_filters() -> None:
 
 def test_forbidden_tokens_never_come() -> None:
     count = 500
-    fields: dict[str, Any] = {"forbidden": [(row, (0, 2)) for row in range(count)]}
+    fields: dict[str, Any] = {"token_rules": forbidden(*((row, (0, 2)) for row in range(count)))}
     assert not {0, 2} & set(draw(count, **fields).tolist())
     assert not {0, 2} & set(draw(count, top_k=3, **fields).tolist())
     assert set(draw(count, temperature=0.0, **fields).tolist()) == {1}
-    assert 0 in draw(count, forbidden=[(0, (0,))])[1:]
+    assert 0 in draw(count, token_rules=forbidden((0, (0,))))[1:]
 
 
 @pytest.mark.parametrize("noise", [0.0, 1 - 2**-53])
 def test_the_ends_of_the_noise_choose_no_token_of_probability_zero(monkeypatch: Any, noise: float) -> None:
     monkeypatch.setattr(sampler, "uniform", lambda seeds, indexes, positions: np.full(len(seeds), noise))
     chosen = 1 if noise == 0 else 6
-    assert draw(1, forbidden=[(0, (0, 7))]).tolist() == [chosen]
+    assert draw(1, token_rules=forbidden((0, (0, 7)))).tolist() == [chosen]
     assert draw(1, top_k=3).tolist() == [0 if noise == 0 else 2]
 
 
@@ -123,8 +132,9 @@ def test_a_row_does_not_depend_on_its_batch_mates(name: str) -> None:
     for row in range(12):
         alone = SamplingMetadata(
             **{
-                field: [] if field == "forbidden" else getattr(whole, field)[row : row + 1]
+                field: values[row : row + 1]
                 for field in SamplingMetadata.__slots__
+                if (values := getattr(whole, field)) is not None
             }
         )
         assert Sampler()(logits[row : row + 1].clone(), alone).sampled_token_ids[0] == together[row]
@@ -237,3 +247,57 @@ def test_eos_ids_beyond_the_vocabulary_do_no_harm(make_engine: MakeEngine) -> No
 def test_i9_the_largest_parameters_a_client_may_send_do_no_harm(make_engine: MakeEngine) -> None:
     params = {"temperature": 100.0, "top_k": 2**31 - 1, "max_tokens": 2**32 - 1, "seed": 2**63 - 1}
     assert len(make_engine(num_blocks=8).ask(PROMPT, params=params).token_ids) == 32 - 13
+
+
+def exact(logits: NDArray[np.float64], **fields: Any) -> None:
+    """Draws with these fields come in the distribution of these logits."""
+    counts = np.bincount(draw(**fields), minlength=len(LOGITS))
+    expected = softmax(logits) * DRAWS
+    assert not counts[expected == 0].any()
+    possible = expected > 0
+    assert float(((counts[possible] - expected[possible]) ** 2 / expected[possible]).sum()) < 29.9
+
+
+def everywhere(*token_ids: int) -> Entries:
+    return Entries(np.repeat(np.arange(DRAWS), len(token_ids)), np.tile(np.array(token_ids), DRAWS))
+
+
+def test_allowed_and_forbidden_tokens_and_biases_come_in_their_exact_distribution() -> None:
+    logits = LOGITS.astype(np.float64)
+    alone = np.full(len(LOGITS), -np.inf)
+    alone[[1, 4, 7]] = logits[[1, 4, 7]]
+    exact(alone, token_rules=TokenRules(allowed=everywhere(1, 4, 7)))
+    without = logits.copy()
+    without[[0, 3]] = -np.inf
+    exact(without, token_rules=TokenRules(forbidden=everywhere(0, 3)))
+    biased = logits.copy()
+    biased[[0, 7]] += [-1.5, 4.0]
+    biases = np.tile(np.array([-1.5, 4.0], dtype=np.float32), DRAWS)
+    exact(biased, token_rules=TokenRules(biased=everywhere(0, 7), biases=biases))
+    biased[[0, 7]] -= [0.0, 4.0]
+    biased[[2, 7]] = -np.inf  # a forbidden token stays forbidden whatever its bias
+    rules = TokenRules(forbidden=everywhere(2, 7), biased=everywhere(0, 7), biases=biases)
+    exact(biased / 0.7, token_rules=rules, temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    "penalty", [{"repetition": 1.8}, {"frequency": 0.7}, {"presence": -1.3}, {"repetition": 0.6, "frequency": -0.4}]
+)
+def test_penalised_tokens_come_in_their_exact_distribution(penalty: dict[str, float]) -> None:
+    counts, in_prompt = np.array([0, 3, 1, 0, 0, 0, 2, 0]), np.array([1, 0, 0, 0, 0, 0, 0, 1], dtype=np.bool_)
+    repetition, frequency = penalty.get("repetition", 1.0), penalty.get("frequency", 0.0)
+    logits = LOGITS.astype(np.float64)
+    for token in range(len(logits)):
+        if counts[token] or in_prompt[token]:
+            logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
+        logits[token] -= frequency * counts[token] + penalty.get("presence", 0.0) * (counts[token] > 0)
+    output = np.repeat(np.arange(len(logits)), counts)
+    repeated, in_output = everywhere(*np.flatnonzero(in_prompt), *output), everywhere(*output)
+    penalties = Penalties(
+        repeated=repeated,
+        repetition=np.full(len(repeated.rows), repetition, dtype=np.float32),
+        in_output=in_output,
+        frequency=np.full(len(in_output.rows), frequency, dtype=np.float32),
+        presence=np.full(len(in_output.rows), penalty.get("presence", 0.0), dtype=np.float32),
+    )
+    exact(logits, penalties=penalties)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     "v1": "proto", "common": "common", "text": "text", "kernels": "kernels", "models": "models", "engine": "engine",
     "kv_transfer": "kv_transfer", "worker": "worker", "prefill": "prefill_service", "decode": "decode_service",
-    "router": "router", "cli": "cli",
+    "router": "router", "llm": "llm", "cli": "cli",
 }  # fmt: skip
 WORKER = {"worker", "engine", "kv_transfer", "common", "v1"}
 MAY_IMPORT = {
@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "prefill": WORKER,
     "decode": WORKER,
     "router": {"text", "common", "v1"},
+    "llm": {"engine", "text", "common"},
     "cli": set(FOLDERS),
 }
 NO_TORCH = {"common", "text", "router", "v1", "cli"}

@@ -63,7 +63,12 @@ def said(num_tokens: int) -> str:
 
 
 def outputs(
-    position: int, text: str = "", finish: str | None = None, token_ids: list[int] | None = None, cached: int = 0
+    position: int,
+    text: str = "",
+    finish: str | None = None,
+    token_ids: list[int] | None = None,
+    cached: int = 0,
+    logprobs: request_pb2.Logprobs | None = None,
 ) -> request_pb2.Outputs:
     reason = request_pb2.FinishReason.Value(f"FINISH_REASON_{finish.upper() if finish else 'UNSPECIFIED'}")
     return request_pb2.Outputs(
@@ -71,6 +76,7 @@ def outputs(
         token_ids=tokens(text) if token_ids is None else token_ids,
         finish_reason=reason,
         num_cached_tokens=cached,
+        logprobs=logprobs,
     )
 
 

@@ -40,8 +40,31 @@ HTTP_REFUSALS = [
     ("completions", {"prompt": "x", "n": 2}, "n", "n is 2, but only 1 is supported"),
     ("completions", {"prompt": "x", "best_of": 3}, "best_of", "only 1 is supported"),
     ("completions", {"prompt": "x", "echo": True}, "echo", "only false is supported"),
-    ("completions", {"prompt": "x", "logprobs": 1}, "logprobs", "logprobs is not supported"),
-    ("completions", {"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty", "only 0 is supported"),
+    ("completions", {"prompt": "x", "logprobs": 21}, "logprobs", "logprobs must be from 0 to 20, not 21"),
+    ("completions", {"prompt": "x", "logprobs": -1}, "logprobs", "logprobs must be from 0 to 20, not -1"),
+    ("completions", {"prompt": "x", "logprobs": True}, "logprobs", "expected `int"),
+    ("completions", {"prompt": "x", "prompt_logprobs": 1}, "prompt_logprobs", "prompt_logprobs is 1, but only"),
+    ("completions", {"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty", "must be from -2 to 2, not 2.5"),
+    ("completions", {"prompt": "x", "frequency_penalty": "x"}, "frequency_penalty", "expected `float"),
+    ("completions", {"prompt": "x", "presence_penalty": -3}, "presence_penalty", "must be from -2 to 2, not -3"),
+    ("completions", {"prompt": "x", "presence_penalty": float("nan")}, "presence_penalty", "a finite number"),
+    ("completions", {"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "must be above 0, not 0"),
+    ("completions", {"prompt": "x", "repetition_penalty": [1]}, "repetition_penalty", "expected `float"),
+    ("completions", {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", 'the key "a"'),
+    ("completions", {"prompt": "x", "logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias", f"token id {VOCAB_SIZE}"),
+    ("completions", {"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias", "token id -1, outside"),
+    ("completions", {"prompt": "x", "logit_bias": {"1": "x"}}, "logit_bias", "expected `float"),
+    ("completions", {"prompt": "x", "logit_bias": {"1": float("nan")}}, "logit_bias", "must be a finite number"),
+    ("completions", {"prompt": "x", "logit_bias": [1]}, "logit_bias", "expected `object"),
+    ("completions", {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids", "at least one token"),
+    ("completions", {"prompt": "x", "allowed_token_ids": [1, VOCAB_SIZE]}, "allowed_token_ids", "[1] is"),
+    ("completions", {"prompt": "x", "allowed_token_ids": ["1"]}, "allowed_token_ids", "expected `int"),
+    ("completions", {"prompt": "x", "bad_words": [""]}, "bad_words", "1 to 256 characters"),
+    ("completions", {"prompt": "x", "bad_words": "x"}, "bad_words", "expected `array"),
+    ("completions", {"prompt": "x", "bad_words": ["x"] * 129}, "bad_words", "at most 128 texts, not 129"),
+    ("completions", {"prompt": "x", "spaces_between_special_tokens": 1}, "spaces_between_special_tokens", "`bool"),
+    ("completions", {"prompt": "x", "skip_special_tokens": "no"}, "skip_special_tokens", "expected `bool"),
+    ("completions", {"prompt": "x", "include_stop_str_in_output": 0}, "include_stop_str_in_output", "`bool"),
     ("completions", {"prompt": "x", "seed": 2**70}, "seed", "seed"),
     ("completions", {"prompt": "x", "stop": ["a"] * 17}, "stop", "at most 16 strings"),
     ("completions", {"prompt": "x", "stop": ""}, "stop", "1 to 256 characters"),
@@ -57,7 +80,19 @@ HTTP_REFUSALS = [
     ("chat/completions", {"messages": [{"content": "x"}]}, "messages", "role"),
     ("chat/completions", {"messages": "hi"}, "messages", "messages: expected `array`"),
     ("chat/completions", {"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "messages has"),
-    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs", "logprobs"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": 3}, "logprobs", "`bool"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3},
+        "top_logprobs",
+        "top_logprobs needs logprobs to be true",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21},
+        "top_logprobs",
+        "top_logprobs must be from 0 to 20, not 21",
+    ),
     ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools", "tools"),
     (
         "chat/completions",
@@ -137,9 +172,13 @@ async def test_every_accepted_field_reaches_the_worker(quick):
         n=1,
         best_of=1,
         echo=False,
-        logit_bias={},
-        presence_penalty=0,
-        frequency_penalty=0.0,
+        logit_bias={"3": 5, "4": -1000},
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        repetition_penalty=1.25,
+        allowed_token_ids=[2, 3, 4],
+        bad_words=["ab"],
+        spaces_between_special_tokens=False,
     )
     assert response.status_code == 200, response.text
     request = quick.of("decode").calls[0].request.request
@@ -150,6 +189,12 @@ async def test_every_accepted_field_reaches_the_worker(quick):
     assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["zz"], [3])
     assert sampling.ignore_eos
     assert not sampling.skip_special_tokens
+    assert not sampling.spaces_between_special_tokens
+    assert dict(sampling.logit_bias) == {3: 5.0, 4: -100.0}
+    penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+    assert penalties == (-1, 0.5, 1.25)
+    assert (list(sampling.allowed_token_ids), list(sampling.bad_words)) == ([2, 3, 4], [])
+    assert tokens("ab") in [list(sequence.token_ids) for sequence in sampling.bad_words_token_ids]
     await quick.complete(prompt="hey", max_tokens=7)
     assert quick.of("decode").calls[1].request.request.hash_root != request.hash_root
 
@@ -211,6 +256,15 @@ GRPC_REFUSALS = [
     (grpc_request(max_tokens=2, min_tokens=3), "min_tokens must be at most max_tokens (2)"),
     (grpc_request(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids[0]"),
     (grpc_request(cache_salt="s" * 257), "cache_salt"),
+    (grpc_request(presence_penalty=2.5), "presence_penalty must be from -2 to 2"),
+    (grpc_request(frequency_penalty=float("inf")), "frequency_penalty must be a finite number"),
+    (grpc_request(repetition_penalty=0), "repetition_penalty must be above 0"),
+    (grpc_request(logit_bias={VOCAB_SIZE: 1}), f"logit_bias has token id {VOCAB_SIZE}"),
+    (grpc_request(logit_bias={1: float("nan")}), "logit_bias[1] must be from -100 to 100"),
+    (grpc_request(allowed_token_ids=[VOCAB_SIZE]), "allowed_token_ids[0]"),
+    (grpc_request(logprobs=21), "logprobs must be from 0 to 20, not 21"),
+    (grpc_request(bad_words=[""]), "bad_words must be 1 to 256 characters"),
+    (grpc_request(bad_words_token_ids=[request_pb2.TokenSequence(token_ids=[1])]), "send sampling.bad_words"),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.common.engine_types import FinishReason
+from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import InternalError
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.text.output_processor import CompletionOutput, OutputProcessor, PositionConflict, PositionGap
@@ -323,3 +323,56 @@ class TestSequences:
         relayed = list(processor.output_token_ids(1))
         assert relayed == ids_of("abc")
         assert feed(processor, [*relayed[2:], *ids_of("d")], at=2, index=1).text == "d"
+
+
+def logprobs_of(*rows: tuple[tuple[int, ...], tuple[float, ...], int]) -> LogprobsLists:
+    """(sampled and most likely ids, their values, the sampled one's rank) of each token."""
+    return LogprobsLists([list(ids) for ids, _, _ in rows], [list(v) for _, v, _ in rows], [rank for *_, rank in rows])
+
+
+class TestLogprobs:
+    def test_repeated_positions_are_counted_once(self, make, ids_of):
+        processor = make(logprobs=1)
+        a, b, c = ids_of("abc")
+        rows = [((a, a), (-0.5, -0.5), 1), ((b, a), (-2.0, -0.25), 3), ((c, c), (-0.125, -0.125), 1)]
+        first = processor.process(0, 0, [a, b], None, None, logprobs_of(*rows[:2]))
+        assert processor.process(0, 0, [a, b], None, None, logprobs_of(*rows[:2])) is None
+        last = processor.process(0, 1, [b, c], LENGTH, None, logprobs_of(*rows[1:]))
+        assert [len(first.logprobs), len(last.logprobs)] == [2, 1]
+        assert (first.cumulative_logprob, last.cumulative_logprob) == (-2.5, -2.625)
+        assert (first.text_offsets, last.text_offsets) == ([0, 1], [2])
+        assert {token: (entry.decoded_token, entry.rank) for token, entry in first.logprobs[1].items()} == {
+            b: ("b", 3),
+            a: ("a", 1),
+        }
+        (whole,) = processor.request_output().outputs
+        assert whole.logprobs == first.logprobs + last.logprobs
+        assert (whole.cumulative_logprob, whole.text_offsets) == (-2.625, [0, 1, 2])
+
+    def test_end_with_the_token_that_completes_a_stop_string(self, make, ids_of):
+        processor = make(logprobs=0, stop=("bc",))
+        ids = ids_of("abcd")
+        rows = [((token_id,), (-1.0,), 1) for token_id in ids]
+        output = processor.process(0, 0, ids, None, None, logprobs_of(*rows))
+        assert (output.text, output.token_ids, len(output.logprobs)) == ("a", ids[:3], 3)
+        assert (output.text_offsets, output.cumulative_logprob) == ([0, 1, 2], -3.0)
+
+    def test_of_parts_of_a_character_and_of_a_silent_token(self, make, byte_level_tokenizer):
+        processor = make(logprobs=0)
+        ids = [byte_level_tokenizer._backend.token_to_id(char) for char in "ÃĮa"]  # 0xC3 0x8C, then a
+        rows = [((token_id,), (-1.0,), 1) for token_id in [*ids, EOS]]
+        output = processor.process(0, 0, [*ids, EOS], STOP, None, logprobs_of(*rows))
+        assert output.text == "Ìa"
+        entries = [candidates[token] for candidates, token in zip(output.logprobs, output.token_ids, strict=True)]
+        assert [entry.decoded_bytes for entry in entries] == [b"\xc3", b"\x8c", b"a", b"</s>"]
+        assert [entry.decoded_token for entry in entries] == ["\ufffd", "\ufffd", "a", "</s>"]
+        assert output.text_offsets == [0, 0, 1, 2]
+
+    def test_that_are_missing_are_an_error_and_take_nothing(self, make, ids_of):
+        processor = make(logprobs=0)
+        (a,) = ids_of("a")
+        for logprobs in (None, logprobs_of(((a,), (-1.0,), 1), ((a,), (-1.0,), 1))):
+            with pytest.raises(InternalError, match="log-probabilities of its 1 tokens"):
+                processor.process(0, 0, [a], None, None, logprobs)
+        assert processor.process(0, 0, [a], None, None, logprobs_of(((a,), (-1.0,), 1))).token_ids == [a]
+        assert processor.process(0, 1, [], ABORT, None).logprobs == []

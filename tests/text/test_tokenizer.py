@@ -72,6 +72,7 @@ def test_eos_from_the_first_file_that_names_it(
     [
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0}, (0.6, 0.9, 20, 0.0)),
         ({"temperature": 1, "max_new_tokens": 5}, (1.0, None, None, None)),
+        ({"repetition_penalty": 1.05}, (None, None, None, None, 1.05)),
         ({"do_sample": False, "temperature": 0.6}, (None, None, None, None)),
         ({"do_sample": True, "temperature": None}, (None, None, None, None)),
     ],
@@ -80,8 +81,9 @@ def test_generation_defaults_are_the_given_values(
     tmp_path: Path, byte_level_backend: Backend, generation_config: dict[str, object], defaults: tuple[object, ...]
 ):
     tokenizer = write(tmp_path, byte_level_backend, generation_config=generation_config)
-    names = ("temperature", "top_p", "top_k", "min_p")
-    assert tokenizer.generation_defaults == {n: v for n, v in zip(names, defaults, strict=True) if v is not None}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = dict(zip(names, defaults, strict=False))
+    assert tokenizer.generation_defaults == {name: value for name, value in given.items() if value is not None}
 
 
 def test_tokens_that_only_the_config_declares_are_added(tmp_path: Path, byte_level_backend: Backend):

@@ -22,6 +22,7 @@ from pdserve.common.rpc import bind, make_channel, make_server
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.attach_client import Receiving
 from pdserve.kv_transfer.attach_servicer import AttachServicer
 from pdserve.kv_transfer.connector import PoolMemory
@@ -33,7 +34,7 @@ from pdserve.kv_transfer.source_transfers import SourceTransfers
 from pdserve.kv_transfer.tcp import TcpConnector
 from pdserve.kv_transfer.tcp_settings import TcpSettings
 from pdserve.v1 import kv_source_pb2_grpc
-from pdserve.worker.engine_client import EngineClient, OutputStream
+from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.seam_adapter import SeamAdapter
 
 BLOCK_SIZE = 4

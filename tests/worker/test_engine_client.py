@@ -11,7 +11,8 @@ from hash_model import greedy_answer
 
 from pdserve.common.engine_types import EngineCoreOutput, FinishReason
 from pdserve.common.errors import Draining, InvalidRequest, NeedsPrefill, WorkerLost
-from pdserve.worker.engine_client import EngineClient, OutputStream
+from pdserve.engine.output_stream import OutputStream
+from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_request import engine_request_id
 
 PROMPT = list(range(22))

@@ -44,7 +44,7 @@ STATS = SchedulerStats(
     num_preemptions=9, prefix_cache_queries=64, prefix_cache_hits=32,
 )  # fmt: skip
 ENGINE = SimpleNamespace(stats=STATS, tick=12, tick_age_s=0.25, draining=False)
-IDENTITY = SimpleNamespace(peer=PeerId("decode-1", 1), role=Role.DECODE, layout=LAYOUT)
+IDENTITY = SimpleNamespace(peer=PeerId("decode-1", 1), role=Role.DECODE, layout=LAYOUT, connectors=("tcp",))
 
 
 def make_record(

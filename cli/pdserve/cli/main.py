@@ -75,10 +75,10 @@ def up(
 
     from pdserve.cli.cluster import ClusterPlan, run_cluster
     from pdserve.cli.greeting import Greeting
-    from pdserve.cli.model_folder import DEMO, model_folder
     from pdserve.cli.service_commands import parse_assignments
     from pdserve.common.logging_setup import configure_logging
     from pdserve.common.settings import DecodeSettings, RouterSettings
+    from pdserve.models.model_folder import DEMO, model_folder
 
     configure_logging("router", "info" if verbose else "warning")
     console = Console()

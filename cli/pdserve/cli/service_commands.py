@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.cli.child_report import LoadReport, ReadyReport, ReportPipe, follow_lifeline
-from pdserve.cli.model_folder import model_folder
 from pdserve.common.logging_setup import configure_logging
 from pdserve.common.settings import DecodeSettings, PrefillSettings, RouterSettings, load_settings
+from pdserve.models.model_folder import model_folder
 
 log = logging.getLogger(__name__)
 

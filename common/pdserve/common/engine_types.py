@@ -54,6 +54,33 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     trace_headers: dict[str, str] = {}
 
 
+class LogprobsLists(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities of a run of tokens, by the logits as the model gave them. One entry a token in each list."""
+
+    logprob_token_ids: list[list[int]]
+    """The sampled token, then the most likely ones, best first."""
+    logprobs: list[list[float]]
+    """Of these."""
+    sampled_token_ranks: list[int]
+    """1 is the most likely."""
+
+    def __len__(self) -> int:
+        return len(self.sampled_token_ranks)
+
+    def part(self, start: int, end: int | None = None) -> LogprobsLists:
+        """Of some of the tokens."""
+        place = slice(start, end)
+        return LogprobsLists(self.logprob_token_ids[place], self.logprobs[place], self.sampled_token_ranks[place])
+
+    def followed_by(self, then: LogprobsLists) -> LogprobsLists:
+        """Of two runs, one after the other."""
+        return LogprobsLists(
+            self.logprob_token_ids + then.logprob_token_ids,
+            self.logprobs + then.logprobs,
+            self.sampled_token_ranks + then.sampled_token_ranks,
+        )
+
+
 class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
     """What one step did for one sequence."""
 
@@ -76,6 +103,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     """Moments of `common/timeline.py` that this output completes, `time.monotonic()` seconds of this process."""
     prefill_chunks: list[tuple[float, int]] = []
     """With the first output: when each chunk of the prompt was computed, `time.monotonic()` seconds, and its tokens."""
+    new_logprobs: LogprobsLists | None = None
+    """Of the new tokens, where the request asks for them."""
     num_preemptions: int = 0
     """How often the sequence lost its blocks, so far."""
 

@@ -150,6 +150,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
                 raise InvalidRequest(f"logit_bias[{token_id}] must be {limit}, not {bias!r}", "logit_bias")
         if self.allowed_token_ids is not None:
             _require(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "at least one token, or absent")
+        self.verify_bad_words()
+        _require(all(self.bad_words_token_ids), "bad_words_token_ids", (), "sequences of at least one token")
+
+    def verify_bad_words(self) -> None:
+        """Their number and lengths, before they are tokenized. Raises: InvalidRequest."""
         _require(
             len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", len(self.bad_words), f"at most {MAX_BAD_WORDS} texts"
         )
@@ -157,7 +162,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             _require(
                 0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words", word[:40], f"1 to {MAX_BAD_WORD_CHARS} characters"
             )
-        _require(all(self.bad_words_token_ids), "bad_words_token_ids", (), "sequences of at least one token")
 
 
 def clamped_logit_bias(logit_bias: Mapping[int, float]) -> dict[int, float]:

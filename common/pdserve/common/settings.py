@@ -198,6 +198,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} is {getattr(self, name)}, at least 1 is needed")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"num_blocks is {self.num_blocks}, at least 2 are needed")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len is {self.max_model_len}, at least 2 are needed: prompt and output")
         if not 0 < self.run_ahead_share <= 1:
             raise ConfigError(f"run_ahead_share is {self.run_ahead_share}, above 0 and at most 1 is needed")
         for name in ("attach_timeout_s", "lease_grace_s", "lease_max_s", "drain_s"):

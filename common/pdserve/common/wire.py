@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Mapping
 
 from pdserve.common.block_hash import HASH_BYTES
-from pdserve.common.engine_types import FinishReason
-from pdserve.common.errors import InvalidRequest
+from pdserve.common.engine_types import FinishReason, LogprobsLists
+from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.sampling_params import SamplingParams, clamped_logit_bias
@@ -138,6 +138,33 @@ def finish_reason_from_wire(value: request_pb2.FinishReason.ValueType) -> Finish
     if value == request_pb2.FINISH_REASON_UNSPECIFIED:
         return None
     return _FINISH_FROM_WIRE.get(value, FinishReason.ERROR)
+
+
+def logprobs_to_wire(logprobs: LogprobsLists | None) -> request_pb2.Logprobs | None:
+    if logprobs is None or not len(logprobs):
+        return None
+    return request_pb2.Logprobs(
+        width=len(logprobs.logprobs[0]),
+        token_ids=[token_id for entries in logprobs.logprob_token_ids for token_id in entries],
+        logprobs=[value for entries in logprobs.logprobs for value in entries],
+        sampled_ranks=logprobs.sampled_token_ranks,
+    )
+
+
+def logprobs_from_wire(message: request_pb2.Logprobs) -> LogprobsLists:
+    """Raises: InternalError when the lists do not fit together; a worker never sends that."""
+    width, count = message.width, len(message.sampled_ranks)
+    if not width or len(message.token_ids) != width * count or len(message.logprobs) != width * count:
+        raise InternalError(
+            f"a worker sent log-probabilities of {count} tokens with {width} entries each, but "
+            f"{len(message.token_ids)} token ids and {len(message.logprobs)} values"
+        )
+    starts = range(0, width * count, width)
+    return LogprobsLists(
+        [list(message.token_ids[start : start + width]) for start in starts],
+        [list(message.logprobs[start : start + width]) for start in starts],
+        list(message.sampled_ranks),
+    )
 
 
 def moments_to_wire(moments_monotonic_s: Mapping[str, float]) -> list[request_pb2.Moment]:

@@ -14,10 +14,10 @@ from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InvalidRequest, NeedsPrefill
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import metadata_of
-from pdserve.common.wire import finish_reason_to_wire, moments_to_wire, prepared_from_wire
+from pdserve.common.wire import finish_reason_to_wire, logprobs_to_wire, moments_to_wire, prepared_from_wire
+from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
-from pdserve.worker.engine_client import OutputStream
 from pdserve.worker.engine_request import make_engine_request
 from pdserve.worker.worker import Worker
 
@@ -149,4 +149,5 @@ def _outputs(output: EngineCoreOutput, names: Mapping[str, tuple[str, ...]]) -> 
         stop_token_id=output.stop_reason if isinstance(output.stop_reason, int) else None,
         num_cached_tokens=output.num_cached_tokens,
         moments=moments_to_wire(moments) if moments else (),
+        logprobs=logprobs_to_wire(output.new_logprobs),
     )

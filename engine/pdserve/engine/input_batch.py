@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.penalties import PenaltyTable
 from pdserve.engine.request import Request
 from pdserve.engine.sampler import SamplingMetadata
+from pdserve.engine.token_rules import TokenRuleTable
 
 
 class InputBatch:
@@ -36,7 +38,9 @@ class InputBatch:
         self._min_p = np.zeros(rows, dtype=np.float32)
         self._seeds = np.zeros(rows, dtype=np.int64)
         self._indexes = np.zeros(rows, dtype=np.int64)
-        self._min_tokens: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._num_logprobs = np.full(rows, -1, dtype=np.int64)
+        self._token_rules = TokenRuleTable(rows, vocab_size)
+        self._penalties = PenaltyTable(rows)
 
     def add(self, request: Request, block_ids: list[int]) -> None:
         """A sequence enters: everything it has is copied into its row."""
@@ -55,16 +59,16 @@ class InputBatch:
         self._min_p[row] = params.min_p
         self._seeds[row] = params.seed or 0
         self._indexes[row] = request.core.index
-        if params.min_tokens > 0:
-            stops = {*params.stop_token_ids, *(() if params.ignore_eos else request.core.eos_token_ids)}
-            self._min_tokens[row] = (params.min_tokens, tuple(token for token in stops if token < self._vocab_size))
+        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._token_rules.add(row, request)
+        self._penalties.set(row, params)
 
     def remove(self, request_id: str) -> None:
         """A sequence leaves; harmless when it never came."""
         row = self.rows.pop(request_id, None)
         if row is not None:
             del self.requests[row]
-            self._min_tokens.pop(row, None)
+            self._token_rules.remove(row)
             self._free_rows.append(row)
 
     def add_blocks(self, request_id: str, block_ids: list[int]) -> None:
@@ -80,16 +84,7 @@ class InputBatch:
 
     def sampling_metadata(self, rows: NDArray[np.int64]) -> SamplingMetadata:
         """The parameters of the rows that are sampled now."""
-        positions = self.num_tokens[rows] - self.num_prompt[rows]
-        forbidden = (
-            [
-                (place, self._min_tokens[row][1])
-                for place, row in enumerate(rows.tolist())
-                if row in self._min_tokens and positions[place] < self._min_tokens[row][0]
-            ]
-            if self._min_tokens
-            else []
-        )
+        num_logprobs = self._num_logprobs[rows]
         return SamplingMetadata(
             temperature=self._temperature[rows],
             top_p=self._top_p[rows],
@@ -97,6 +92,8 @@ class InputBatch:
             min_p=self._min_p[rows],
             seeds=self._seeds[rows],
             indexes=self._indexes[rows],
-            positions=positions,
-            forbidden=forbidden,
+            positions=self.num_tokens[rows] - self.num_prompt[rows],
+            token_rules=self._token_rules.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
+            penalties=self._penalties.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
+            num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
         )

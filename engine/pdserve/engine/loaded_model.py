@@ -13,11 +13,13 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.fingerprint import model_fingerprint, tokenizer_fingerprint
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings import WorkerSettings
+from pdserve.engine.config import EngineConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import LoadProgress, load_decoder
+from pdserve.models.model_folder import model_folder
 
-__all__ = ["LoadProgress", "LoadedModel", "load_model"]
+__all__ = ["LoadProgress", "LoadedModel", "load_model", "model_folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,18 @@ class LoadedModel:
     @property
     def num_blocks(self) -> int:
         return int(self.kv_cache.shape[0])
+
+    def engine_config(self, settings: WorkerSettings) -> EngineConfig:
+        """The engine's part of the settings, with what the model leaves of them."""
+        return EngineConfig(
+            block_size=settings.block_size,
+            num_blocks=self.num_blocks,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            max_local_prefill_tokens=settings.max_local_prefill_tokens,
+            run_ahead_share=settings.run_ahead_share,
+        )
 
 
 def load_model(

@@ -68,10 +68,14 @@ class ModelRunner:
             return ModelRunnerOutput([], [])
         logits = self._model.compute_logits(hidden[torch.from_numpy(ends[complete]).to(self._device)])
         sampled_rows = rows[complete]
-        sampled = self._sampler(logits, self.batch.sampling_metadata(sampled_rows)).sampled_token_ids
-        self.batch.append_tokens(sampled_rows, sampled)
+        output = self._sampler(logits, self.batch.sampling_metadata(sampled_rows))
+        self.batch.append_tokens(sampled_rows, output.sampled_token_ids)
         requests = self.batch.requests
-        return ModelRunnerOutput([requests[row].request_id for row in sampled_rows.tolist()], sampled.tolist())
+        req_ids = [requests[row].request_id for row in sampled_rows.tolist()]
+        logprobs = output.logprobs.lists() if output.logprobs is not None else {}
+        return ModelRunnerOutput(
+            req_ids, output.sampled_token_ids.tolist(), {req_ids[row]: lists for row, lists in logprobs.items()}
+        )
 
     def _update_batch(self, scheduled: SchedulerOutput, block_ids_of: Callable[[Request], list[int]]) -> None:
         for request_id in scheduled.finished_req_ids:

@@ -1,17 +1,21 @@
 """`Sampler`: from logits to one token a row, in fixed stages over the whole batch.
 
-    1. tokens that may not come yet (EOS and stop tokens before min_tokens) get -inf
-    2. greedy rows take the most likely token; the others are divided by their temperature
-    3. min_p, then top_k, then top_p leave a set of tokens
-    4. one token of that set by inverse CDF of one uniform number: seed, sequence index, output position (`noise.py`)
+    1. log-probabilities of the logits as they are, for rows that ask for them (`logprobs.py`)
+    2. allowed_token_ids: all others get -inf (`token_rules.py`, to stage 4)
+    3. bad_words, and EOS and stop tokens before min_tokens, get -inf
+    4. logit_bias is added
+    5. repetition, then frequency, then presence penalty (`penalties.py`)
+    6. greedy rows take the most likely token; the others are divided by their temperature
+    7. min_p, then top_k, then top_p leave a set of tokens
+    8. one token of that set by inverse CDF of one uniform number: seed, sequence index, output position (`noise.py`)
 
 A row's result does not depend on its batch mates: filtered and unfiltered rows are drawn apart, each by its own rule.
-Source: stages 2 and 3 follow vLLM's V1 sampler in order and meaning.
+A row whose rules leave no token at all gets `NO_TOKEN`.
+Source: the stages follow vLLM's V1 sampler in order and meaning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.engine.logprobs import LogprobsTensors, RawLogprobs
 from pdserve.engine.noise import uniform
+from pdserve.engine.penalties import Penalties
+from pdserve.engine.scheduler_output import NO_TOKEN
+from pdserve.engine.token_rules import TokenRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +44,19 @@ class SamplingMetadata:
     indexes: NDArray[np.int64]
     positions: NDArray[np.int64]
     """Output position of the token to sample."""
-    forbidden: Sequence[tuple[int, Sequence[int]]]
-    """(row, token ids) that may not be sampled now."""
+    token_rules: TokenRules | None = None
+    penalties: Penalties | None = None
+    num_logprobs: NDArray[np.int64] | None = None
+    """`[N]` most likely tokens to report, -1 for rows that ask for no log-probabilities; None when no row asks."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """`sampled_token_ids` `[N]` int64, on the host."""
+    """`sampled_token_ids` `[N]` int64, on the host; `NO_TOKEN` where the rules leave none."""
 
     sampled_token_ids: NDArray[np.int64]
+    logprobs: LogprobsTensors | None = None
+    """Of the rows that ask."""
 
 
 class Sampler:
@@ -52,10 +64,19 @@ class Sampler:
 
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """logits `[N, V]` float32; changed in place."""
-        for row, token_ids in metadata.forbidden:
-            logits[row, list(token_ids)] = -torch.inf
+        raw = RawLogprobs.of(logits, metadata.num_logprobs)
+        if metadata.token_rules is not None:
+            metadata.token_rules.apply(logits)
+        if metadata.penalties is not None:
+            metadata.penalties.apply(logits)
+        sampled = self._sample(logits, metadata)
+        return SamplerOutput(sampled, None if raw is None else raw.of_tokens(sampled))
+
+    def _sample(self, logits: Tensor, metadata: SamplingMetadata) -> NDArray[np.int64]:
+        """`[N]` token ids: stages 6 to 8."""
         random_rows = np.flatnonzero(metadata.temperature > 0)
-        sampled = logits.max(-1).indices.cpu().numpy()
+        best = logits.max(-1)
+        sampled: NDArray[np.int64] = best.indices.cpu().numpy()
         if len(random_rows):
             sampled = sampled.copy()
             filtered = (
@@ -66,7 +87,9 @@ class Sampler:
             for rows, draw in ((random_rows[filtered], _draw_filtered), (random_rows[~filtered], _draw_plain)):
                 if len(rows):
                     sampled[rows] = draw(logits, rows, metadata).cpu().numpy()
-        return SamplerOutput(sampled)
+        if metadata.token_rules is not None:
+            sampled = np.where(best.values.isneginf().cpu().numpy(), NO_TOKEN, sampled)
+        return sampled
 
 
 def _scaled(logits: Tensor, rows: NDArray[np.int64], metadata: SamplingMetadata) -> Tensor:

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, field
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, SchedulerStats
-from pdserve.common.errors import PdServeError, TransferFailed
+from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, LogprobsLists, SchedulerStats
+from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
 from pdserve.engine.admission import Admission, Refusal
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.config import EngineConfig
@@ -27,7 +27,7 @@ from pdserve.engine.remote_kv import (
 )
 from pdserve.engine.remote_receives import RemoteReceives
 from pdserve.engine.request import FINISH_REASONS, Request, RequestStatus, Wait
-from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from pdserve.engine.source_publishing import SourcePublishing
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,19 @@ class _Step:
     budget: int
     output: SchedulerOutput = field(default_factory=SchedulerOutput)
     preempted: bool = False
+
+
+def _no_token_left(request: Request) -> InvalidRequest:
+    params = request.sampling_params
+    rules = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words_token_ids,
+        "min_tokens": params.min_tokens,
+    }
+    asked = [name for name, given in rules.items() if given]
+    return InvalidRequest(
+        f"{', '.join(asked)} leave no token for output position {request.num_output_tokens}", asked[0]
+    )
 
 
 class Scheduler:
@@ -274,21 +287,24 @@ class Scheduler:
             if request.is_pinned_source:
                 self.sources.publish(request)
         for request_id, token_id in zip(computed.req_ids, computed.sampled_token_ids, strict=True):
-            self._append(self.requests[request_id], token_id)
+            self._append(self.requests[request_id], token_id, computed.logprobs.get(request_id))
 
-    def _append(self, request: Request, token_id: int) -> None:
+    def _append(self, request: Request, token_id: int, logprobs: LogprobsLists | None) -> None:
+        if token_id == NO_TOKEN:
+            self._finish(request, RequestStatus.FINISHED_ERROR, cause=_no_token_left(request))
+            return
         ended_with = request.append_output(token_id, self.config.max_model_len)
         request.mark("first_token")
         if ended_with is not None:
-            self._finish(request, ended_with, new_token_ids=[token_id])
+            self._finish(request, ended_with, new_token_ids=[token_id], new_logprobs=logprobs)
         elif request.core.transfer_source:
             # the rest is decoded elsewhere: for this engine the sequence is done, though its text is not
-            self._emit(request, [token_id], None)
+            self._emit(request, [token_id], None, new_logprobs=logprobs)
             if request.is_unwanted_source:
                 self.sources.rest(request)
             self._forget(request, RequestStatus.FINISHED_STOPPED)
         else:
-            self._emit(request, [token_id], None)
+            self._emit(request, [token_id], None, new_logprobs=logprobs)
 
     def keep_left(self, unused: SchedulerOutput) -> None:
         """A step that computed nothing was not seen by the runner: what it was to be told is told next time."""
@@ -311,6 +327,7 @@ class Scheduler:
         new_token_ids: list[int],
         status: RequestStatus | None,
         cause: PdServeError | None = None,
+        new_logprobs: LogprobsLists | None = None,
     ) -> None:
         if status is not None:
             request.mark("finished")
@@ -329,6 +346,7 @@ class Scheduler:
                 error_message=cause.message if cause is not None else "",
                 moments=dict(request.moments) if first_or_last else {},
                 prefill_chunks=request.prefill_chunks if first_or_last else [],
+                new_logprobs=new_logprobs,
                 num_preemptions=request.num_preemptions,
             )
         )
@@ -339,9 +357,10 @@ class Scheduler:
         status: RequestStatus,
         *,
         new_token_ids: list[int] | None = None,
+        new_logprobs: LogprobsLists | None = None,
         cause: PdServeError | None = None,
     ) -> None:
-        self._emit(request, new_token_ids or [], status, cause)
+        self._emit(request, new_token_ids or [], status, cause, new_logprobs)
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.receives.stop(request, cause)
         self._forget(request, status)

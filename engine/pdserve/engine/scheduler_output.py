@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pdserve.common.engine_types import LogprobsLists
 from pdserve.engine.request import Request
+
+NO_TOKEN = -1
+"""Sampled where a sequence's rules leave no token."""
 
 
 @dataclass(slots=True)
@@ -32,3 +36,6 @@ class ModelRunnerOutput:
     req_ids: list[str]
     """Sequences whose last known token was computed: each has one new token."""
     sampled_token_ids: list[int]
+    """`NO_TOKEN` for a sequence whose rules leave none."""
+    logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
+    """request_id -> of its new token; only of those that ask."""

@@ -12,7 +12,7 @@ from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import metadata_of
-from pdserve.common.wire import finish_reason_to_wire, moments_to_wire, prepared_from_wire
+from pdserve.common.wire import finish_reason_to_wire, logprobs_to_wire, moments_to_wire, prepared_from_wire
 from pdserve.kv_transfer.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
 from pdserve.kv_transfer.transfer_state import SourceState
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
@@ -103,6 +103,7 @@ def _computed(prepared: PreparedRequest, output: EngineCoreOutput) -> prefill_pb
         finish_reason=finish_reason_to_wire(output.finish_reason),
         stop_token_id=output.stop_reason if isinstance(output.stop_reason, int) else None,
         num_cached_tokens=output.num_cached_tokens,
+        logprobs=logprobs_to_wire(output.new_logprobs),
     )
     return prefill_pb2.Computed(
         num_tokens=len(prepared.prompt_token_ids),

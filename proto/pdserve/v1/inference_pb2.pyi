@@ -150,6 +150,8 @@ class GenerateResponse(google.protobuf.message.Message):
     STOP_REASON_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     MOMENTS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     index: builtins.int
     text: builtins.str
@@ -158,6 +160,8 @@ class GenerateResponse(google.protobuf.message.Message):
     """set in the last message of a sequence"""
     stop_reason: builtins.str
     """the stop string, or the stop token id in decimal"""
+    cumulative_logprob: builtins.float
+    """likewise, in the last message: the sum over all sampled tokens"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """likewise"""
@@ -170,6 +174,10 @@ class GenerateResponse(google.protobuf.message.Message):
     def moments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pdserve.v1.request_pb2.Moment]:
         """in the last message: the request's timeline, over all services"""
 
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """of token_ids, where sampling.logprobs asks for them"""
+
     def __init__(
         self,
         *,
@@ -181,13 +189,72 @@ class GenerateResponse(google.protobuf.message.Message):
         stop_reason: builtins.str = ...,
         usage: Global___Usage | None = ...,
         moments: collections.abc.Iterable[pdserve.v1.request_pb2.Moment] | None = ...,
+        logprobs: collections.abc.Iterable[Global___TokenLogprobs] | None = ...,
+        cumulative_logprob: builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["usage", b"usage"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["finish_reason", b"finish_reason", "index", b"index", "moments", b"moments", "request_id", b"request_id", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "moments", b"moments", "request_id", b"request_id", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cumulative_logprob: typing_extensions.TypeAlias = typing.Literal["cumulative_logprob"]
+    _WhichOneofArgType__cumulative_logprob: typing_extensions.TypeAlias = typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cumulative_logprob) -> _WhichOneofReturnType__cumulative_logprob | None: ...
 
 Global___GenerateResponse: typing_extensions.TypeAlias = GenerateResponse
+
+@typing.final
+class TokenLogprobs(google.protobuf.message.Message):
+    """One output token's log-probabilities."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAMPLED_FIELD_NUMBER: builtins.int
+    TOP_FIELD_NUMBER: builtins.int
+    @property
+    def sampled(self) -> Global___Logprob: ...
+    @property
+    def top(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Logprob]:
+        """sampling.logprobs most likely tokens, best first"""
+
+    def __init__(
+        self,
+        *,
+        sampled: Global___Logprob | None = ...,
+        top: collections.abc.Iterable[Global___Logprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["sampled", b"sampled"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["sampled", b"sampled", "top", b"top"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___TokenLogprobs: typing_extensions.TypeAlias = TokenLogprobs
+
+@typing.final
+class Logprob(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    LOGPROB_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    token_id: builtins.int
+    token: builtins.bytes
+    """the token's text, or a part of a character, in UTF-8"""
+    logprob: builtins.float
+    rank: builtins.int
+    """1 is the most likely"""
+    def __init__(
+        self,
+        *,
+        token_id: builtins.int = ...,
+        token: builtins.bytes = ...,
+        logprob: builtins.float = ...,
+        rank: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["logprob", b"logprob", "rank", b"rank", "token", b"token", "token_id", b"token_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Logprob: typing_extensions.TypeAlias = Logprob
 
 @typing.final
 class Usage(google.protobuf.message.Message):

@@ -54,6 +54,23 @@ class SamplingParams(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LogitBiasEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: builtins.int
     TOP_P_FIELD_NUMBER: builtins.int
     TOP_K_FIELD_NUMBER: builtins.int
@@ -66,6 +83,15 @@ class SamplingParams(google.protobuf.message.Message):
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: builtins.int
     IGNORE_EOS_FIELD_NUMBER: builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    BAD_WORDS_FIELD_NUMBER: builtins.int
+    BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    SPACES_BETWEEN_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """default 1; 0 is greedy"""
     top_p: builtins.float
@@ -84,12 +110,36 @@ class SamplingParams(google.protobuf.message.Message):
     ignore_eos: builtins.bool
     skip_special_tokens: builtins.bool
     """default true"""
+    presence_penalty: builtins.float
+    """default 0; in [-2, 2]"""
+    frequency_penalty: builtins.float
+    """default 0; in [-2, 2]"""
+    repetition_penalty: builtins.float
+    """default 1; above 0"""
+    spaces_between_special_tokens: builtins.bool
+    """default true"""
+    logprobs: builtins.int
+    """so many most likely tokens beside the sampled one; at most 20; absent: none"""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """applied by the router, where text is made"""
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
+        """token id -> what is added to its logit, held to [-100, 100]"""
+
+    @property
+    def allowed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """none: all are allowed"""
+
+    @property
+    def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def bad_words_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """made of bad_words by the router; refused from clients"""
+
     def __init__(
         self,
         *,
@@ -105,21 +155,40 @@ class SamplingParams(google.protobuf.message.Message):
         include_stop_str_in_output: builtins.bool = ...,
         ignore_eos: builtins.bool = ...,
         skip_special_tokens: builtins.bool | None = ...,
+        presence_penalty: builtins.float | None = ...,
+        frequency_penalty: builtins.float | None = ...,
+        repetition_penalty: builtins.float | None = ...,
+        logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
+        allowed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        bad_words: collections.abc.Iterable[builtins.str] | None = ...,
+        bad_words_token_ids: collections.abc.Iterable[Global___TokenSequence] | None = ...,
+        spaces_between_special_tokens: builtins.bool | None = ...,
+        logprobs: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bad_words_token_ids", b"bad_words_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["frequency_penalty"]
+    _WhichOneofArgType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty"]
+    _WhichOneofReturnType__logprobs: typing_extensions.TypeAlias = typing.Literal["logprobs"]
+    _WhichOneofArgType__logprobs: typing_extensions.TypeAlias = typing.Literal["_logprobs", b"_logprobs"]
     _WhichOneofReturnType__max_tokens: typing_extensions.TypeAlias = typing.Literal["max_tokens"]
     _WhichOneofArgType__max_tokens: typing_extensions.TypeAlias = typing.Literal["_max_tokens", b"_max_tokens"]
     _WhichOneofReturnType__min_p: typing_extensions.TypeAlias = typing.Literal["min_p"]
     _WhichOneofArgType__min_p: typing_extensions.TypeAlias = typing.Literal["_min_p", b"_min_p"]
     _WhichOneofReturnType__min_tokens: typing_extensions.TypeAlias = typing.Literal["min_tokens"]
     _WhichOneofArgType__min_tokens: typing_extensions.TypeAlias = typing.Literal["_min_tokens", b"_min_tokens"]
+    _WhichOneofReturnType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["presence_penalty"]
+    _WhichOneofArgType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["_presence_penalty", b"_presence_penalty"]
+    _WhichOneofReturnType__repetition_penalty: typing_extensions.TypeAlias = typing.Literal["repetition_penalty"]
+    _WhichOneofArgType__repetition_penalty: typing_extensions.TypeAlias = typing.Literal["_repetition_penalty", b"_repetition_penalty"]
     _WhichOneofReturnType__seed: typing_extensions.TypeAlias = typing.Literal["seed"]
     _WhichOneofArgType__seed: typing_extensions.TypeAlias = typing.Literal["_seed", b"_seed"]
     _WhichOneofReturnType__skip_special_tokens: typing_extensions.TypeAlias = typing.Literal["skip_special_tokens"]
     _WhichOneofArgType__skip_special_tokens: typing_extensions.TypeAlias = typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]
+    _WhichOneofReturnType__spaces_between_special_tokens: typing_extensions.TypeAlias = typing.Literal["spaces_between_special_tokens"]
+    _WhichOneofArgType__spaces_between_special_tokens: typing_extensions.TypeAlias = typing.Literal["_spaces_between_special_tokens", b"_spaces_between_special_tokens"]
     _WhichOneofReturnType__temperature: typing_extensions.TypeAlias = typing.Literal["temperature"]
     _WhichOneofArgType__temperature: typing_extensions.TypeAlias = typing.Literal["_temperature", b"_temperature"]
     _WhichOneofReturnType__top_k: typing_extensions.TypeAlias = typing.Literal["top_k"]
@@ -127,15 +196,25 @@ class SamplingParams(google.protobuf.message.Message):
     _WhichOneofReturnType__top_p: typing_extensions.TypeAlias = typing.Literal["top_p"]
     _WhichOneofArgType__top_p: typing_extensions.TypeAlias = typing.Literal["_top_p", b"_top_p"]
     @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__spaces_between_special_tokens) -> _WhichOneofReturnType__spaces_between_special_tokens | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @typing.overload
@@ -144,6 +223,23 @@ class SamplingParams(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
+
+@typing.final
+class TokenSequence(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["token_ids", b"token_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___TokenSequence: typing_extensions.TypeAlias = TokenSequence
 
 @typing.final
 class PreparedRequest(google.protobuf.message.Message):
@@ -281,6 +377,43 @@ class Moment(google.protobuf.message.Message):
 Global___Moment: typing_extensions.TypeAlias = Moment
 
 @typing.final
+class Logprobs(google.protobuf.message.Message):
+    """Log-probabilities of a run of tokens: log-softmax of the model's logits, before anything changes them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    SAMPLED_RANKS_FIELD_NUMBER: builtins.int
+    width: builtins.int
+    """entries for each token: the sampled one, then the most likely ones, best first"""
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """`width` for each token of the run"""
+
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """likewise"""
+
+    @property
+    def sampled_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """one for each token of the run; 1 is the most likely"""
+
+    def __init__(
+        self,
+        *,
+        width: builtins.int = ...,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        sampled_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["logprobs", b"logprobs", "sampled_ranks", b"sampled_ranks", "token_ids", b"token_ids", "width", b"width"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Logprobs: typing_extensions.TypeAlias = Logprobs
+
+@typing.final
 class Outputs(google.protobuf.message.Message):
     """New tokens of one sequence."""
 
@@ -293,6 +426,7 @@ class Outputs(google.protobuf.message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     MOMENTS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
     index: builtins.int
     """which of the request's sequences"""
     first_position: builtins.int
@@ -306,6 +440,10 @@ class Outputs(google.protobuf.message.Message):
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def moments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Moment]: ...
+    @property
+    def logprobs(self) -> Global___Logprobs:
+        """of token_ids, where the request asks for them"""
+
     def __init__(
         self,
         *,
@@ -316,10 +454,11 @@ class Outputs(google.protobuf.message.Message):
         stop_token_id: builtins.int | None = ...,
         num_cached_tokens: builtins.int = ...,
         moments: collections.abc.Iterable[Global___Moment] | None = ...,
+        logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_stop_token_id", b"_stop_token_id", "logprobs", b"logprobs", "stop_token_id", b"stop_token_id"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "first_position", b"first_position", "index", b"index", "moments", b"moments", "num_cached_tokens", b"num_cached_tokens", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "first_position", b"first_position", "index", b"index", "logprobs", b"logprobs", "moments", b"moments", "num_cached_tokens", b"num_cached_tokens", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: typing_extensions.TypeAlias = typing.Literal["stop_token_id"]
     _WhichOneofArgType__stop_token_id: typing_extensions.TypeAlias = typing.Literal["_stop_token_id", b"_stop_token_id"]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import TypeVar
 
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.text.output_processor import CompletionOutput
 
+T = TypeVar("T")
 _TOKEN_BYTES = 4
+_LOGPROB_BYTES = 64
+"""About what one entry of a token's log-probabilities takes in an answer."""
 
 
 class ClientStream:
@@ -30,6 +34,8 @@ class ClientStream:
             return
         self._unread.append(output)
         self._unread_bytes += len(output.text) + _TOKEN_BYTES * len(output.token_ids)
+        if output.logprobs is not None:
+            self._unread_bytes += _LOGPROB_BYTES * sum(map(len, output.logprobs))
         if self._max_unread_bytes is not None and self._unread_bytes > self._max_unread_bytes:
             raise Cancelled(f"the client left more than {self._max_unread_bytes} bytes unread")
         self._wake()
@@ -101,6 +107,16 @@ def merged(outputs: list[CompletionOutput]) -> list[CompletionOutput]:
             token_ids=[token_id for part in of_choice for token_id in part.token_ids],
             finish_reason=of_choice[-1].finish_reason,
             stop_reason=of_choice[-1].stop_reason,
+            cumulative_logprob=of_choice[-1].cumulative_logprob,
+            logprobs=_joined([part.logprobs for part in of_choice]),
+            text_offsets=_joined([part.text_offsets for part in of_choice]),
         )
         for index, of_choice in sorted(parts.items())
     ]
+
+
+def _joined(parts: list[list[T] | None]) -> list[T] | None:
+    """The lists of a choice's outputs, one after the other; None for a choice without."""
+    if parts[-1] is None:
+        return None
+    return [entry for part in parts if part is not None for entry in part]

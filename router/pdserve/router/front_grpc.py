@@ -18,8 +18,9 @@ from pdserve.common.wire import finish_reason_to_wire, sampling_from_wire
 from pdserve.router.api_keys import ApiKeys
 from pdserve.router.generation import Generation
 from pdserve.router.inference import Inference
-from pdserve.router.preparation import ChatInput, ClientRequest, TextInput, TokenInput
-from pdserve.text.output_processor import CompletionOutput
+from pdserve.router.preparation import ClientRequest
+from pdserve.text.output_processor import CompletionOutput, Logprob
+from pdserve.text.prompt import ChatInput, Prompt, TextInput, TokenInput
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 
@@ -56,7 +57,7 @@ class InferenceServicer(InferenceServiceServicer):
             await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
             while outputs:
                 for output in outputs:
-                    yield _response(generation, output)
+                    yield _response(generation, output, request.sampling.logprobs)
                     if output.finish_reason is not None:
                         return
                 outputs = await take()
@@ -78,6 +79,10 @@ class InferenceServicer(InferenceServiceServicer):
     ) -> ClientRequest:
         sampling = request.sampling
         timeout_s = self._inference.settings.request_timeout_s
+        if sampling.bad_words_token_ids:
+            raise InvalidRequest(
+                "sampling.bad_words_token_ids is made here; send sampling.bad_words", "sampling.bad_words_token_ids"
+            )
         return ClientRequest(
             prompt=_prompt(request),
             field=request.WhichOneof("prompt") or "prompt",
@@ -92,7 +97,7 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
 
-def _prompt(request: inference_pb2.GenerateRequest) -> TextInput | ChatInput | TokenInput:
+def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
     match request.WhichOneof("prompt"):
         case "text":
             return TextInput(request.text.text)
@@ -106,11 +111,15 @@ def _prompt(request: inference_pb2.GenerateRequest) -> TextInput | ChatInput | T
             raise InvalidRequest("prompt is missing: one of text, chat and tokens is needed", "prompt")
 
 
-def _response(generation: Generation, output: CompletionOutput) -> inference_pb2.GenerateResponse:
+def _response(generation: Generation, output: CompletionOutput, num_logprobs: int) -> inference_pb2.GenerateResponse:
     response = inference_pb2.GenerateResponse(
         request_id=generation.request_id, index=output.index, text=output.text, token_ids=output.token_ids
     )
+    for token_id, candidates in zip(output.token_ids, output.logprobs or (), strict=False):
+        response.logprobs.append(_token_logprobs(token_id, candidates, num_logprobs))
     if output.finish_reason is not None:
+        if output.cumulative_logprob is not None:
+            response.cumulative_logprob = output.cumulative_logprob
         usage = generation.usage
         response.finish_reason = _FINISH[output.finish_reason]
         response.stop_reason = "" if output.stop_reason is None else str(output.stop_reason)
@@ -122,6 +131,20 @@ def _response(generation: Generation, output: CompletionOutput) -> inference_pb2
             for name, unix_ns in generation.timeline.moments_unix_ns.items()
         )
     return response
+
+
+def _token_logprobs(token_id: int, candidates: dict[int, Logprob], num_top: int) -> inference_pb2.TokenLogprobs:
+    wire = {
+        candidate: inference_pb2.Logprob(
+            token_id=candidate,
+            token=logprob.decoded_bytes,
+            logprob=logprob.logprob,
+            rank=logprob.rank,
+        )
+        for candidate, logprob in candidates.items()
+    }
+    top = sorted((logprob for logprob in wire.values() if logprob.rank <= num_top), key=lambda logprob: logprob.rank)
+    return inference_pb2.TokenLogprobs(sampled=wire[token_id], top=top)
 
 
 class GrpcFront:

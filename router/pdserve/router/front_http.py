@@ -118,6 +118,7 @@ class HttpFront:
             request_id=generation.request_id,
             model=inference.model,
             include_usage=body.include_usage,
+            num_logprobs=body.num_logprobs,
             include_timeline=request.headers.get(TIMELINE_HEADER) == "1",
         )
         return GenerationResponse(generation, answer, len(requests), stream=stream)

@@ -10,11 +10,11 @@ import grpc
 import grpc.aio
 import msgspec
 
-from pdserve.common.engine_types import FinishReason
+from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import Cancelled, InternalError, PdServeError, WorkerLost
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import ERROR_CODE_KEY, from_rpc_error
-from pdserve.common.wire import finish_reason_from_wire, moments_from_wire, prepared_to_wire
+from pdserve.common.wire import finish_reason_from_wire, logprobs_from_wire, moments_from_wire, prepared_to_wire
 from pdserve.router.worker import Worker
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
 from pdserve.v1.decode_pb2_grpc import DecodeServiceStub
@@ -39,6 +39,7 @@ class Outputs(msgspec.Struct, gc=False):
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     moments: Moments = _NO_MOMENTS
+    logprobs: LogprobsLists | None = None
 
 
 class Computed(msgspec.Struct):
@@ -220,6 +221,7 @@ def _outputs(message: request_pb2.Outputs) -> Outputs:
         message.stop_token_id if message.HasField("stop_token_id") else None,
         message.num_cached_tokens,
         moments_from_wire(message.moments) if message.moments else _NO_MOMENTS,
+        logprobs_from_wire(message.logprobs) if message.HasField("logprobs") else None,
     )
 
 

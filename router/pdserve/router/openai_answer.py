@@ -10,6 +10,7 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.timeline import Timeline
+from pdserve.router.openai_logprobs import chat_logprobs, completion_logprobs
 from pdserve.router.request_run import Usage
 from pdserve.text.output_processor import CompletionOutput
 
@@ -34,8 +35,19 @@ class Answer:
     The parts of a chunk that never change are encoded once: a token costs one encoded string and two joins.
     """
 
-    def __init__(self, *, chat: bool, request_id: str, model: str, include_usage: bool, include_timeline: bool) -> None:
+    def __init__(
+        self,
+        *,
+        chat: bool,
+        request_id: str,
+        model: str,
+        include_usage: bool,
+        include_timeline: bool,
+        num_logprobs: int | None = None,
+    ) -> None:
+        """num_logprobs: most likely tokens to name with each; None for no log-probabilities."""
         self._chat = chat
+        self._num_logprobs = num_logprobs
         self._include_usage = include_usage
         self._include_timeline = include_timeline
         self._head: dict[str, Any] = {
@@ -50,7 +62,7 @@ class Answer:
         opening = b'{"content":' if chat else b""
         key = b'"delta":' if chat else b'"text":'
         self._before_text = b',"choices":[{"index":%d,' + key + opening
-        self._after_text = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":'
+        self._after_text = (b"}" if chat else b"") + b',"logprobs":'
         self._started: set[int] = set()
 
     def whole(self, outputs: list[CompletionOutput], usage: Usage, timeline: Timeline) -> bytes:
@@ -81,11 +93,14 @@ class Answer:
         return (event[:-3] + _tail(vendor) if vendor else event) + DONE
 
     def _text_chunk(self, output: CompletionOutput) -> bytes:
-        reason = b"null"
+        logprobs = b"null" if self._num_logprobs is None else _encode(self._logprobs(output))
+        reason = b',"finish_reason":null'
         if output.finish_reason is not None:
-            reason = _encode(output.finish_reason) + b',"stop_reason":' + _encode(output.stop_reason)
-        before = self._before_text % output.index
-        return self._chunk_head + before + _encode(output.text) + self._after_text + reason + b"}]"
+            reason = (
+                b',"finish_reason":' + _encode(output.finish_reason) + b',"stop_reason":' + _encode(output.stop_reason)
+            )
+        head = self._chunk_head + self._before_text % output.index
+        return head + _encode(output.text) + self._after_text + logprobs + reason + b"}]"
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
         text: dict[str, Any] = (
@@ -94,10 +109,16 @@ class Answer:
         return {
             "index": output.index,
             **text,
-            "logprobs": None,
+            "logprobs": self._logprobs(output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
+
+    def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
+        if self._num_logprobs is None:
+            return None
+        write = chat_logprobs if self._chat else completion_logprobs
+        return write(output, self._num_logprobs)
 
     def _vendor(self, timeline: Timeline) -> dict[str, Any]:
         if not self._include_timeline:

@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.sampling_params import SamplingParams
-from pdserve.router.preparation import ChatInput, ClientRequest, TextInput, TokenInput
-
-_Prompt = TextInput | ChatInput | TokenInput
+from pdserve.common.sampling_params import MAX_LOGPROBS, SamplingParams, clamped_logit_bias
+from pdserve.router.preparation import ClientRequest
+from pdserve.text.prompt import ChatInput, Prompt, TextInput, TokenInput
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -30,6 +29,9 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     user: str | None = None
@@ -40,19 +42,24 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    repetition_penalty: float | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     cache_salt: str | None = None
     # known, but only with the value that changes nothing
     n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report with each; None for no log-probabilities."""
+        raise NotImplementedError
 
     def verify(self) -> None:
         """Raises: InvalidRequest for what is not supported."""
@@ -72,11 +79,17 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.stop_token_ids is not None:
             given["stop_token_ids"] = tuple(self.stop_token_ids)
-        return SamplingParams(**given)
+        if self.logit_bias is not None:
+            given["logit_bias"] = _logit_bias(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            given["allowed_token_ids"] = tuple(self.allowed_token_ids)
+        if self.bad_words is not None:
+            given["bad_words"] = tuple(self.bad_words)
+        return SamplingParams(logprobs=self.num_logprobs, **given)
 
     def _requests(
         self,
-        prompts: list[_Prompt],
+        prompts: list[Prompt],
         field: str,
         *,
         max_tokens: int | None,
@@ -113,8 +126,6 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         self, defaults: Mapping[str, float | int], timeout_s: float, trace_headers: dict[str, str]
     ) -> list[ClientRequest]:
         """One a prompt. Raises: InvalidRequest."""
-        if self.logprobs is not None:
-            raise InvalidRequest("logprobs is not supported so far; leave it out", "logprobs")
         return self._requests(
             self._prompts(),
             "prompt",
@@ -125,7 +136,11 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
             trace_headers=trace_headers,
         )
 
-    def _prompts(self) -> list[_Prompt]:
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def _prompts(self) -> list[Prompt]:
         prompt = self.prompt
         if isinstance(prompt, str):
             return [TextInput(prompt)]
@@ -151,12 +166,20 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     metadata: dict[str, str] | None = None
     store: bool | None = None
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     def requests(
         self, defaults: Mapping[str, float | int], timeout_s: float, trace_headers: dict[str, str]
     ) -> list[ClientRequest]:
         """Always one. Raises: InvalidRequest."""
-        if self.logprobs:
-            raise InvalidRequest("logprobs is not supported so far; leave it out", "logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {self.top_logprobs}", "top_logprobs"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         if not self.messages:
             raise InvalidRequest("messages is empty, at least one message is needed", "messages")
         newer = self.max_completion_tokens is not None
@@ -171,6 +194,14 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         )
 
 
+def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+    for key in biases:
+        if not _TOKEN_ID.fullmatch(key):
+            raise InvalidRequest(f"logit_bias has the key {_shown(key)}, but its keys are token ids", "logit_bias")
+    return clamped_logit_bias({int(key): bias for key, bias in biases.items()})
+
+
+_TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -180,6 +211,10 @@ _SAMPLING = (
     "min_tokens",
     "ignore_eos",
     "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
     "include_stop_str_in_output",
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -187,12 +222,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "prompt_logprobs": (),
-    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -236,7 +266,11 @@ def _not_finite(data: bytes) -> str | None:
         return None
     if not isinstance(values, dict):
         return None
-    return next((key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)), None)
+    for key, value in values.items():
+        inner = value.values() if isinstance(value, dict) else (value,)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in inner):
+            return str(key)
+    return None
 
 
 def _shown(value: object) -> str:

@@ -5,45 +5,30 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import msgspec
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.errors import InvalidRequest, PromptTooLong
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.router.worker import Worker
+from pdserve.text.bad_words import bad_words_token_ids
+from pdserve.text.prompt import Prompt, TokenInput, encode_prompt, resolve_max_tokens, verify_cache_salt
 from pdserve.text.tokenizer import Tokenizer
 
-DEFAULT_MAX_TOKENS = 16
-"""Of a completion; a chat may use what the model's length leaves."""
-MAX_CACHE_SALT_CHARS = 256
 MAX_TIMEOUT_S = 86_400.0
 """Workers take no longer deadline."""
 _TOKENIZER_THREADS = 2
 _SEED_BITS = 63
 
 
-class TextInput(msgspec.Struct, frozen=True):
-    text: str
-
-
-class ChatInput(msgspec.Struct, frozen=True):
-    messages: Sequence[dict[str, Any]]
-
-
-class TokenInput(msgspec.Struct, frozen=True):
-    token_ids: list[int]
-
-
 class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, as a front end understood it."""
 
-    prompt: TextInput | ChatInput | TokenInput
+    prompt: Prompt
     field: str
     """What the client calls the prompt: for messages."""
     sampling: SamplingParams
@@ -95,29 +80,48 @@ class Preparation:
 
     async def tokenize(self, request: ClientRequest) -> list[int]:
         """The prompt's token ids. Raises: InvalidRequest."""
-        prompt = request.prompt
-        if isinstance(prompt, TokenInput):
-            token_ids = prompt.token_ids
-        else:
-            token_ids = await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, prompt)
-        if not token_ids:
-            raise InvalidRequest(f"{request.field} is empty, at least one token is needed", request.field)
-        return token_ids
+        if isinstance(request.prompt, TokenInput):
+            return encode_prompt(self.tokenizer, request.prompt, request.field).token_ids
+        encoded = await asyncio.get_running_loop().run_in_executor(
+            self._threads, encode_prompt, self.tokenizer, request.prompt, request.field
+        )
+        return encoded.token_ids
+
+    async def bad_words(self, request: ClientRequest) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that stand for the client's `bad_words`. Raises: InvalidRequest."""
+        words = request.sampling.bad_words
+        if not words:
+            return ()
+        request.sampling.verify_bad_words()
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, bad_words_token_ids, self.tokenizer, words
+        )
 
     def complete(
-        self, request_id: str, request: ClientRequest, token_ids: list[int], limits: Limits
+        self,
+        request_id: str,
+        request: ClientRequest,
+        token_ids: list[int],
+        limits: Limits,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> TokenizedRequest:
         """Fill in what the client left open. Raises: InvalidRequest naming the field, its value and its limit."""
         if isinstance(request.prompt, TokenInput):
             verify_token_ids(request.field, token_ids, limits.vocab_size)
-        if request.cache_salt is not None and len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
-            raise InvalidRequest(
-                f"cache_salt has {len(request.cache_salt)} characters, at most {MAX_CACHE_SALT_CHARS} are allowed",
-                "cache_salt",
-            )
+        verify_cache_salt(request.cache_salt)
         sampling = msgspec.structs.replace(
             request.sampling,
-            max_tokens=_max_tokens(request, len(token_ids), limits.max_model_len),
+            # workers know no text
+            bad_words=(),
+            bad_words_token_ids=bad_words,
+            max_tokens=resolve_max_tokens(
+                request.prompt,
+                len(token_ids),
+                limits.max_model_len,
+                request.max_tokens,
+                field=request.field,
+                max_tokens_field=request.max_tokens_field,
+            ),
             seed=secrets.randbits(_SEED_BITS) if request.sampling.seed is None else request.sampling.seed,
         )
         sampling.verify(limits.vocab_size)
@@ -146,30 +150,3 @@ class Preparation:
             deadline=request.deadline,
             trace_headers=request.trace_headers,
         )
-
-    def _encode(self, prompt: TextInput | ChatInput) -> list[int]:
-        if isinstance(prompt, ChatInput):
-            text = self.tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True)
-            return self.tokenizer.encode(text, add_special_tokens=False)
-        if not prompt.text:
-            return []
-        return self.tokenizer.encode(prompt.text, add_special_tokens=True)
-
-
-def _max_tokens(request: ClientRequest, num_tokens: int, max_model_len: int) -> int:
-    left = max_model_len - num_tokens
-    if left < 1:
-        raise PromptTooLong(
-            f"{request.field} has {num_tokens} tokens; the model's length is {max_model_len} tokens, "
-            "prompt and output together, and at least one must be left for the output",
-            request.field,
-        )
-    if request.max_tokens is None:
-        return left if isinstance(request.prompt, ChatInput) else min(left, DEFAULT_MAX_TOKENS)
-    if request.max_tokens > left:
-        raise InvalidRequest(
-            f"{request.max_tokens_field} is {request.max_tokens} and {request.field} has {num_tokens} tokens; together "
-            f"they may be at most {max_model_len}, so {request.max_tokens_field} at most {left}",
-            request.max_tokens_field,
-        )
-    return request.max_tokens

@@ -113,7 +113,8 @@ class RequestRun:
 
     async def _serve(self) -> None:
         token_ids = await self._preparation.tokenize(self._request)
-        request = self._preparation.complete(self.request_id, self._request, token_ids, await self._limits())
+        bad_words = await self._preparation.bad_words(self._request)
+        request = self._preparation.complete(self.request_id, self._request, token_ids, await self._limits(), bad_words)
         self.usage.prompt_tokens = len(token_ids)
         self._processor = OutputProcessor(
             self._preparation.tokenizer,
@@ -194,7 +195,12 @@ class RequestRun:
             raise InternalError("outputs came before the request was prepared")
         is_first = not self.usage.completion_tokens
         delta = processor.process(
-            outputs.index, outputs.first_position, outputs.token_ids, outputs.finish_reason, outputs.stop_token_id
+            outputs.index,
+            outputs.first_position,
+            outputs.token_ids,
+            outputs.finish_reason,
+            outputs.stop_token_id,
+            outputs.logprobs,
         )
         if delta is None:
             return processor.finished

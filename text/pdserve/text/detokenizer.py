@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 
 from tokenizers import Tokenizer as Backend
 
@@ -121,10 +122,20 @@ class WindowDetokenizer(IncrementalDetokenizer):
     The window is what was shown last, so that the decoder sees the new tokens in their place, and what is new since.
     """
 
-    __slots__ = ("_backend", "_hidden", "_num_shown", "_shown", "_window")
+    __slots__ = ("_backend", "_bare", "_hidden", "_num_shown", "_shown", "_window")
 
-    def __init__(self, backend: Backend, hidden: frozenset[int], prompt_token_ids: Sequence[int] = ()) -> None:
-        """hidden: ids that make no text, here the special tokens when they are skipped."""
+    def __init__(
+        self,
+        backend: Backend,
+        hidden: frozenset[int],
+        prompt_token_ids: Sequence[int] = (),
+        bare: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """hidden: ids that make no text, here the special tokens when they are skipped.
+
+        bare: token id -> its text, for those that follow one another without whatever the decoder sets between tokens.
+        """
+        self._bare = bare
         self._backend = backend
         self._hidden = hidden
         visible = (token_id for token_id in reversed(prompt_token_ids) if self._is_visible(token_id))
@@ -151,6 +162,8 @@ class WindowDetokenizer(IncrementalDetokenizer):
         self._shown = self._decode()
 
     def _add(self, token_id: int) -> str:
+        if token_id in self._bare and self._window and self._window[-1] in self._bare:
+            return self._add_bare(token_id)
         self._window.append(token_id)
         text = self._decode()
         delta = text[len(self._shown) :]
@@ -159,3 +172,10 @@ class WindowDetokenizer(IncrementalDetokenizer):
         del self._window[: self._num_shown]
         self._start_window()
         return delta
+
+    def _add_bare(self, token_id: int) -> str:
+        pending = self.flush()
+        self._window.append(token_id)
+        del self._window[: self._num_shown]
+        self._start_window()
+        return pending + self._bare[token_id]

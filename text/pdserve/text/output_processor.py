@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdserve.common.engine_types import FinishReason
+from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import InternalError
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.text.detokenizer import IncrementalDetokenizer
@@ -29,6 +29,19 @@ class PositionGap(InternalError):
     retryable = True
 
 
+class Logprob(msgspec.Struct, kw_only=True):
+    """One candidate for one output position."""
+
+    logprob: float
+    """Log-softmax of the model's logits, before anything changes them."""
+    rank: int
+    """1 is the most likely."""
+    decoded_token: str
+    """Its text alone; U+FFFD for a part of a character."""
+    decoded_bytes: bytes
+    """The same in UTF-8, a part of a character as it is."""
+
+
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One sequence of a request: a delta from `process`, or everything from `request_output`."""
 
@@ -36,6 +49,11 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
+    """Sum over the sequence's sampled tokens, up to and with these; None where none were asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each of `token_ids` token id -> candidate: the sampled one, then the most likely, best first."""
+    text_offsets: list[int] | None = None
+    """With `logprobs`: how many characters of the sequence's text come before each of `token_ids`."""
     finish_reason: str | None = None
     """"stop", "length", "abort" or "error"; set in the sequence's last delta."""
     stop_reason: int | str | None = None
@@ -53,13 +71,58 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int | None = None
 
 
+class LogprobsLedger:
+    """One sequence's log-probabilities, decoded."""
+
+    __slots__ = ("_cumulative", "_logprobs", "_offsets", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._cumulative = 0.0
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._offsets: list[int] = []
+
+    def add(self, output: CompletionOutput, logprobs: LogprobsLists | None, offsets: list[int]) -> None:
+        """Keep those of an output's tokens, and put them into it. logprobs: None for an output without tokens."""
+        output.text_offsets = offsets[: len(output.token_ids)]
+        output.logprobs = [] if logprobs is None else self._decoded(logprobs)
+        for token_id, candidates in zip(output.token_ids, output.logprobs, strict=True):
+            self._cumulative += candidates[token_id].logprob
+        output.cumulative_logprob = self._cumulative
+        self._logprobs += output.logprobs
+        self._offsets += output.text_offsets
+
+    def fill(self, output: CompletionOutput) -> None:
+        """Everything so far."""
+        output.logprobs, output.text_offsets = list(self._logprobs), list(self._offsets)
+        output.cumulative_logprob = self._cumulative
+
+    def _decoded(self, logprobs: LogprobsLists) -> list[dict[int, Logprob]]:
+        columns = zip(logprobs.logprob_token_ids, logprobs.logprobs, logprobs.sampled_token_ranks, strict=True)
+        return [
+            {
+                token_id: self._candidate(token_id, value, rank)
+                # a sampled token that is among the most likely keeps its first place, with its rank there
+                for token_id, value, rank in zip(token_ids, values, (sampled_rank, *range(1, len(values))), strict=True)
+            }
+            for token_ids, values, sampled_rank in columns
+        ]
+
+    def _candidate(self, token_id: int, value: float, rank: int) -> Logprob:
+        piece = self._tokenizer.token_piece(token_id)
+        return Logprob(logprob=value, rank=rank, decoded_token=piece.decode(errors="replace"), decoded_bytes=piece)
+
+
 class RequestState:
     """One sequence: its ledger of tokens, its text, and whether it has ended."""
 
     __slots__ = (
         "_detokenizer",
+        "_ledger",
         "_matcher",
         "_min_tokens",
+        "_num_chars",
+        "_offsets",
         "_silent_ids",
         "_texts",
         "finish_reason",
@@ -75,8 +138,12 @@ class RequestState:
         matcher: StopStringMatcher | None,
         min_tokens: int,
         silent_ids: frozenset[int],
+        ledger: LogprobsLedger | None = None,
     ) -> None:
-        """silent_ids: tokens without text where they end the sequence; they count as tokens all the same."""
+        """silent_ids: tokens without text where they end the sequence; they count as tokens all the same.
+
+        ledger: for a sequence whose log-probabilities were asked for.
+        """
         self.index = index
         self.output_token_ids: list[int] = []
         """What the client was sent: the truth that a resumed attempt continues."""
@@ -87,6 +154,11 @@ class RequestState:
         self._min_tokens = min_tokens
         self._silent_ids = silent_ids
         self._texts: list[str] = []
+        self._ledger = ledger
+        self._num_chars = 0
+        """Counted only for `_offsets`."""
+        self._offsets: list[int] = []
+        """Where the tokens of the output at hand begin."""
 
     @property
     def finished(self) -> bool:
@@ -107,18 +179,25 @@ class RequestState:
         token_ids: Sequence[int],
         finish_reason: FinishReason | None,
         stop_reason: int | str | None,
+        logprobs: LogprobsLists | None = None,
     ) -> CompletionOutput | None:
         """See `OutputProcessor.process`."""
         if self.finish_reason is not None:
             return None
+        num_given = len(token_ids)
         token_ids = self._unseen(first_position, token_ids, finish_reason)
         if not token_ids and finish_reason is None:
             return None
+        if self._ledger is not None and num_given != (0 if logprobs is None else len(logprobs)):
+            raise InternalError(f"the engine did not send the log-probabilities of its {num_given} tokens")
+        num_new = len(token_ids)
+        self._offsets = []
         num_spoken = len(token_ids)
         if finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self._silent_ids:
             num_spoken -= 1
         if self._matcher is None:
-            text = self._detokenizer.add(token_ids[:num_spoken])
+            spoken = token_ids[:num_spoken]
+            text = self._detokenizer.add(spoken) if self._ledger is None else "".join(map(self._add, spoken))
             if finish_reason is not None:
                 text += self._detokenizer.flush()
         else:
@@ -126,7 +205,15 @@ class RequestState:
             if self._matcher.matched is not None:
                 token_ids = token_ids[:num_matched]
                 finish_reason, stop_reason = FinishReason.STOP, self._matcher.matched
-        return self._commit(text, token_ids, finish_reason, stop_reason)
+        if logprobs is not None:
+            logprobs = logprobs.part(num_given - num_new, num_given - num_new + len(token_ids))
+        return self._commit(text, token_ids, finish_reason, stop_reason, logprobs)
+
+    def _add(self, token_id: int) -> str:
+        text = self._detokenizer.add((token_id,))
+        self._offsets.append(self._num_chars)
+        self._num_chars += len(text)
+        return text
 
     def _unseen(
         self, first_position: int, token_ids: Sequence[int], finish_reason: FinishReason | None
@@ -160,7 +247,7 @@ class RequestState:
         released = []
         num_before = len(self.output_token_ids)
         for count, token_id in enumerate(token_ids, 1):
-            text = self._detokenizer.add((token_id,))
+            text = self._add(token_id)
             released.append(matcher.feed(text, suppressed=num_before + count <= self._min_tokens))
             if matcher.matched is not None:
                 return "".join(released), count
@@ -175,19 +262,38 @@ class RequestState:
         token_ids: Sequence[int],
         finish_reason: FinishReason | None,
         stop_reason: int | str | None,
+        logprobs: LogprobsLists | None,
     ) -> CompletionOutput:
         self.output_token_ids.extend(token_ids)
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
         if text:
             self._texts.append(text)
-        return CompletionOutput(
+        output = CompletionOutput(
             index=self.index,
             text=text,
             token_ids=list(token_ids),
             finish_reason=None if finish_reason is None else str(finish_reason),
             stop_reason=stop_reason,
         )
+        if self._ledger is not None:
+            silent = [self._num_chars] * (len(token_ids) - len(self._offsets))
+            self._ledger.add(output, logprobs, self._offsets + silent)
+        return output
+
+    @property
+    def whole(self) -> CompletionOutput:
+        """Everything so far."""
+        output = CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=list(self.output_token_ids),
+            finish_reason=None if self.finish_reason is None else str(self.finish_reason),
+            stop_reason=self.stop_reason,
+        )
+        if self._ledger is not None:
+            self._ledger.fill(output)
+        return output
 
 
 class OutputProcessor:
@@ -221,10 +327,15 @@ class OutputProcessor:
         self._states = tuple(
             RequestState(
                 index,
-                tokenizer.detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens),
+                tokenizer.detokenizer(
+                    prompt_token_ids,
+                    skip_special_tokens=params.skip_special_tokens,
+                    spaces_between_special_tokens=params.spaces_between_special_tokens,
+                ),
                 None if automaton is None else StopStringMatcher(automaton, include),
                 params.min_tokens,
                 frozenset() if include else frozenset(stop_ids),
+                None if params.logprobs is None else LogprobsLedger(tokenizer),
             )
             for index in range(num_sequences)
         )
@@ -236,6 +347,7 @@ class OutputProcessor:
         token_ids: Sequence[int],
         finish_reason: FinishReason | None,
         stop_reason: int | str | None,
+        logprobs: LogprobsLists | None = None,
     ) -> CompletionOutput | None:
         """Take one engine output of sequence `index`; return what is new for the client, None if nothing is.
 
@@ -243,11 +355,13 @@ class OutputProcessor:
         reason, given or found here, all of it is released. A stop string ends the sequence (STOP, the string) and wins
         over the engine's own reason; tokens after the one that completed it are dropped. It counts only if completed
         after the first `min_tokens` tokens. Once finished, outputs are ignored.
-        Raises: PositionGap, PositionConflict; nothing of that output was taken then.
+        logprobs: of the given tokens, where the sampling parameters ask for them.
+        Raises: PositionGap, PositionConflict, InternalError without the log-probabilities asked for; nothing of that
+        output was taken then.
         """
         if not 0 <= index < len(self._states):
             raise PositionConflict(f"there is no sequence {index} among {len(self._states)}")
-        return self._states[index].process(first_position, token_ids, finish_reason, stop_reason)
+        return self._states[index].process(first_position, token_ids, finish_reason, stop_reason, logprobs)
 
     @property
     def states(self) -> tuple[RequestState, ...]:
@@ -280,17 +394,7 @@ class OutputProcessor:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[_whole(state) for state in self._states] if deltas is None else list(deltas),
+            outputs=[state.whole for state in self._states] if deltas is None else list(deltas),
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
         )
-
-
-def _whole(state: RequestState) -> CompletionOutput:
-    return CompletionOutput(
-        index=state.index,
-        text=state.text,
-        token_ids=list(state.output_token_ids),
-        finish_reason=None if state.finish_reason is None else str(state.finish_reason),
-        stop_reason=state.stop_reason,
-    )

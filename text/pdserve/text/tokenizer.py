@@ -33,13 +33,14 @@ class Tokenizer:
         _complete(backend, folder)
         self._backend = backend
         added = backend.get_added_tokens_decoder()
+        self._added_tokens = {token_id: token.content for token_id, token in added.items()}
         self.special_token_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         """Every id of this tokenizer is below it."""
         self.bos_token_id: int | None = self._named_id(folder, "bos_token")
         self.eos_token_ids: tuple[int, ...] = folder.declared_ids("eos_token_id") or self._own_eos(folder)
         self.generation_defaults: dict[str, float | int] = folder.generation_defaults()
-        """Of temperature, top_p, top_k and min_p those that the model's authors recommend."""
+        """Of temperature, top_p, top_k, min_p and repetition_penalty those that the model's authors recommend."""
         self.fingerprint: str = tokenizer_fingerprint(folder.path)
         """32 hex digits; router and workers compare theirs."""
         template = folder.chat_template()
@@ -93,13 +94,24 @@ class Tokenizer:
             raise InvalidRequest("token_ids holds a number outside 0 to 2**32 - 1", "token_ids") from error
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
     ) -> IncrementalDetokenizer:
         """A new one for one sequence that continues this prompt."""
         if self._token_bytes is not None:
             return ByteDetokenizer(self._token_bytes, prompt_token_ids, skip_special_tokens=skip_special_tokens)
         hidden = self.special_token_ids if skip_special_tokens else frozenset()
-        return WindowDetokenizer(self._backend, hidden, prompt_token_ids)
+        bare = {} if skip_special_tokens or spaces_between_special_tokens else self._added_tokens
+        return WindowDetokenizer(self._backend, hidden, prompt_token_ids, bare)
+
+    def token_piece(self, token_id: int) -> bytes:
+        """What a token adds to a text, in UTF-8; perhaps a part of a character. Empty for a number that is no token."""
+        if self._token_bytes is not None:
+            return self._token_bytes.table(skip_special_tokens=False)[token_id]
+        return self.decode([token_id], skip_special_tokens=False).encode(errors="replace")
 
     def apply_chat_template(
         self,

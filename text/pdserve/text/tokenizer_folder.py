@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from pdserve.common.errors import ConfigError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)

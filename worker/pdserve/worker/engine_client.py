@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-
-import msgspec
+from collections.abc import Callable
 
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
-from pdserve.common.errors import Draining, InvalidRequest, PdServeError, WorkerLost, from_code
+from pdserve.common.errors import Draining, InvalidRequest, WorkerLost
 from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.engine_thread import EngineThread
+from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.remote_kv import IntoEngine
 from pdserve.engine.request import Request
 from pdserve.worker.cached_blocks import CachedBlocks
-from pdserve.worker.engine_thread import EngineThread
 
 OnEnded = Callable[[Request | None], None]
 """Hears what the aborted request was, or None when it had ended by itself; the engine no longer touches it."""
@@ -22,58 +21,6 @@ OnEnded = Callable[[Request | None], None]
 
 RATE_HALF_LIFE_S = 2.0
 """Of what is measured about prefill, in seconds spent on prefill."""
-
-
-class OutputStream:
-    """The outputs of one request, until its last."""
-
-    def __init__(self, request_id: str, observer: Callable[[EngineCoreOutput], None] | None = None) -> None:
-        """observer: hears each output when it comes, read or not."""
-        self.request_id = request_id
-        self._observer = observer
-        self._outputs: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
-
-    def put(self, output: EngineCoreOutput) -> None:
-        if self._observer is not None:
-            self._observer(output)
-        self._outputs.put_nowait(output)
-
-    async def get(self) -> EngineCoreOutput:
-        """The next output. Raises: the `PdServeError` with which the engine ended the request."""
-        output = await self._outputs.get()
-        if output.error_code:
-            raise engine_error(output)
-        return output
-
-    async def __aiter__(self) -> AsyncIterator[EngineCoreOutput]:
-        """Until the last output; what came while the reader was busy comes as one."""
-        while True:
-            output = await self.get()
-            while not self._outputs.empty():
-                more = self._outputs.get_nowait()
-                if more.error_code:
-                    raise engine_error(more)
-                output = _merged(output, more)
-            yield output
-            if output.finish_reason is not None:
-                return
-
-
-def _merged(first: EngineCoreOutput, then: EngineCoreOutput) -> EngineCoreOutput:
-    """Two outputs of one sequence, one after the other, as one."""
-    return msgspec.structs.replace(
-        then,
-        new_token_ids=first.new_token_ids + then.new_token_ids,
-        first_position=first.first_position,
-        prefills_locally=first.prefills_locally,
-        moments=first.moments | then.moments,
-        prefill_chunks=first.prefill_chunks or then.prefill_chunks,
-    )
-
-
-def engine_error(output: EngineCoreOutput) -> PdServeError:
-    """The error an output carries."""
-    return from_code(output.error_code, output.error_message)
 
 
 class EngineClient:

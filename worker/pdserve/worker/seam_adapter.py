@@ -16,6 +16,7 @@ import msgspec
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
 from pdserve.engine.block_pool import BlockHold
+from pdserve.engine.output_stream import engine_error
 from pdserve.engine.remote_kv import (
     HoldReturned,
     Landed,
@@ -35,7 +36,7 @@ from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.digest import block_digests
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.source_transfer import SourceResult, SourceTransfer
-from pdserve.worker.engine_client import EngineClient, engine_error
+from pdserve.worker.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 

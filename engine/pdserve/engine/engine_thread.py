@@ -76,7 +76,7 @@ class EngineThread:
         except Exception:
             log.exception("the engine failed; every request it had ends")
             with contextlib.suppress(Exception):
-                self.core.fail_all(WorkerLost("the worker's engine failed; its log has the details"))
+                self.core.fail_all(WorkerLost("the engine failed; its log has the details"))
                 self._tell(EngineCoreOutputs(outputs=self.core.scheduler.take_outputs()))
             self.call_soon(self._on_death)
 

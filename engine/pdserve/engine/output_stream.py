@@ -1,0 +1,68 @@
+"""`OutputStream`: the outputs of one request, from the engine's thread to whoever reads them in the asyncio thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from pdserve.common.engine_types import EngineCoreOutput, LogprobsLists
+from pdserve.common.errors import PdServeError, from_code
+
+
+class OutputStream:
+    """The outputs of one request, until its last."""
+
+    def __init__(self, request_id: str, observer: Callable[[EngineCoreOutput], None] | None = None) -> None:
+        """observer: hears each output when it comes, read or not."""
+        self.request_id = request_id
+        self._observer = observer
+        self._outputs: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
+
+    def put(self, output: EngineCoreOutput) -> None:
+        if self._observer is not None:
+            self._observer(output)
+        self._outputs.put_nowait(output)
+
+    async def get(self) -> EngineCoreOutput:
+        """The next output. Raises: the `PdServeError` with which the engine ended the request."""
+        output = await self._outputs.get()
+        if output.error_code:
+            raise engine_error(output)
+        return output
+
+    async def __aiter__(self) -> AsyncIterator[EngineCoreOutput]:
+        """Until the last output; what came while the reader was busy comes as one."""
+        while True:
+            output = await self.get()
+            while not self._outputs.empty():
+                more = self._outputs.get_nowait()
+                if more.error_code:
+                    raise engine_error(more)
+                output = _merged(output, more)
+            yield output
+            if output.finish_reason is not None:
+                return
+
+
+def _merged(first: EngineCoreOutput, then: EngineCoreOutput) -> EngineCoreOutput:
+    """Two outputs of one sequence, one after the other, as one."""
+    return msgspec.structs.replace(
+        then,
+        new_token_ids=first.new_token_ids + then.new_token_ids,
+        first_position=first.first_position,
+        prefills_locally=first.prefills_locally,
+        moments=first.moments | then.moments,
+        prefill_chunks=first.prefill_chunks or then.prefill_chunks,
+        new_logprobs=_joined(first.new_logprobs, then.new_logprobs),
+    )
+
+
+def _joined(first: LogprobsLists | None, then: LogprobsLists | None) -> LogprobsLists | None:
+    return first.followed_by(then) if first is not None and then is not None else first or then
+
+
+def engine_error(output: EngineCoreOutput) -> PdServeError:
+    """The error an output carries."""
+    return from_code(output.error_code, output.error_message)

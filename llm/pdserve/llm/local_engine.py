@@ -1,0 +1,74 @@
+"""`LocalEngine`: a model folder, loaded, with everything that answers a prompt in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypedDict
+
+import msgspec
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.errors import ConfigError
+from pdserve.common.settings import WorkerSettings
+from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.loaded_model import load_model, model_folder
+from pdserve.text.tokenizer import Tokenizer
+
+
+class EngineOptions(TypedDict, total=False):
+    """Options of `LLM` and `AsyncLLM`; they mean and default to what they do in `WorkerSettings`."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    block_size: int
+    """Tokens in a KV block."""
+    num_blocks: int | None
+    """KV blocks in the pool; default: what `kv_cache_mib` holds."""
+    kv_cache_mib: int
+    max_model_len: int | None
+    """Tokens of prompt and output together; default: the model's own limit, or what the pool holds."""
+    max_num_seqs: int
+    """Sequences in one step, at most."""
+    max_num_batched_tokens: int
+    """Tokens computed in one step, at most."""
+    num_threads: int
+    """Threads that compute."""
+
+
+class LocalEngine:
+    """The parts; whoever drives the engine makes it with `make_core`."""
+
+    def __init__(self, model: str | Path, options: EngineOptions) -> None:
+        """model: a checkpoint's folder, or `demo`. Raises: ConfigError naming the option, its value and its limit."""
+        self._settings = _settings(options)
+        folder = model_folder(str(model))
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self.model = load_model(folder, self._settings)
+        # no hash leaves this process, so nobody needs to be kept from reading them
+        self.hasher = BlockHasher(DEVELOPMENT_KEY, self._settings.block_size)
+
+    @property
+    def num_threads(self) -> int:
+        return self._settings.num_threads
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.decoder.config.vocab_size
+
+    def make_core(self) -> EngineCore:
+        """An engine with an empty cache over the one pool: the last one made owns it."""
+        config = self.model.engine_config(self._settings)
+        return EngineCore(config, self.model.decoder, self.model.kv_cache, self.hasher, self.vocab_size)
+
+
+def _settings(options: EngineOptions) -> WorkerSettings:
+    if unknown := options.keys() - EngineOptions.__annotations__.keys():
+        raise ConfigError(
+            f"unknown option {min(unknown)!r}; there are model, seed, {', '.join(EngineOptions.__annotations__)}"
+        )
+    try:
+        settings = msgspec.convert(dict(options), WorkerSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"options: {error}") from error
+    settings.verify()
+    return settings

@@ -1,0 +1,107 @@
+"""What a caller may give as a prompt, and how one prompt is told from many."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NotRequired, TypedDict
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.text.prompt import ChatInput, Prompt, TextInput, TokenInput
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+    cache_salt: NotRequired[str]
+    """Prompts share cached blocks only with those of the same salt."""
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages with `role` and `content`."""
+
+
+class SaltedPrompt(NamedTuple):
+    """One prompt, its kind known."""
+
+    prompt: Prompt
+    field: str
+    """What the caller calls it, for messages."""
+    cache_salt: str | None = None
+
+
+def is_one_prompt(prompts: object) -> bool:
+    """Whether this is a single prompt and not a sequence of them; a list of numbers is one of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return True
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(part, int) for part in prompts)
+
+
+def is_one_conversation(messages: object) -> bool:
+    """Whether this is a list of messages and not a list of such lists; whatever else it is, it is not many."""
+    return not isinstance(messages, Sequence) or not messages or not isinstance(messages[0], list | tuple)
+
+
+def as_prompt(prompt: object) -> SaltedPrompt:
+    """Raises: InvalidRequest naming what is wrong."""
+    if isinstance(prompt, str):
+        return SaltedPrompt(TextInput(prompt), "prompt")
+    if isinstance(prompt, Mapping):
+        return _from_mapping(prompt)
+    return SaltedPrompt(TokenInput(_token_ids(prompt, "prompt")), "prompt")
+
+
+def as_conversation(
+    messages: object, *, add_generation_prompt: bool, template_variables: Mapping[str, Any] | None
+) -> SaltedPrompt:
+    """Raises: InvalidRequest; what a message must hold is checked when it is rendered."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise InvalidRequest(f"messages must be a list of messages, not {type(messages).__name__}", "messages")
+    return SaltedPrompt(ChatInput(messages, add_generation_prompt, template_variables or {}), "messages")
+
+
+def _from_mapping(prompt: Mapping[Any, Any]) -> SaltedPrompt:
+    unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
+    if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+        raise InvalidRequest(
+            "a prompt's dict must have either 'prompt' or 'prompt_token_ids', and may have 'cache_salt'; "
+            f"this one has {sorted(map(str, prompt))}",
+            "prompt",
+        )
+    salt = prompt.get("cache_salt")
+    if salt is not None and not isinstance(salt, str):
+        raise InvalidRequest(f"cache_salt must be a string, not {type(salt).__name__}", "cache_salt")
+    if "prompt_token_ids" in prompt:
+        token_ids = _token_ids(prompt["prompt_token_ids"], "prompt_token_ids")
+        return SaltedPrompt(TokenInput(token_ids), "prompt_token_ids", salt or None)
+    if not isinstance(prompt["prompt"], str):
+        raise InvalidRequest(f"prompt must be a string, not {type(prompt['prompt']).__name__}", "prompt")
+    return SaltedPrompt(TextInput(prompt["prompt"]), "prompt", salt or None)
+
+
+def _token_ids(value: object, field: str) -> list[int]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise InvalidRequest(f"{field} must be a string or token ids, not {type(value).__name__}", field)
+    for place, token_id in enumerate(value):
+        try:
+            operator.index(token_id)
+        except TypeError:
+            raise InvalidRequest(f"{field}[{place}] is {token_id!r}, not a token id", field) from None
+    return [operator.index(token_id) for token_id in value]
+
+
+@contextmanager
+def named(label: str | None) -> Iterator[None]:
+    """Puts the name of one of many, such as `prompts[3]`, before the message of an `InvalidRequest`."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if label is None:
+            raise
+        raise type(error)(f"{label}: {error.message}", error.field) from None

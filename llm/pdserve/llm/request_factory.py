@@ -1,0 +1,134 @@
+"""`RequestFactory`: from a caller's prompt and sampling parameters to a request that an engine can take."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.sampling_params import SamplingParams, verify_token_ids
+from pdserve.llm.local_engine import LocalEngine
+from pdserve.llm.prompts import SaltedPrompt
+from pdserve.text.bad_words import bad_words_token_ids
+from pdserve.text.output_processor import CompletionOutput, OutputProcessor
+from pdserve.text.prompt import EncodedPrompt, TokenInput, encode_prompt, resolve_max_tokens, verify_cache_salt
+
+_SEED_BITS = 63
+
+
+class ValidRequest(NamedTuple):
+    """A request that lacks its name and, where the caller gave none, its seed."""
+
+    encoded: EncodedPrompt
+    params: SamplingParams
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRequest:
+    """A request, and where its outputs become text."""
+
+    core: EngineCoreRequest
+    processor: OutputProcessor
+
+    def process(self, output: EngineCoreOutput) -> CompletionOutput | None:
+        """What is new in an engine's output; None if nothing is."""
+        self.processor.num_cached_tokens = output.num_cached_tokens
+        return self.processor.process(
+            0,
+            output.first_position,
+            output.new_token_ids,
+            output.finish_reason,
+            output.stop_reason,
+            output.new_logprobs,
+        )
+
+
+class RequestFactory:
+    """`validate` in any thread, then `make` in one. Seeds are drawn in the order of `make`, from one seed."""
+
+    def __init__(self, engine: LocalEngine, seed: int | None) -> None:
+        """seed: None draws from the operating system."""
+        self._tokenizer = engine.tokenizer
+        self._hasher = engine.hasher
+        self._model_fingerprint = engine.model.layout.model_fingerprint
+        self._max_model_len = engine.model.max_model_len
+        self._vocab_size = engine.vocab_size
+        self._numbers = itertools.count()
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's authors recommend; else the defaults of `SamplingParams`."""
+        recommended: dict[str, Any] = dict(self._tokenizer.generation_defaults)
+        return SamplingParams(**recommended)
+
+    def validate(self, prompt: SaltedPrompt, sampling_params: SamplingParams | None) -> ValidRequest:
+        """Tokenize, fill in, check. sampling_params: None takes the defaults, `max_tokens` of the prompt's kind.
+
+        Raises: InvalidRequest naming the field, its value and its limit.
+        """
+        params = self.default_sampling_params() if sampling_params is None else checked(sampling_params)
+        encoded = encode_prompt(self._tokenizer, prompt.prompt, prompt.field)
+        if isinstance(prompt.prompt, TokenInput):
+            verify_token_ids(prompt.field, encoded.token_ids, self._vocab_size)
+        verify_cache_salt(prompt.cache_salt)
+        max_tokens = resolve_max_tokens(
+            prompt.prompt,
+            len(encoded.token_ids),
+            self._max_model_len,
+            None if sampling_params is None else params.max_tokens,
+            field=prompt.field,
+            max_tokens_field="max_tokens",
+        )
+        params.verify_bad_words()
+        bad_words = bad_words_token_ids(self._tokenizer, params.bad_words)
+        params = msgspec.structs.replace(params, max_tokens=max_tokens, bad_words_token_ids=bad_words)
+        params.verify(self._vocab_size)
+        return ValidRequest(encoded, params, prompt.cache_salt)
+
+    def make(self, request: ValidRequest, request_id: str | None = None) -> LocalRequest:
+        """The request for the engine. request_id: the caller's name for it; default: its number."""
+        number = next(self._numbers)
+        request_id = str(number) if request_id is None else request_id
+        encoded, params, cache_salt = request
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(_SEED_BITS))
+        root = self._hasher.root(self._model_fingerprint, cache_salt)
+        core = EngineCoreRequest(
+            # a caller may use a name again: its number keeps a late output of the first from the second
+            request_id=f"{request_id}.{number}.0",
+            prompt_token_ids=encoded.token_ids,
+            sampling_params=params,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            arrival_time=time.monotonic(),
+            block_hashes=self._hasher.extend(root, encoded.token_ids),
+            hash_root=root,
+        )
+        processor = OutputProcessor(
+            self._tokenizer,
+            request_id=request_id,
+            prompt=encoded.text,
+            prompt_token_ids=encoded.token_ids,
+            sampling_params=params,
+        )
+        return LocalRequest(core, processor)
+
+
+def checked(params: object) -> SamplingParams:
+    """The same, with lists as tuples. Raises: InvalidRequest for a value of another type than its field's."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}", "sampling_params")
+    values = {}
+    for field in msgspec.structs.fields(SamplingParams):
+        value = getattr(params, field.name)
+        try:
+            values[field.name] = msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"{field.name} is {value!r:.60}: {error}", field.name) from error
+    return SamplingParams(**values)

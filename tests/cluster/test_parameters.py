@@ -1,0 +1,85 @@
+"""Request parameters through real prefill and decode processes, by `transformers`' logits and processors (I1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import torch
+from cluster_processes import pd_cluster
+from inference_client import InferenceClient
+from logit_reference import processed
+from oracle import NEAR_TIE, Oracle
+
+from pdserve.text.bad_words import bad_words_token_ids
+from pdserve.text.tokenizer import Tokenizer
+from pdserve.v1 import inference_pb2
+
+pytestmark = pytest.mark.process
+
+FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
+PROMPT = [3 + (place * place) % 290 for place in range(100)]
+MAX_TOKENS = 16
+NUM_TOP = 5
+
+
+async def ask(client: InferenceClient, **sampling: Any) -> list[inference_pb2.GenerateResponse]:
+    return [message async for message in client.start(PROMPT, max_tokens=MAX_TOKENS, logprobs=NUM_TOP, **sampling)]
+
+
+def check(oracle: Oracle, messages: list[inference_pb2.GenerateResponse], params: dict[str, Any]) -> list[int]:
+    """Each token is the best by the oracle's processed logits, and its log-probabilities are those of the raw ones."""
+    answer = [token_id for message in messages for token_id in message.token_ids]
+    entries = [entry for message in messages for entry in message.logprobs]
+    assert len(entries) == len(answer) == MAX_TOKENS
+    logits = oracle.logits([*PROMPT, *answer])[len(PROMPT) - 1 : -1]
+    logprobs = torch.log_softmax(logits, -1)
+    for place, (token_id, entry) in enumerate(zip(answer, entries, strict=True)):
+        scores = processed(PROMPT, answer[:place], logits[place], params)
+        assert float(scores.max() - scores[token_id]) < NEAR_TIE, f"{params}: token {place}"
+        assert entry.sampled.token_id == token_id
+        assert abs(entry.sampled.logprob - float(logprobs[place, token_id])) < 1e-4
+        best = logprobs[place].topk(NUM_TOP).values
+        assert float((torch.tensor([top.logprob for top in entry.top]) - best).abs().max()) < 1e-4
+    assert abs(messages[-1].cumulative_logprob - sum(entry.sampled.logprob for entry in entries)) < 1e-3
+    return answer
+
+
+async def test_i1_parameters_and_log_probabilities_through_p_and_d(
+    tiny_checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_checkpoints("llama")
+    oracle, tokenizer = Oracle(model), Tokenizer.from_folder(model)
+    with pd_cluster(tmp_path, model, both=FLAGS, router=("--local-prefill", "never")) as cluster:
+        async with InferenceClient(cluster.router.address) as client:
+            messages = await ask(client)
+            assert "kv_landed" in {moment.name for moment in messages[-1].moments}
+            plain = check(oracle, messages, {})
+            given: list[dict[str, Any]] = [
+                {"presence_penalty": -2.0},
+                {"frequency_penalty": -1.0},
+                {"repetition_penalty": 1.6},
+                {"logit_bias": {plain[0]: -100.0, plain[1]: -100.0}},
+                {"allowed_token_ids": sorted({*range(5, 200, 3)} - {plain[0]})},
+            ]
+            for params in given:
+                assert check(oracle, await ask(client, **params), params) != plain, params
+            word = next(text for token in plain if len(text := tokenizer.decode([token], skip_special_tokens=True)) > 0)
+            sequences = bad_words_token_ids(tokenizer, (word,))
+            check(oracle, await ask(client, bad_words=[word]), {"bad_words_token_ids": sequences})
+
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await ask(client, allowed_token_ids=[7], stop_token_ids=[7], min_tokens=2)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "leave no token for output position 0" in str(refused.value.details())
+        body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+        async with httpx.AsyncClient(base_url=f"http://{cluster.router.http}", trust_env=False, timeout=30) as http:
+            logprobs = (await http.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
+        assert [len(values) for values in logprobs.values()] == [MAX_TOKENS] * 4
+        assert sum(logprobs["token_logprobs"]) == pytest.approx(messages[-1].cumulative_logprob, abs=1e-3)
+        cluster.check_pools()
+        cluster.check_logs()

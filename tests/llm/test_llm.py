@@ -1,0 +1,234 @@
+"""`LLM`: the same answers as transformers, whatever the batch, the pool and the shape of the prompt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
+from oracle import Oracle
+
+from pdserve.llm import LLM
+
+OTHER_MESSAGES = [{"role": "user", "content": "Who counted the boats?"}]
+
+
+def ask(llm: LLM, prompts: Any, params: Any = None) -> list[list[int]]:
+    return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_i1_greedy_answers_are_those_of_transformers(llm: LLM, oracle: Oracle) -> None:
+    prompts = prompts_of([1, 4, 5, 17, 90])
+    for prompt, answer in zip(prompts, ask(llm, prompts, greedy()), strict=True):
+        oracle.check(prompt, answer)
+
+
+def test_i5_a_seeded_answer_is_the_same_alone_and_in_a_batch(llm: LLM) -> None:
+    prompts = prompts_of([3, 9, 30, 31])
+    params = [sampled(seed=seed, temperature=0.5 + seed / 4, top_p=0.95) for seed in range(4)]
+    together = ask(llm, prompts, params)
+    assert together == [ask(llm, prompt, each)[0] for prompt, each in zip(prompts, params, strict=True)]
+    assert together != ask(llm, prompts, sampled(seed=9))
+
+
+def test_seeds_that_nobody_gave_come_from_the_seed_of_the_llm(make_llm: Callable[..., LLM]) -> None:
+    prompts = prompts_of([8]) * 3
+    first, again, other, fresh = (make_llm(seed=seed) for seed in (1, 1, 2, None))
+    answers = ask(first, prompts, sampled())
+    assert len({tuple(answer) for answer in answers}) == 3  # each request has its own
+    assert ask(again, prompts, sampled()) == answers
+    assert ask(other, prompts, sampled()) != answers
+    assert ask(fresh, prompts, sampled()) != answers
+
+
+def test_a_tiny_pool_preempts_and_changes_no_answer(make_llm: Callable[..., LLM]) -> None:
+    prompts = prompts_of([20, 25, 30, 22])
+    params = [greedy(max_tokens=40), sampled(seed=3, max_tokens=40)] * 2
+    expected = ask(make_llm(num_blocks=128, max_model_len=80), prompts, params)
+    small = make_llm(num_blocks=24, max_model_len=80)
+    assert ask(small, prompts, params) == expected
+    assert small._core is not None
+    assert small._core.scheduler.num_preemptions > 0
+
+
+def test_logprobs_are_those_of_transformers(llm: LLM, oracle: Oracle) -> None:
+    [prompt] = prompts_of([9])
+    [answer] = llm.generate(prompt, sampled(seed=4, logprobs=3), use_tqdm=False)
+    [sequence] = answer.outputs
+    expected = oracle.logits([*prompt, *sequence.token_ids]).log_softmax(-1)[len(prompt) - 1 : -1]
+    assert sequence.logprobs is not None
+    for token_id, candidates, row in zip(sequence.token_ids, sequence.logprobs, expected, strict=True):
+        assert {*candidates} == {token_id, *row.topk(3).indices.tolist()}
+        for candidate, entry in candidates.items():
+            assert entry.logprob == pytest.approx(float(row[candidate]), abs=1e-4)
+    assert sequence.cumulative_logprob == pytest.approx(
+        sum(entries[token_id].logprob for token_id, entries in zip(sequence.token_ids, sequence.logprobs, strict=True))
+    )
+
+
+def test_bad_words_are_not_generated(llm: LLM) -> None:
+    [usual] = llm.generate(TEXT, greedy(), use_tqdm=False)
+    word = llm.get_tokenizer().decode(usual.outputs[0].token_ids[1:2], skip_special_tokens=False)
+    [other] = llm.generate(TEXT, greedy(bad_words=(word,)), use_tqdm=False)
+    assert usual.outputs[0].token_ids[1] not in other.outputs[0].token_ids
+
+
+def test_a_stop_string_ends_the_answer(llm: LLM) -> None:
+    [whole] = llm.generate(TEXT, greedy(), use_tqdm=False)
+    text = whole.outputs[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    [answer] = llm.generate(TEXT, greedy(stop=(stop,)), use_tqdm=False)
+    [sequence] = answer.outputs
+    assert sequence.text == text[: text.index(stop)]
+    assert (sequence.finish_reason, sequence.stop_reason) == ("stop", stop)
+    assert sequence.token_ids == whole.outputs[0].token_ids[: len(sequence.token_ids)]
+    assert len(sequence.token_ids) < 12
+    [kept] = llm.generate(TEXT, greedy(stop=[stop], include_stop_str_in_output=True), use_tqdm=False)
+    assert kept.outputs[0].text == sequence.text + stop
+
+
+def test_an_answer_tells_everything(llm: LLM) -> None:
+    [answer] = llm.generate(TEXT, greedy(), use_tqdm=False)
+    tokenizer = llm.get_tokenizer()
+    assert answer.request_id == "0"
+    assert answer.prompt == TEXT
+    assert answer.prompt_token_ids == tokenizer.encode(TEXT, add_special_tokens=True)
+    assert answer.finished
+    assert answer.num_cached_tokens == 0
+    [sequence] = answer.outputs
+    assert (sequence.index, sequence.finish_reason, sequence.stop_reason) == (0, "length", None)
+    assert sequence.text == tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
+
+
+def test_eos_ends_an_answer(llm: LLM) -> None:
+    token = ask(llm, TEXT, greedy())[0][4]
+    [answer] = llm.generate(TEXT, greedy(stop_token_ids=[token]), use_tqdm=False)
+    assert (answer.outputs[0].finish_reason, answer.outputs[0].stop_reason) == ("stop", token)
+    assert answer.outputs[0].token_ids[-1] == token
+
+
+def test_every_shape_of_a_prompt_means_the_same(llm: LLM) -> None:
+    token_ids = llm.get_tokenizer().encode(TEXT, add_special_tokens=True)
+    [expected] = ask(llm, TEXT, greedy())
+    for prompt in (token_ids, tuple(token_ids), {"prompt": TEXT}, {"prompt_token_ids": token_ids}):
+        assert ask(llm, prompt, greedy()) == [expected]
+        assert ask(llm, [prompt, TEXT], greedy()) == [expected, expected]
+    assert llm.generate([], greedy(), use_tqdm=False) == []
+
+
+def test_chat_is_generate_with_the_template(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(MESSAGES)
+    [one] = llm.chat(MESSAGES, greedy(), use_tqdm=False)
+    assert one.prompt == text
+    assert one.prompt_token_ids == tokenizer.encode(text, add_special_tokens=False)
+    assert [one.outputs[0].token_ids] == ask(llm, one.prompt_token_ids, greedy())
+    many = llm.chat([OTHER_MESSAGES, MESSAGES], greedy(), use_tqdm=False)
+    assert many[1].outputs == one.outputs
+    assert many[0].prompt_token_ids != one.prompt_token_ids
+    [without] = llm.chat(MESSAGES, greedy(), use_tqdm=False, add_generation_prompt=False)
+    assert without.prompt == tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False)
+
+
+def test_without_parameters_each_kind_of_prompt_has_its_length(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_model_len=80)
+    default = llm.get_default_sampling_params()
+    assert (default.temperature, default.max_tokens) == (1.0, 16)
+    [completion] = llm.generate([5] * 60, use_tqdm=False)
+    [short] = llm.generate([5] * 70, use_tqdm=False)
+    [chat] = llm.chat(MESSAGES, use_tqdm=False)
+    for answer, most in ((completion, 16), (short, 10), (chat, 80 - len(chat.prompt_token_ids))):
+        [sequence] = answer.outputs
+        assert len(sequence.token_ids) == most or sequence.finish_reason == "stop"
+        assert len(sequence.token_ids) <= most
+
+
+def test_the_prefix_cache_stays_from_call_to_call_and_is_parted_by_salt(llm: LLM) -> None:
+    [prompt] = prompts_of([41])
+    cached = [
+        llm.generate({"prompt_token_ids": prompt, **salt}, greedy(), use_tqdm=False)[0].num_cached_tokens
+        for salt in ({}, {}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"})
+    ]
+    assert cached == [0, 40, 0, 40, 0]
+
+
+class RecordedBar:
+    """A progress bar that keeps what it was told."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.count = 0
+        self.postfix = ""
+        self.closed = False
+
+    def update(self, n: int) -> None:
+        self.count += n
+
+    def set_postfix_str(self, s: str, refresh: bool) -> None:
+        self.postfix = s
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_progress_counts_finished_requests(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    bars: list[RecordedBar] = []
+
+    def make_bar(**options: Any) -> RecordedBar:
+        bars.append(RecordedBar(**options))
+        return bars[-1]
+
+    llm.generate(prompts_of([3, 4, 5]), greedy(), use_tqdm=make_bar)
+    [bar] = bars
+    assert bar.options["total"] == bar.count == 3
+    assert bar.closed
+    assert "tokens/s" in bar.postfix
+    llm.generate(TEXT, greedy(), use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    llm.generate(TEXT, greedy())
+    assert "1/1" in capsys.readouterr().err
+
+
+def test_after_ctrl_c_the_engine_is_empty_and_ready(llm: LLM) -> None:
+    class Interrupting(RecordedBar):
+        def update(self, n: int) -> None:
+            raise KeyboardInterrupt
+
+    prompts = prompts_of([20, 30])
+    expected = ask(llm, prompts, greedy())
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, [greedy(max_tokens=2), greedy(max_tokens=200)], use_tqdm=Interrupting)
+    assert llm._core is not None
+    llm._core.scheduler.check(idle=True)
+    assert ask(llm, prompts, greedy()) == expected
+
+
+def test_it_serves_one_call_at_a_time(llm: LLM) -> None:
+    refused: list[str] = []
+
+    class Calling(RecordedBar):
+        def update(self, n: int) -> None:
+            def call() -> None:
+                try:
+                    llm.generate(TEXT, use_tqdm=False)
+                except RuntimeError as error:
+                    refused.append(str(error))
+
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join(10)
+
+    [answer] = llm.generate(TEXT, greedy(), use_tqdm=Calling)
+    assert answer.finished
+    assert len(refused) == 1
+    assert "one call at a time" in refused[0]
+
+
+def test_after_shutdown_nothing_is_taken(make_llm: Callable[..., LLM]) -> None:
+    with make_llm() as llm:
+        assert ask(llm, TEXT, greedy())
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.generate(TEXT, use_tqdm=False)

@@ -1,0 +1,99 @@
+"""A prompt as a client gives it (text, chat messages or token ids), and what it is held to before it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pdserve.common.errors import InvalidRequest, PromptTooLong
+from pdserve.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+"""Of a completion; a chat may use what the model's length leaves."""
+MAX_CACHE_SALT_CHARS = 256
+
+
+class TextInput(msgspec.Struct, frozen=True):
+    text: str
+
+
+class ChatInput(msgspec.Struct, frozen=True):
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    template_variables: Mapping[str, Any] = {}
+    """The client's own for the chat template, such as `enable_thinking`."""
+
+
+class TokenInput(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+
+
+Prompt = TextInput | ChatInput | TokenInput
+
+
+class EncodedPrompt(NamedTuple):
+    """What a model is given."""
+
+    text: str | None
+    """What was tokenized, a chat as its template wrote it; None for token ids."""
+    token_ids: list[int]
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, field: str) -> EncodedPrompt:
+    """At least one token; ids given as such are not checked. Safe from any thread.
+
+    field: what the client calls the prompt. Raises: InvalidRequest.
+    """
+    match prompt:
+        case TokenInput():
+            text, token_ids = None, prompt.token_ids
+        case ChatInput():
+            text = tokenizer.apply_chat_template(
+                prompt.messages,
+                add_generation_prompt=prompt.add_generation_prompt,
+                variables=prompt.template_variables,
+            )
+            # the template has written the special tokens
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+        case TextInput():
+            # of an empty text not even a beginning of sequence is computed
+            text = prompt.text
+            token_ids = tokenizer.encode(text, add_special_tokens=True) if text else []
+    if not token_ids:
+        raise InvalidRequest(f"{field} is empty, at least one token is needed", field)
+    return EncodedPrompt(text, token_ids)
+
+
+def resolve_max_tokens(
+    prompt: Prompt, num_tokens: int, max_model_len: int, max_tokens: int | None, *, field: str, max_tokens_field: str
+) -> int:
+    """How many output tokens a prompt of `num_tokens` tokens may have; max_tokens: None takes its kind's default.
+
+    field, max_tokens_field: what the client calls the two. Raises: PromptTooLong, InvalidRequest.
+    """
+    left = max_model_len - num_tokens
+    if left < 1:
+        raise PromptTooLong(
+            f"{field} has {num_tokens} tokens; the model's length is {max_model_len} tokens, "
+            "prompt and output together, and at least one must be left for the output",
+            field,
+        )
+    if max_tokens is None:
+        return left if isinstance(prompt, ChatInput) else min(left, DEFAULT_MAX_TOKENS)
+    if max_tokens > left:
+        raise InvalidRequest(
+            f"{max_tokens_field} is {max_tokens} and {field} has {num_tokens} tokens; together "
+            f"they may be at most {max_model_len}, so {max_tokens_field} at most {left}",
+            max_tokens_field,
+        )
+    return max_tokens
+
+
+def verify_cache_salt(cache_salt: str | None) -> None:
+    """Raises: InvalidRequest when it is too long."""
+    if cache_salt is not None and len(cache_salt) > MAX_CACHE_SALT_CHARS:
+        raise InvalidRequest(
+            f"cache_salt has {len(cache_salt)} characters, at most {MAX_CACHE_SALT_CHARS} are allowed", "cache_salt"
+        )
