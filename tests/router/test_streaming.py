@@ -14,6 +14,7 @@ from fake_worker import (
     forever,
     play,
     said,
+    token,
 )
 
 from pdserve.common.errors import Cancelled, InternalError, TransferFailed
@@ -136,7 +137,9 @@ async def test_a_client_that_leaves_more_than_its_share_unread_is_cancelled(clus
 async def test_a_client_that_stops_reading_is_cancelled_in_time(cluster, monkeypatch):
     monkeypatch.setattr(generation, "UNREAD_S", 0.3)
     await cluster.start(prefill=0, max_unread_bytes=1 << 30)
-    many = [decode_outputs(20_000 * i, token_ids=[0] * 20_000) for i in range(400)]
+    # a control character is six bytes of JSON: 9.6 MB fill the sockets' buffers, with few tokens to detokenize
+    control = token(chr(0x101))
+    many = [decode_outputs(20_000 * i, token_ids=[control] * 20_000) for i in range(80)]
     cluster.of("decode").script = play(ADMITTED, *many, forever)
     _reader, writer = await asyncio.open_connection(*cluster.addresses[0].split(":"), limit=1024)
     body = json.dumps({"prompt": "x", "stream": True}).encode()
