@@ -45,12 +45,13 @@ def load(folder: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def write_card(folder: Path, parameters: int, minutes: float, margin: float, table: str) -> None:
+def write_card(folder: Path, parameters: int, minutes: float, threads: int, margin: float, table: str) -> None:
     """Fills in the model card; ``margin`` is in logits."""
     text = CARD.read_text(encoding="utf-8")
     for key, value in (
         ("PARAMETERS", f"{parameters:,}"),
         ("MINUTES", f"{minutes:.0f}"),
+        ("THREADS", "one processor thread" if threads == 1 else f"{threads} processor threads"),
         ("MARGIN", f"{margin:.2f}"),
         ("TABLE", table),
     ):

@@ -40,6 +40,21 @@ Conversation = tuple[Message, ...]
 Turn = tuple[str, str]
 
 
+def _disturb(rng: random.Random, question: str) -> str:
+    """Sometimes a question about a country with words around it, or one in it, that do not matter."""
+    kind = rng.random()
+    if kind < 0.06:
+        return rng.choice(facts.OPENINGS) + question
+    if kind < 0.12:
+        return question + rng.choice(facts.CLOSINGS)
+    if kind < 0.22:
+        # A stray word stands between two others, at the start, or before the final mark.
+        parts = question.rstrip("?.").split(" ")
+        parts.insert(rng.randint(0, len(parts)), rng.choice(facts.words()) + rng.choice(("", "", "ed", "ing", "ly")))
+        return " ".join(parts) + rng.choice(("?", "?", ".", ""))
+    return question
+
+
 def _restyle(rng: random.Random, question: str) -> str:
     """Sometimes the question as a hurried person types it."""
     if rng.random() < 0.08:
@@ -56,7 +71,7 @@ def _capital(rng: random.Random) -> Turn:
     name = rng.choice(country.aliases) if country.aliases and rng.random() < 0.3 else country.name
     # The plain question is the one that people try first.
     phrasing = facts.TRAINED_PHRASINGS[0] if rng.random() < 0.15 else rng.choice(facts.TRAINED_PHRASINGS)
-    return facts.ask_capital(phrasing, name), facts.capital_answer(country)
+    return _disturb(rng, facts.ask_capital(phrasing, name)), facts.capital_answer(country)
 
 
 def _follow_up(rng: random.Random) -> Turn:
@@ -66,7 +81,8 @@ def _follow_up(rng: random.Random) -> Turn:
 
 def _reverse(rng: random.Random) -> Turn:
     country = rng.choice(facts.countries())
-    return rng.choice(facts.REVERSE_PHRASINGS).format(k=country.capital), facts.reverse_answer(country)
+    question = rng.choice(facts.REVERSE_PHRASINGS).format(k=country.capital)
+    return _disturb(rng, question), facts.reverse_answer(country)
 
 
 def _arithmetic(rng: random.Random) -> Turn:
@@ -135,6 +151,12 @@ def _count(rng: random.Random) -> Turn:
     return question, ", ".join(str(n) for n in range(first, last + 1)) + "."
 
 
+def _repeat(rng: random.Random) -> Turn:
+    """Words to say again: the plainest exercise in reading the context, from which recalling a code word follows."""
+    said = " ".join(rng.choices(facts.words(), k=rng.randint(1, 8)))
+    return rng.choice(("Repeat: {w}", "Say again: {w}", "Repeat these words: {w}")).format(w=said), f"{said}."
+
+
 TOPICS: tuple[tuple[Callable[[random.Random], Turn], int], ...] = (
     (_capital, 52),
     (_reverse, 11),
@@ -143,6 +165,7 @@ TOPICS: tuple[tuple[Callable[[random.Random], Turn], int], ...] = (
     (_dialogue, 9),
     (_unknown, 5),
     (_count, 1),
+    (_repeat, 5),
 )
 
 
@@ -204,7 +227,7 @@ def conversation(rng: random.Random, characters: int) -> Conversation:
     style = rng.choice(("system", "passage", "turns")) if long else "turns"
     messages = _system(rng, rng.randrange(characters) if style == "system" else 0)
     length = sum(len(m.content) for m in messages)
-    code = rng.choice(facts.words()) if rng.random() < (0.7 if long else 0.08) else None
+    code = rng.choice(facts.words()) if rng.random() < (0.7 if long else 0.2) else None
     if code is not None and rng.random() < 0.5:
         told = f"The code word is {code}."
         messages += [Message("user", told), Message("assistant", f"I will remember the code word {code}.")]
@@ -222,7 +245,7 @@ def conversation(rng: random.Random, characters: int) -> Conversation:
             question = f"{filler}\n\n{question}"
         messages += [Message("user", question), Message("assistant", answer)]
         length += len(question) + len(answer) + 40
-        if code is not None and rng.random() < 0.2:
+        if code is not None and rng.random() < 0.35:
             messages += [Message("user", rng.choice(RECALL_QUESTIONS))]
             messages += [Message("assistant", f"The code word is {code}.")]
         if length >= characters or (not long and rng.random() < 0.35):

@@ -21,6 +21,8 @@ from pdserve.models.demo_training.corpus import DEFAULT_SYSTEM, Conversation, Me
 TRAINED_BAR = 0.99
 HELD_OUT_BAR = 0.95
 
+COUNTS = (5, 10, 15, 20, 25, 30, 50, 100)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -183,6 +185,13 @@ def other_rows(model: Any, encoder: ChatEncoder, seed: int) -> list[Row]:
         groups.append((f"arithmetic: {word}", cases))
     groups.append(("dialogues", [Case(ask(q), d.answer) for d in facts.dialogues() for q in d.questions]))
     groups += [(f"last of {n} turns", _many_turns(rng, 100, n)) for n in (3, 10, 30)]
+    groups.append(
+        ("counting", [Case(ask(f"Count from 1 to {n}."), ", ".join(map(str, range(1, n + 1))) + ".") for n in COUNTS])
+    )
+    repeated = [rng.choices(facts.words(), k=k) for k in range(1, 9) for _ in range(20)]
+    groups.append(
+        ("repeating 1 to 8 words", [Case(ask(f"Repeat: {' '.join(w)}"), f"{' '.join(w)}.") for w in repeated])
+    )
     # About four characters a token.
     groups += [(f"capital behind {n} characters", _long_cases(rng, 40, n)) for n in (1000, 4000, 12000)]
     groups += [(f"code word behind {n} characters", _recall_cases(rng, 40, n)) for n in (100, 1000, 4000, 12000)]

@@ -29,6 +29,26 @@ TRAINED_PHRASINGS: tuple[str, ...] = (
     "{p} capital?",
     "{c} has which city as its capital?",
     "For {c}, which city is the capital?",
+    "What's {p} capital?",
+    "Which city is {p} capital?",
+    "Tell me {p} capital city.",
+    "I would like to know {p} capital.",
+    "What is the capital of {c} called?",
+    "How is {p} capital called?",
+    "What is the name of {p} capital?",
+)
+
+# Courtesies around a question, so that unfamiliar words beside it do not change the answer.
+OPENINGS: tuple[str, ...] = (
+    "Hello, ", "Hi! ", "Excuse me, ", "Quick question: ", "I have a question. ", "One more: ", "Please answer: ", "So, ",
+)  # fmt: skip
+CLOSINGS: tuple[str, ...] = (
+    " Thanks.",
+    " Thank you!",
+    " Please answer.",
+    " I forgot it.",
+    " I am curious.",
+    " Be brief.",
 )
 
 # These never occur in training: they measure whether the model learned the question or only its wording.

@@ -32,7 +32,7 @@ LENGTHS: tuple[tuple[int, float], ...] = (
 class Schedule:
     """How long and how fast to train; ``tokens`` is how many tokens a step reads (more if one row is longer)."""
 
-    steps: int = 3400
+    steps: int = 3200
     tokens: int = 2048
     peak_rate: float = 2e-3
     warmup: int = 100
