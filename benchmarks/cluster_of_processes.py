@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 
 START_S = 120.0
 
@@ -22,9 +24,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def pin_trees(cluster: int) -> None:
+    """Every thread of the router and of prefill workers on core 0, every thread of decode workers on core 1."""
+    router = psutil.Process(cluster)
+    for process in (router, *router.children(recursive=True)):
+        core = 1 if "decode" in process.cmdline() else 0
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, {core})
+
+
 @contextmanager
-def serving(model: Path, flags: Sequence[str] = ()) -> Iterator[str]:
-    """The base URL of a cluster; one prefill and one decode worker unless `flags` say otherwise."""
+def serving(model: Path, flags: Sequence[str] = (), *, pinned: bool = False) -> Iterator[str]:
+    """The base URL of a cluster; one prefill and one decode worker unless `flags` say otherwise.
+
+    pinned: whole processes as `pin_trees` says; else only the workers' computing threads, as `pdserve up` does it.
+    """
     port = free_port()
     command = [
         sys.executable, "-m", "pdserve.cli.main", "up", "--model", str(model), "--ask", "",
@@ -43,6 +57,8 @@ def serving(model: Path, flags: Sequence[str] = ()) -> Iterator[str]:
             except httpx.HTTPError:
                 pass
             time.sleep(0.1)
+        if pinned:
+            pin_trees(process.pid)
         yield url
     finally:
         process.send_signal(signal.SIGINT)

@@ -1,7 +1,8 @@
 """pdserve beside a vLLM prefill/decode pair that is already running: interleaved rounds, medians, ratios.
 
-The vLLM servers are started by hand, one core each, with NIXL between them (KV connector `NixlConnector`); pin their
-whole process trees as pdserve pins its workers: `taskset -acp 0 PID` for prefill, `taskset -acp 1 PID` for decode.
+The vLLM servers are started by hand, one core each, with NIXL between them (KV connector `NixlConnector`). Whole process
+trees are pinned: theirs by hand, `taskset -acp 0 PID` for prefill and `taskset -acp 1 PID` for decode, ours by this
+script, the router beside prefill. The client is not pinned.
 
 Usage: python benchmarks/side_by_side.py --model DIR --vllm-prefill http://127.0.0.1:8100 --vllm-decode http://127.0.0.1:8200
 """
@@ -54,7 +55,7 @@ def main() -> None:
     report: dict[str, object] = {
         "conditions": conditions() | {"model": options.model.name, "rounds": str(options.rounds), "peer": options.peer}
     }
-    with serving(options.model) as url:
+    with serving(options.model, pinned=True) as url:
         ours = PdServe(f"{url}/v1/completions", options.model.name)
         for concurrency, num_requests in ((1, 8), (16, 64)):
             shape = LoadShape(num_requests, concurrency, 256, 64, vocabulary)
