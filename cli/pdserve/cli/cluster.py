@@ -113,7 +113,8 @@ async def _route(
 async def _all_live(addresses: Addresses) -> None:
     """Until the router counts every worker as live, or `JOIN_S` are over: the first question is for the whole cluster."""
     expected = {"prefill": len(addresses.prefill), "decode": len(addresses.decode)}
-    async with httpx.AsyncClient() as client:
+    # a proxy in the environment is meant for other hosts
+    async with httpx.AsyncClient(trust_env=False) as client:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(JOIN_S):
                 while True:

@@ -1,4 +1,4 @@
-"""Which hosts are wildcards, and by which address other machines reach this one."""
+"""Hosts: which are wildcards, by which address other machines reach this one, and how one is written with a port."""
 
 from __future__ import annotations
 
@@ -31,3 +31,8 @@ def own_address() -> str:
     raise ConfigError(
         f"this machine's name {name!r} stands for {addresses}, which no peer can reach: set advertise_host"
     )
+
+
+def host_and_port(host: str, port: int) -> str:
+    """`host:port`, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

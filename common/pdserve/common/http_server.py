@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.host_address import host_and_port
 
 BACKLOG = 2048
 
@@ -71,8 +72,3 @@ def listening_socket(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host_and_port(host, port)}: {error.strerror}") from error
     bound.setblocking(False)
     return bound
-
-
-def host_and_port(host: str, port: int) -> str:
-    """`host:port`, an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

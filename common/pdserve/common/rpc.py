@@ -16,6 +16,7 @@ import grpc.aio
 
 from pdserve.common import errors
 from pdserve.common.errors import ConfigError, InternalError, PdServeError
+from pdserve.common.host_address import host_and_port
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> int:
 
     Raises: ConfigError naming the address, when it is in use or not ours.
     """
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = host_and_port(host, port)
     try:
         bound = server.add_insecure_port(address)
     except RuntimeError as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdserve.common.errors import ConfigError, TransferFailed
+from pdserve.common.host_address import host_and_port
 
 METADATA_VERSION = 1
 MAX_METADATA_BYTES = 1024
@@ -74,7 +75,7 @@ class TcpAddress(msgspec.Struct, frozen=True):
     version: int = METADATA_VERSION
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_and_port(self.host, self.port)
 
     def to_metadata(self) -> bytes:
         return msgspec.json.encode(self)

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pdserve.common.deployment_key import key_check
-from pdserve.common.http_server import HttpServer, host_and_port, listening_socket
+from pdserve.common.first_done import first_done
+from pdserve.common.host_address import host_and_port
+from pdserve.common.http_server import HttpServer, listening_socket
 from pdserve.common.rpc import bind
 from pdserve.common.settings import RouterSettings, describe
 from pdserve.router.fleet import Fleet
@@ -81,13 +83,13 @@ async def _serve(inference: Inference, ready: Callable[[str, str], None] | None,
             http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
             try:
                 # stopped before it has started it would leave its socket open
-                await _first(http_server.listening.wait(), asyncio.shield(http_task))
+                await first_done(http_server.listening.wait(), asyncio.shield(http_task))
                 if ready is not None:
                     ready(
                         host_and_port(settings.host, http_socket.getsockname()[1]),
                         host_and_port(settings.host, grpc_port),
                     )
-                await _first(stopped.wait(), asyncio.shield(http_task))
+                await first_done(stopped.wait(), asyncio.shield(http_task))
                 inference.admission.close()
                 await grpc_front.leave()
                 await _drain(inference, settings.drain_s, hurry)
@@ -104,17 +106,7 @@ async def _drain(inference: Inference, drain_s: float, hurry: asyncio.Event) -> 
     log.info("the router leaves; %d requests are open", inference.admission.num_requests)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(drain_s):
-            await _first(inference.admission.emptied(), hurry.wait())
-
-
-async def _first(*waiting: Awaitable[object]) -> None:
-    """Returns when one of them is done."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in waiting]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
+            await first_done(inference.admission.emptied(), hurry.wait())
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.deployment_key import key_check
 from pdserve.common.errors import Draining
+from pdserve.common.first_done import first_done
+from pdserve.common.host_address import host_and_port
 from pdserve.common.rpc import bind, make_server
 from pdserve.common.settings import WorkerSettings
 from pdserve.engine.engine_core import EngineCore
@@ -111,7 +113,7 @@ class Worker:
     def _identity(self, role: Role, check: str) -> WorkerIdentity:
         settings, model = self.settings, self.model
         host = settings.peers_host
-        address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        address = host_and_port(host, self.port)
         return WorkerIdentity(
             peer=PeerId(settings.name(self.port), secrets.randbits(64)),
             role=role,
@@ -168,10 +170,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         self.engine.call(lambda core: core.warm_up())
         self.engine.call(lambda _: loop.call_soon_threadsafe(warmed.set))
-        waiters = [asyncio.ensure_future(event.wait()) for event in (warmed, self.engine.died)]
-        await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
-        for waiter in waiters:
-            waiter.cancel()
+        await first_done(warmed.wait(), self.engine.died.wait())
         if self.engine.died.is_set():
             raise RuntimeError("the engine failed while it was warmed up")
         host = self.settings.metrics_host or self.settings.host
@@ -185,7 +184,7 @@ class Worker:
             "%s is ready at %s: %d blocks of %d tokens, max_model_len %d, connectors %s, metrics http://%s/metrics",
             peer.worker_id, self.identity.address, self.model.num_blocks, self.model.layout.block_size,
             self.model.max_model_len, ", ".join(self.connectors.names),
-            f"[{host}]:{self.metrics_server.port}" if ":" in host else f"{host}:{self.metrics_server.port}",
+            host_and_port(host, self.metrics_server.port),
         )  # fmt: skip
 
     def health(self) -> Health:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from pdserve.common.first_done import first_done
 from pdserve.common.settings import WorkerSettings, describe
 from pdserve.engine.loaded_model import LoadProgress, load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
@@ -44,22 +45,11 @@ async def run_worker(
         await worker.start()
         if on_ready is not None:
             on_ready(worker.identity)
-        await _first_of(leave, worker.engine.died)
+        await first_done(leave.wait(), worker.engine.died.wait())
         if not worker.engine.died.is_set():
             leave.clear()
             log.info("draining, for at most %.0f s", settings.drain_s)
-            drained = asyncio.create_task(worker.drain())
-            again = asyncio.create_task(leave.wait())
-            await asyncio.wait({drained, again}, return_when=asyncio.FIRST_COMPLETED)
-            drained.cancel()
-            again.cancel()
+            await first_done(worker.drain(), leave.wait())
     finally:
         await worker.stop()
     return not worker.engine.died.is_set()
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    waiters = [asyncio.create_task(event.wait()) for event in events]
-    await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
-    for waiter in waiters:
-        waiter.cancel()

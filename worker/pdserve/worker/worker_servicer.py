@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 
+from pdserve.common.first_done import first_done
 from pdserve.common.held_blocks import BlocksChange
 from pdserve.common.rpc import PROTOCOL_VERSION
 from pdserve.common.wire import layout_to_wire
@@ -67,7 +68,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             announced, next_load = self._changed, loop.time() + LOAD_EVERY_S
             yield worker_pb2.WatchEvent(load=self._load_message())
             while not announced.is_set() and loop.time() < next_load:
-                await _any_of(announced.wait(), *(() if follower is None else (follower.wait(),)), until=next_load)
+                waiting: list[Awaitable[object]] = (
+                    [announced.wait()] if follower is None else [announced.wait(), follower.wait()]
+                )
+                await first_done(*waiting, timeout_s=next_load - loop.time())
                 for change in () if follower is None else follower.take():
                     sequence += 1
                     yield worker_pb2.WatchEvent(blocks=_blocks_message(sequence, change))
@@ -129,14 +133,3 @@ def _blocks_message(sequence: int, change: BlocksChange) -> worker_pb2.Blocks:
         stored=b"".join(change.stored),
         removed=b"".join(change.removed),
     )
-
-
-async def _any_of(*waiting: Coroutine[Any, Any, object], until: float) -> None:
-    """Returns when one of them is done, or at loop time `until`."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in waiting]
-    try:
-        timeout_s = max(0.0, until - asyncio.get_running_loop().time())
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
