@@ -132,7 +132,7 @@ class Harness:
 
     def collect(self) -> dict[str, Answer]:
         """Everything said so far, by aborts and events too."""
-        self._book(self.scheduler.take_outputs())
+        self._book(self.scheduler.outputs.take())
         return self.answers
 
     def ask(self, prompt: Sequence[int], **fields: Any) -> Answer:

@@ -25,7 +25,7 @@ def test_what_is_left_is_computed_here_up_to_the_limit(make_engine: MakeEngine, 
         assert [type(message) for message in engine.outbox.take()] == [ReceiveInto]
         engine.must_be_idle = False
         return
-    first = engine.scheduler.take_outputs()
+    first = engine.scheduler.outputs.take()
     assert [(output.request_id, output.prefills_locally, output.new_token_ids) for output in first] == [
         (request_id, True, [])
     ]

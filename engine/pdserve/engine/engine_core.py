@@ -93,7 +93,7 @@ class EngineCore:
             self.scheduler.keep_left(scheduled)
         stored, removed = self.scheduler.pool.take_changes()
         return EngineCoreOutputs(
-            outputs=self.scheduler.take_outputs(),
+            outputs=self.scheduler.outputs.take(),
             scheduler_stats=self.scheduler.stats(),
             timestamp=time.monotonic(),
             blocks_stored=stored,

@@ -77,7 +77,7 @@ class EngineThread:
             log.exception("the engine failed; every request it had ends")
             with contextlib.suppress(Exception):
                 self.core.fail_all(WorkerLost("the engine failed; its log has the details"))
-                self._tell(EngineCoreOutputs(outputs=self.core.scheduler.take_outputs()))
+                self._tell(EngineCoreOutputs(outputs=self.core.scheduler.outputs.take()))
             self.call_soon(self._on_death)
 
     def _loop_until_stopped(self) -> None:

@@ -7,13 +7,14 @@ import time
 from dataclasses import dataclass, field
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, LogprobsLists, SchedulerStats
+from pdserve.common.engine_types import EngineCoreRequest, LogprobsLists, SchedulerStats
 from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
 from pdserve.engine.admission import Admission, Refusal
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.hold_ledger import HoldLedger
 from pdserve.engine.kv_cache_manager import KVCacheManager
+from pdserve.engine.output_book import OutputBook
 from pdserve.engine.remote_kv import (
     HoldReturned,
     IntoEngine,
@@ -26,7 +27,7 @@ from pdserve.engine.remote_kv import (
     Want,
 )
 from pdserve.engine.remote_receives import RemoteReceives
-from pdserve.engine.request import FINISH_REASONS, Request, RequestStatus, Wait
+from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from pdserve.engine.source_publishing import SourcePublishing
 
@@ -69,6 +70,7 @@ class Scheduler:
         self.receives = RemoteReceives(config, self.kv, self.holds, connector)
         self.sources = SourcePublishing(self.kv, self.holds, connector)
         self.admission = Admission(config, self.kv)
+        self.outputs = OutputBook()
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.num_preemptions = 0
@@ -77,7 +79,6 @@ class Scheduler:
         self.prefill_s = 0.0
         """Time of the steps that computed prompt tokens."""
         self._left_batch: list[str] = []
-        self._outputs: list[EngineCoreOutput] = []
 
     # ---- requests come and go
 
@@ -99,7 +100,7 @@ class Scheduler:
             return False
         request.settle_wait(Wait.REMOTE_KV)
         self.receives.renounce(request)
-        self._outputs.append(EngineCoreOutput(request_id=request.request_id, prefills_locally=True))
+        self.outputs.prefills_locally(request)
         return True
 
     def abort_request(self, request_id: str) -> Request | None:
@@ -299,12 +300,12 @@ class Scheduler:
             self._finish(request, ended_with, new_token_ids=[token_id], new_logprobs=logprobs)
         elif request.core.transfer_source:
             # the rest is decoded elsewhere: for this engine the sequence is done, though its text is not
-            self._emit(request, [token_id], None, new_logprobs=logprobs)
+            self.outputs.tokens(request, [token_id], None, logprobs)
             if request.is_unwanted_source:
                 self.sources.rest(request)
             self._forget(request, RequestStatus.FINISHED_STOPPED)
         else:
-            self._emit(request, [token_id], None, new_logprobs=logprobs)
+            self.outputs.tokens(request, [token_id], None, logprobs)
 
     def keep_left(self, unused: SchedulerOutput) -> None:
         """A step that computed nothing was not seen by the runner: what it was to be told is told next time."""
@@ -316,41 +317,6 @@ class Scheduler:
         self.prefill_s = 0.0
         self.num_computed_prompt_tokens = self.kv.num_queried_tokens = self.kv.num_hit_tokens = 0
 
-    def take_outputs(self) -> list[EngineCoreOutput]:
-        """What has happened since the last call."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def _emit(
-        self,
-        request: Request,
-        new_token_ids: list[int],
-        status: RequestStatus | None,
-        cause: PdServeError | None = None,
-        new_logprobs: LogprobsLists | None = None,
-    ) -> None:
-        if status is not None:
-            request.mark("finished")
-        first_or_last = status is not None or not request.has_emitted
-        request.has_emitted = True
-        self._outputs.append(
-            EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=new_token_ids,
-                first_position=request.num_output_tokens - len(new_token_ids),
-                finish_reason=None if status is None else FINISH_REASONS[status],
-                stop_reason=request.stop_reason,
-                num_cached_tokens=request.num_cached_tokens,
-                transfer_unwanted=request.is_unwanted_source,
-                error_code=cause.code if cause is not None else "",
-                error_message=cause.message if cause is not None else "",
-                moments=dict(request.moments) if first_or_last else {},
-                prefill_chunks=request.prefill_chunks if first_or_last else [],
-                new_logprobs=new_logprobs,
-                num_preemptions=request.num_preemptions,
-            )
-        )
-
     def _finish(
         self,
         request: Request,
@@ -360,7 +326,7 @@ class Scheduler:
         new_logprobs: LogprobsLists | None = None,
         cause: PdServeError | None = None,
     ) -> None:
-        self._emit(request, new_token_ids or [], status, cause, new_logprobs)
+        self.outputs.tokens(request, new_token_ids or [], status, new_logprobs, cause)
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.receives.stop(request, cause)
         self._forget(request, status)
