@@ -178,12 +178,13 @@ def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
     from pdserve.models.kv_cache import make_kv_cache
     from pdserve.models.loading import load_decoder
 
-    def make(folder: Path, **fields: Any) -> Harness:
-        decoder = load_decoder(folder, dtype="float32")
+    def make(folder: Path, device: str = "cpu", **fields: Any) -> Harness:
+        decoder = load_decoder(folder, dtype="float32", device=device)
         fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
         config = EngineConfig(**fields)
         layout = decoder.config.kv_layout(config.block_size, "fingerprint")
-        harness = Harness(config, decoder, make_kv_cache(layout, config.num_blocks), decoder.config.vocab_size)
+        kv_cache = make_kv_cache(layout, config.num_blocks, device)
+        harness = Harness(config, decoder, kv_cache, decoder.config.vocab_size)
         harnesses.append(harness)
         return harness
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from engine_harness import KEY
 from hash_model import VOCAB_SIZE, HashModel, make_hash_cache
 
@@ -25,12 +24,12 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.attach_client import Receiving
 from pdserve.kv_transfer.attach_servicer import AttachServicer
-from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.local import LocalConnector, LocalNetwork
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.source_transfer import ExpectedTransfer, LeaseLimits, PeerId, SourceTransfer
 from pdserve.kv_transfer.source_transfers import SourceTransfers
+from pdserve.kv_transfer.staged_pool import StagedPool, host_memory
 from pdserve.kv_transfer.tcp import TcpConnector
 from pdserve.kv_transfer.tcp_settings import TcpSettings
 from pdserve.v1 import kv_source_pb2_grpc
@@ -47,7 +46,8 @@ _numbers = itertools.count()
 class Node:
     """What a worker holds, without its process."""
 
-    def __init__(self, name: str, *connectors: Any, **fields: Any) -> None:
+    def __init__(self, name: str, *connectors: Any, staged: bool = False, **fields: Any) -> None:
+        """staged: as if the engine's pool were on a device, with connectors that reach host memory only."""
         fields = {
             "block_size": BLOCK_SIZE,
             "num_blocks": 64,
@@ -57,12 +57,12 @@ class Node:
         self.config = EngineConfig(**fields)
         self.model = HashModel()
         self.cache = make_hash_cache(self.config.num_blocks, BLOCK_SIZE)
-        view = memoryview(self.cache.view(torch.uint8).numpy().reshape(-1).data)
+        self.staged = StagedPool(self.cache) if staged else None
         self.connector = connectors[0]
         self.connectors = ConnectorSet(connectors)
-        pool = PoolMemory(view, BLOCK_SIZE * 8, self.config.num_blocks)
+        pool = host_memory(self.cache) if self.staged is None else self.staged.memory
         self.connectors.serve(pool)
-        self.adapter = SeamAdapter(self.connectors, pool)
+        self.adapter = SeamAdapter(self.connectors, pool, self.staged)
         self.core = EngineCore(self.config, self.model, self.cache, HASHER, VOCAB_SIZE, self.adapter)
         self.engine = EngineClient(self.core)
         self.adapter.connect(self.engine)

@@ -142,6 +142,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Names this worker; default: role, host beyond loopback, port."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:N`. On a GPU the pool needs as much host memory again: blocks are staged there."""
     block_size: int = 16
     """Tokens in a KV block; equal on all workers."""
     num_blocks: int | None = None

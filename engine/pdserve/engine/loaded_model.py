@@ -76,11 +76,13 @@ def load_model(
 
 
 def _check_device(name: str) -> None:
-    """Raises: ConfigError for a device that is not here, or whose memory KV blocks cannot be moved from yet."""
+    """Raises: ConfigError for a device that torch does not know or that is not here."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device is {name!r}, which torch does not know") from error
-    if device.type != "cpu":
-        # the data plane reads and writes host memory; blocks on a GPU need a pinned staging ring first
-        raise ConfigError(f"device is {name!r}: KV transfer works on host memory only so far, so it must be 'cpu'")
+        raise ConfigError(f"device is {name!r}, which torch does not know; it must be cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}, it must be cpu, cuda or cuda:N")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ConfigError(f"device is {name!r}, but torch {torch.__version__} sees {num_gpus} CUDA devices here")

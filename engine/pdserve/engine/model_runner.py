@@ -61,11 +61,12 @@ class ModelRunner:
         token_ids, attention = self._inputs(rows, counts)
         hidden = self._model.forward(token_ids, attention, self._kv_cache, self._before_layer)
         self.batch.num_computed[rows] += counts
+        written = self._device_event()
 
         ends = np.cumsum(counts) - 1
         complete = np.flatnonzero(self.batch.num_computed[rows] == self.batch.num_tokens[rows])
         if len(complete) == 0:
-            return ModelRunnerOutput([], [])
+            return ModelRunnerOutput([], [], device_event=written)
         logits = self._model.compute_logits(hidden[torch.from_numpy(ends[complete]).to(self._device)])
         sampled_rows = rows[complete]
         output = self._sampler(logits, self.batch.sampling_metadata(sampled_rows))
@@ -74,8 +75,19 @@ class ModelRunner:
         req_ids = [requests[row].request_id for row in sampled_rows.tolist()]
         logprobs = output.logprobs.lists() if output.logprobs is not None else {}
         return ModelRunnerOutput(
-            req_ids, output.sampled_token_ids.tolist(), {req_ids[row]: lists for row, lists in logprobs.items()}
+            req_ids,
+            output.sampled_token_ids.tolist(),
+            {req_ids[row]: lists for row, lists in logprobs.items()},
+            device_event=written,
         )
+
+    def _device_event(self) -> torch.cuda.Event | None:
+        """Completes when the device has done everything it was given so far; None on a processor, which has."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def _update_batch(self, scheduled: SchedulerOutput, block_ids_of: Callable[[Request], list[int]]) -> None:
         for request_id in scheduled.finished_req_ids:

@@ -278,6 +278,7 @@ class Scheduler:
     def update_from_output(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Book a step's result: KV computed, blocks published, tokens appended, sequences ended."""
         computed_at = time.monotonic()
+        self.sources.device_event = computed.device_event
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             request = self.requests[request_id]
             if request.num_computed_tokens < request.num_prompt_tokens:

@@ -39,3 +39,5 @@ class ModelRunnerOutput:
     """`NO_TOKEN` for a sequence whose rules leave none."""
     logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     """request_id -> of its new token; only of those that ask."""
+    device_event: object | None = None
+    """On a GPU: recorded after the step's last kernel that writes KV."""

@@ -21,6 +21,8 @@ class SourcePublishing:
         self._holds = holds
         self._connector = connector
         self._resting: dict[str, tuple[Request, RestingTable]] = {}
+        self.device_event: object | None = None
+        """On a GPU: of the last step; whatever is final was written before it."""
 
     def rest(self, request: Request) -> None:
         """It ended unwanted: let its blocks go, but remember where they are. `forget` follows when its transfer ends."""
@@ -62,4 +64,4 @@ class SourcePublishing:
         if final > first:
             request.num_settled_blocks = final
             hold = self._holds.out(self._kv.hold(request, first, final))
-            self._connector.send(Settled(request.request_id, first, hold))
+            self._connector.send(Settled(request.request_id, first, hold, self.device_event))

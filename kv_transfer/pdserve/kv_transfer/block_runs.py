@@ -1,10 +1,22 @@
-"""Neighbouring blocks of a pool as single views: one buffer of a vectored call instead of one a block."""
+"""Neighbouring blocks of a pool as single runs: one buffer of a vectored call, or one copy, instead of one a block."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pdserve.kv_transfer.connector import PoolMemory
+
+
+def number_runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of the runs of successive numbers, in the order given."""
+    position = 0
+    while position < len(blocks):
+        first = blocks[position]
+        length = 1
+        while position + length < len(blocks) and blocks[position + length] == first + length:
+            length += 1
+        yield first, length
+        position += length
 
 
 def block_runs(pool: PoolMemory, blocks: Sequence[int]) -> list[memoryview]:
@@ -14,14 +26,8 @@ def block_runs(pool: PoolMemory, blocks: Sequence[int]) -> list[memoryview]:
     """
     views: list[memoryview] = []
     size = pool.block_bytes
-    position = 0
-    while position < len(blocks):
-        first = blocks[position]
-        length = 1
-        while position + length < len(blocks) and blocks[position + length] == first + length:
-            length += 1
+    for first, length in number_runs(blocks):
         if first < 0 or first + length > pool.num_blocks:
             raise IndexError(f"blocks {first} to {first + length - 1} are not all in the pool of {pool.num_blocks}")
         views.append(pool.view[first * size : (first + length) * size])
-        position += length
     return views

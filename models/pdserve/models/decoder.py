@@ -39,7 +39,7 @@ class Decoder:
         self._lm_head = lm_head
         device = embedding.device
         self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
-        self._magnitude = torch.tensor(config.rope.attention_factor, device=device)
+        self._magnitude = torch.full((), config.rope.attention_factor, device=device)
         self._windows = frozenset(config.sliding_windows)
         self._pages: KvPages | None = None
 

@@ -36,6 +36,7 @@ from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.digest import block_digests
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.source_transfer import SourceResult, SourceTransfer
+from pdserve.kv_transfer.staged_pool import StagedPool
 from pdserve.worker.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
@@ -64,21 +65,27 @@ class _Receiver:
         self.transfer = transfer
         self.landed = landed
         self.hold: BlockHold | None = None
+        self.num_staged = 0
+        """Of the hold's blocks, so many were landed and on their way to the device."""
         self.stream: asyncio.Task[None] | None = None
 
 
 class SeamAdapter:
     """`send` is called by the engine thread; everything else lives in the asyncio thread."""
 
-    def __init__(self, connectors: ConnectorSet, pool: PoolMemory) -> None:
+    def __init__(self, connectors: ConnectorSet, pool: PoolMemory, staged: StagedPool | None = None) -> None:
+        """pool: what `connectors` serve. staged: where the engine's pool is on a device, and `pool` its host memory."""
         self._connectors = connectors
         self._pool = pool
+        self._staged = staged
         self._loop = asyncio.get_running_loop()
-        self._digests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digests")
+        # one thread: what it is given is done in the order in which it was given
+        self._block_work = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blocks")
         self._sources: dict[str, _Source] = {}
         self._receivers: dict[str, _Receiver] = {}
         self._streams: set[asyncio.Task[None]] = set()
         self._engine: EngineClient | None = None
+        self._closed = False
 
     def connect(self, engine: EngineClient) -> None:
         """The engine is made after its connector: this closes the circle."""
@@ -94,7 +101,8 @@ class SeamAdapter:
     def close(self) -> None:
         for receiver in list(self._receivers.values()):
             receiver.transfer.stop()
-        self._digests.shutdown(wait=True, cancel_futures=True)
+        self._block_work.shutdown(wait=True, cancel_futures=True)
+        self._closed = True
 
     def transfer(self, request_id: str) -> ReceiverTransfer | None:
         """The transfer by which a request's blocks come here; None for a request without one, or whose has ended."""
@@ -187,14 +195,23 @@ class SeamAdapter:
             self._return(message.request_id, [message.hold])
             return
         source.holds.append(message.hold)
-        block_ids = message.hold.block_ids
-        digests = self._loop.run_in_executor(self._digests, block_digests, self._pool, block_ids)
+        digests = self._loop.run_in_executor(self._block_work, self._digest, message)
 
         def publish(done: asyncio.Future[list[int]]) -> None:
-            if not source.transfer.has_ended and not done.cancelled():
-                source.transfer.settled(message.first_index, block_ids, done.result())
+            if source.transfer.has_ended or done.cancelled():
+                return
+            if (error := done.exception()) is not None:
+                source.transfer.fail(_not_copied(error))
+            else:
+                source.transfer.settled(message.first_index, message.hold.block_ids, done.result())
 
         digests.add_done_callback(publish)
+
+    def _digest(self, message: Settled) -> list[int]:
+        """In the block thread: bring the blocks to where connectors read them, and digest them there."""
+        if self._staged is not None:
+            self._staged.to_host(message.hold.block_ids, message.device_event)
+        return block_digests(self._pool, message.hold.block_ids)
 
     # ---- receiver
 
@@ -234,7 +251,24 @@ class SeamAdapter:
         receiver.transfer.room(message.first_index, message.hold.block_ids)
 
     def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
-        self.engine.apply(Landed(transfer.request_id, num_blocks))
+        receiver = self._receivers.get(transfer.request_id)
+        if self._staged is None or self._closed or receiver is None or receiver.hold is None:
+            self.engine.apply(Landed(transfer.request_id, num_blocks))
+            return
+        new = receiver.hold.block_ids[receiver.num_staged : num_blocks]
+        receiver.num_staged = num_blocks
+        copied = self._loop.run_in_executor(self._block_work, self._staged.to_device, new)
+
+        def tell(done: asyncio.Future[None]) -> None:
+            if done.cancelled():
+                return
+            if (error := done.exception()) is not None:
+                # also when all has landed, and the transfer is over
+                self.engine.apply(ReceiveFailed(transfer.request_id, _not_copied(error)))
+            else:
+                self.engine.apply(Landed(transfer.request_id, num_blocks))
+
+        copied.add_done_callback(tell)
 
     def source_finished(self, transfer: ReceiverTransfer, num_tokens: int, token_ids: tuple[int, ...]) -> None:
         self.engine.apply(SourceFinished(transfer.request_id, num_tokens, token_ids))
@@ -247,7 +281,7 @@ class SeamAdapter:
         if receiver is None:
             return
         if receiver.hold is not None:
-            self._return(transfer.request_id, [receiver.hold])
+            self._return_landed(transfer.request_id, receiver.hold)
             receiver.hold = None
         if not transfer.is_cut_short and not receiver.landed.done():
             receiver.landed.set_result(transfer)
@@ -262,6 +296,22 @@ class SeamAdapter:
             if not receiver.landed.done():
                 receiver.landed.cancel()
 
+    def _return_landed(self, request_id: str, hold: BlockHold) -> None:
+        """Give blocks back that were received into: after the copies to the device, which write them too."""
+        if self._staged is None or self._closed:
+            self._return(request_id, [hold])
+            return
+        copied = self._loop.run_in_executor(self._block_work, _nothing)
+        copied.add_done_callback(lambda _: self._return(request_id, [hold]))
+
     def _return(self, request_id: str, holds: list[BlockHold]) -> None:
         for hold in holds:
             self.engine.apply(HoldReturned(request_id, hold))
+
+
+def _nothing() -> None:
+    """What the block thread does for those who only want to know that it has done the rest."""
+
+
+def _not_copied(error: BaseException) -> TransferFailed:
+    return TransferFailed(f"blocks could not be copied between device and host: {error}")

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 
 import grpc
-import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -29,10 +28,10 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.loaded_model import LoadedModel
 from pdserve.kv_transfer.attach_client import Receiving
 from pdserve.kv_transfer.attach_servicer import AttachServicer
-from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.source_transfer import LeaseLimits, PeerId
 from pdserve.kv_transfer.source_transfers import SourceTransfers
+from pdserve.kv_transfer.staged_pool import StagedPool, host_memory
 from pdserve.v1 import kv_source_pb2_grpc, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import Role, WorkerIdentity
@@ -76,9 +75,10 @@ class Worker:
         self.port = bind(self.server, settings.host, settings.port)
         self.peers = PeerChannels()
         self._is_source = False
-        pool = pool_memory(model)
+        staged = None if model.kv_cache.is_cpu else StagedPool(model.kv_cache)
+        pool = host_memory(model.kv_cache) if staged is None else staged.memory
         connectors.serve(pool)
-        self.adapter = SeamAdapter(connectors, pool)
+        self.adapter = SeamAdapter(connectors, pool, staged)
         hasher = BlockHasher(deployment_key, settings.block_size)
         core = EngineCore(
             model.engine_config(settings),
@@ -247,9 +247,3 @@ class Worker:
         await self.metrics_server.stop()
         await self.telemetry.close()
         log.info("%s has stopped; %d threads left", self.identity.peer.worker_id, threading.active_count())
-
-
-def pool_memory(model: LoadedModel) -> PoolMemory:
-    """The KV cache's bytes, for the data plane."""
-    data = model.kv_cache.flatten().view(torch.uint8).numpy().data
-    return PoolMemory(memoryview(data), model.layout.block_bytes, model.num_blocks)

@@ -1,0 +1,69 @@
+"""One code for every device: an engine on a device that refuses tensors of the processor gives the processor's answers.
+
+On a machine with a GPU the same runs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
+from engine_harness import Answer, Harness, harnesses, make_real_engine  # noqa: F401
+from pretend_device import DEVICE, PretendTensor, pretended_device
+
+PROMPTS = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in (1, 15, 16, 17, 40, 100)]
+PARAMETERS = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 7, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 1.2, "seed": 8, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.5},
+    {"temperature": 0.0, "logit_bias": {5: 4.0}, "bad_words_token_ids": ((7, 8), (9,)), "logprobs": 3},
+    {"temperature": 0.7, "seed": 9, "top_k": 5, "allowed_token_ids": tuple(range(3, 90)), "min_tokens": 4},
+    {"temperature": 0.5, "seed": 10},
+]
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))
+
+
+@pytest.fixture(params=[str(DEVICE), CUDA])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    with pretended_device() if request.param == str(DEVICE) else nullcontext():
+        yield request.param
+
+
+def _answers(engine: Harness) -> list[Answer]:
+    """More than fits into one step, so that chunks and decodes meet."""
+    ids = [
+        engine.add(prompt, params={"max_tokens": 12} | params)
+        for prompt, params in zip(PROMPTS, PARAMETERS, strict=True)
+    ]
+    answers = engine.run()
+    return [answers[request_id] for request_id in ids]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_operation_of_a_step_stays_on_its_device(
+    tmp_path: Path,
+    architecture: str,
+    device: str,
+    make_real_engine: Callable[..., Harness],  # noqa: F811
+) -> None:
+    folder = make_checkpoint(tmp_path / architecture, architecture)
+    limits = {"max_num_batched_tokens": 48, "num_blocks": 40, "max_model_len": 180}
+    there = make_real_engine(folder, device=device, **limits)
+    assert there.kv_cache.device.type == device
+    found = _answers(there)
+    assert isinstance(there.kv_cache, PretendTensor) == (device == str(DEVICE))
+    expected = _answers(make_real_engine(folder, **limits))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.finish_reason == theirs.finish_reason
+    for ours, theirs in zip(found[3].logprobs.logprobs, expected[3].logprobs.logprobs, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_tensor_forgotten_on_the_processor_is_refused() -> None:
+    with pretended_device() as device, pytest.raises(RuntimeError, match="two devices"):
+        torch.ones(3, device=device) + torch.ones(3)

@@ -1,0 +1,102 @@
+"""A device that is not there: tensors that say they lie on it, whose numbers the processor computes.
+
+An operation between one of them and a tensor of the processor is refused, as a GPU refuses it. So whatever runs on the
+pretended device meets on a GPU neither a tensor that was forgotten on the host nor another branch of the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+DEVICE = torch.device("meta")
+"""The one device type beside the processor that every build of torch lets a tensor name."""
+_COPY_INTO = torch.ops.aten.copy_.default
+
+
+class PretendTensor(Tensor):
+    """A tensor of the pretended device."""
+
+    held: Tensor
+    """Its numbers, on the processor."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> PretendTensor:
+        with torch.inference_mode(False):  # a view of a tensor from outside such a mode must not be born inside it
+            return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+                cls,
+                held.size(),
+                strides=held.stride(),
+                storage_offset=held.storage_offset(),
+                dtype=held.dtype,
+                device=DEVICE,
+            )
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    def tolist(self) -> Any:
+        """Tensor's own refuses subclasses."""
+        return self.held.tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PretendTensor({self.held!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _OnDevice(TorchDispatchMode):
+    """Makes new tensors, and copies, that ask for the device into pretended ones."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+    pretended = [tensor for tensor in tensors if isinstance(tensor, PretendTensor)]
+    devices = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.device)]
+    target = devices[0] if devices else None
+    if pretended and target is None and func is not _COPY_INTO:
+        for stranger in tensors:
+            if not isinstance(stranger, PretendTensor) and stranger.dim() > 0:
+                raise RuntimeError(f"{func} is given tensors of two devices, {tuple(stranger.shape)} of the processor")
+    held_args, held_kwargs = tree_map(_held, (args, kwargs))
+    result = func(*held_args, **held_kwargs)
+    if func is _COPY_INTO:
+        return args[0]
+    on_device = bool(pretended) if target is None else target.type == DEVICE.type
+    wrappers = {id(tensor.held): tensor for tensor in pretended} if on_device else {}
+
+    def placed(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not on_device:
+            return value
+        return wrappers[id(value)] if id(value) in wrappers else PretendTensor(value)
+
+    return tree_map(placed, result)
+
+
+def _held(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return value.held if isinstance(value, PretendTensor) else value
+
+
+@contextmanager
+def pretended_device() -> Iterator[torch.device]:
+    """While it lasts, this thread can make tensors on the device."""
+    with _OnDevice():
+        yield DEVICE
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """The numbers, on the processor."""
+    return tensor.held.clone() if isinstance(tensor, PretendTensor) else tensor

@@ -1,0 +1,76 @@
+"""Blocks between a pool on a device and the host memory that connectors reach: order, failure, and what waits for what."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hash_model import greedy_answer
+
+from pdserve.common.errors import TransferFailed
+from pdserve.engine.output_stream import OutputStream
+
+PROMPT = [(7 * i) % 60 for i in range(41)]
+STAGED = {"p": {"staged": True}, "d": {"staged": True}}
+
+
+def _instead(staged: Any, name: str, copy: Any) -> None:
+    """Replace one of the two copies of a `StagedPool`; `copy` is given the real one."""
+    real = getattr(staged, name)
+    setattr(staged, name, lambda *args: copy(real, *args))
+
+
+async def test_i13_blocks_that_are_being_copied_are_nobody_elses(make_pair: Any) -> None:
+    pair = await make_pair(**STAGED)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(real: Any, block_ids: Sequence[int]) -> None:
+        begun.set()
+        assert go_on.wait(8)
+        real(block_ids)
+
+    _instead(pair.d.staged, "to_device", slow)
+    asked = pair.ask(PROMPT)
+    await asyncio.to_thread(begun.wait, 8)
+    pair.leave(asked)
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    pair.d.engine.call(lambda _: loop.call_soon_threadsafe(told.set))
+    await asyncio.wait_for(told.wait(), 8)
+    assert pair.d.core.scheduler.pool.num_in_use == 11, "blocks went back while a copy still writes them"
+    go_on.set()
+    await pair.idle()
+    assert await asyncio.wait_for(pair.ask(PROMPT).answer(), 10) == greedy_answer(PROMPT, 4)
+
+
+@pytest.mark.parametrize(("side", "copy"), [("p", "to_host"), ("d", "to_device")])
+async def test_a_copy_that_fails_fails_its_transfer_alone(make_pair: Any, side: str, copy: str) -> None:
+    pair = await make_pair(**STAGED)
+    staged = getattr(pair, side).staged
+    num_failures = 1
+
+    def once(real: Any, *args: Any) -> None:
+        nonlocal num_failures
+        if num_failures:
+            num_failures -= 1
+            raise RuntimeError("an uncorrectable memory error")
+        real(*args)
+
+    _instead(staged, copy, once)
+    asked = pair.ask(PROMPT)
+    with pytest.raises(TransferFailed):  # decode's leg; prefill's may end before its token
+        await asyncio.wait_for(_all_of(asked.decode), 10)
+    if side == "p":
+        await asyncio.wait_for(asyncio.shield(asked.transfer.over), 5)
+        assert "uncorrectable" in asked.transfer.cause.message
+    pair.leave(asked)
+    await pair.idle()
+    assert await asyncio.wait_for(pair.ask(PROMPT).answer(), 10) == greedy_answer(PROMPT, 4)
+
+
+async def _all_of(stream: OutputStream) -> None:
+    async for _ in stream:
+        pass
