@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: up demo test check proto bench format clean
+.PHONY: up demo test faults check proto bench format clean
 
 up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
 	$(BIN)/pdserve up
@@ -14,6 +14,9 @@ demo: $(VENV)/.runtime  ## the same, one question, then stop
 
 test: $(VENV)/.dev  ## the whole test suite
 	$(BIN)/python -m pytest
+
+faults: $(VENV)/.dev  ## the whole kill matrix: every signal, in every phase, to every role
+	$(BIN)/python -m pytest -m "" tests/faults
 
 check: $(VENV)/.dev  ## format, lint, types, proto drift, import layers, forbidden calls
 	$(BIN)/ruff format --check .

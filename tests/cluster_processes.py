@@ -21,6 +21,7 @@ from pdserve.common.rpc import PROTOCOL_VERSION
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 KEY = "a key for tests, of no worth at all"
+PROGRAM = (sys.executable, "-m", "pdserve.cli.main")
 START_S = 60.0
 SETTLE_S = 10.0
 _ROUTER_READY = re.compile(r"ready: OpenAI http://(\S+)/v1  gRPC (\S+)")
@@ -52,6 +53,8 @@ class Cluster:
 
     folder: Path
     services: dict[str, Service] = field(default_factory=dict)
+    worker_program: Sequence[str] = PROGRAM
+    """What stands for the `pdserve` command where a worker is started."""
 
     @property
     def router(self) -> Service:
@@ -68,7 +71,7 @@ class Cluster:
         name = name or role
         read, write = os.pipe()
         command = [role, "--port", str(port), "--worker-id", name, *flags, "--report-fd", str(write)]
-        service = self._launch(name, role, command, flags, pass_fds=(write,))
+        service = self._launch(name, role, [*self.worker_program, *command], flags, pass_fds=(write,))
         os.close(write)
         self._report_fd = read
         return service
@@ -89,7 +92,7 @@ class Cluster:
         for option, addresses in (("--prefill", prefill), ("--decode", decode)):
             for address in addresses:
                 command += [option, address]
-        service = self._launch(name, "router", command, flags)
+        service = self._launch(name, "router", [*PROGRAM, *command], flags)
         deadline = time.monotonic() + START_S
         while not (ready := _ROUTER_READY.search(service.read_log())):
             assert service.process.poll() is None, f"the router ended:\n{service.read_log()}"
@@ -110,7 +113,7 @@ class Cluster:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pdserve.cli.main", *command],
+                command,
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,
@@ -169,9 +172,9 @@ class Cluster:
 
 
 @contextmanager
-def running_cluster(folder: Path) -> Iterator[Cluster]:
+def running_cluster(folder: Path, worker_program: Sequence[str] = PROGRAM) -> Iterator[Cluster]:
     """A cluster that ends with the block, whatever happens in it."""
-    cluster = Cluster(folder)
+    cluster = Cluster(folder, worker_program=worker_program)
     try:
         yield cluster
     finally:

@@ -39,20 +39,23 @@ class InferenceClient:
     ) -> None:
         await self._channel.close()
 
-    def start(self, prompt: Sequence[int], timeout: float = 60, **sampling: object) -> grpc.aio.UnaryStreamCall:
+    def start(
+        self, prompt: Sequence[int], timeout: float = 60, cache_salt: str = "", **sampling: object
+    ) -> grpc.aio.UnaryStreamCall:
         """The raw call. sampling: fields of the proto's `SamplingParams`."""
         sampling = {"temperature": 0.0, "ignore_eos": True, **sampling}
         request = inference_pb2.GenerateRequest(
             tokens=inference_pb2.TokenPrompt(token_ids=prompt),
             sampling=request_pb2.SamplingParams(**sampling),
             stream=True,
+            cache_salt=cache_salt,
         )
         return self._stub.Generate(request, timeout=timeout, wait_for_ready=True)
 
-    async def ask(self, prompt: Sequence[int], timeout: float = 60, **sampling: object) -> Answer:
+    async def ask(self, prompt: Sequence[int], timeout: float = 60, cache_salt: str = "", **sampling: object) -> Answer:
         """Read a stream to its end. Raises: grpc.aio.AioRpcError."""
         answer = Answer()
-        async for message in self.start(prompt, timeout, **sampling):
+        async for message in self.start(prompt, timeout, cache_salt, **sampling):
             answer.token_ids += message.token_ids
             answer.text += message.text
             if message.finish_reason:

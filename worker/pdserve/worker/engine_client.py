@@ -14,13 +14,10 @@ from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.remote_kv import IntoEngine
 from pdserve.engine.request import Request
 from pdserve.worker.cached_blocks import CachedBlocks
+from pdserve.worker.prefill_rate import PrefillRate
 
 OnEnded = Callable[[Request | None], None]
 """Hears what the aborted request was, or None when it had ended by itself; the engine no longer touches it."""
-
-
-RATE_HALF_LIFE_S = 2.0
-"""Of what is measured about prefill, in seconds spent on prefill."""
 
 
 class EngineClient:
@@ -33,15 +30,13 @@ class EngineClient:
             core, asyncio.get_running_loop(), self._dispatch, self._engine_died, num_threads, cpu_core
         )
         self.stats = SchedulerStats(num_blocks_total=core.config.num_blocks, num_blocks_free=core.config.num_blocks)
-        self.prefill_tokens_per_s = 0.0
+        self._prefill_rate = PrefillRate()
         self.died = asyncio.Event()
         self.draining = False
         self.on_unclaimed: Callable[[EngineCoreOutput], None] | None = None
         """Hears outputs of requests that have no stream: repeated prefills belong to the seam adapter."""
         self.cached_blocks = CachedBlocks()
         self._leaving: dict[str, OnEnded] = {}
-        self._prefilled = (0.0, 0.0)
-        """Prompt tokens and the seconds of their steps, both decaying."""
 
     def start(self) -> None:
         self._thread.start()
@@ -57,6 +52,11 @@ class EngineClient:
     def tick_age_s(self) -> float:
         """How long ago the engine's loop last showed progress."""
         return max(0.0, time.monotonic() - self._core.ticked_at)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Measured lately; 0 where nothing is known."""
+        return self._prefill_rate.tokens_per_s
 
     @property
     def num_streams(self) -> int:
@@ -134,14 +134,10 @@ class EngineClient:
             self.stats = outputs.scheduler_stats
 
     def _measure(self, stats: SchedulerStats) -> None:
-        """Prompt tokens a second of the steps that compute any, the latest weighing most; others' tokens count as time."""
-        tokens = stats.num_computed_prompt_tokens - self.stats.num_computed_prompt_tokens
-        seconds = stats.prefill_s - self.stats.prefill_s
-        if tokens > 0 and seconds > 0:
-            kept_tokens, kept_s = self._prefilled
-            keep = 0.5 ** (seconds / RATE_HALF_LIFE_S)
-            self._prefilled = (keep * kept_tokens + tokens, keep * kept_s + seconds)
-            self.prefill_tokens_per_s = self._prefilled[0] / self._prefilled[1]
+        self._prefill_rate.add(
+            stats.num_computed_prompt_tokens - self.stats.num_computed_prompt_tokens,
+            stats.prefill_s - self.stats.prefill_s,
+        )
 
     def _engine_died(self) -> None:
         self.died.set()
