@@ -8,13 +8,13 @@ the rest waiting; a ready one always passes.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 
 from pdserve.common.errors import Evicted, NeedsPrefill, PdServeError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.request_queue import RequestQueue
+from pdserve.engine.running_batch import RunningBatch
 
 
 class Refusal(enum.Enum):
@@ -55,7 +55,7 @@ class Admission:
         self._enter(self._ready, request)
 
     def add_preempted(self, request: Request) -> None:
-        self.num_waiting_tokens += _uncomputed(request)
+        self.num_waiting_tokens += request.num_uncomputed_tokens
         self._preempted.prepend(request)
 
     def wanted(self, request: Request) -> None:
@@ -66,10 +66,10 @@ class Admission:
     def remove(self, request: Request) -> None:
         """Take it out, wherever it is; harmless when it is not here."""
         if any(queue.remove(request) for queue in self._queues):
-            self.num_waiting_tokens -= _uncomputed(request)
+            self.num_waiting_tokens -= request.num_uncomputed_tokens
 
     def _enter(self, queue: RequestQueue, request: Request) -> None:
-        self.num_waiting_tokens += _uncomputed(request)
+        self.num_waiting_tokens += request.num_uncomputed_tokens
         queue.append(request)
 
     def candidates(self, after_preemption: bool) -> list[Request]:
@@ -84,7 +84,7 @@ class Admission:
         return [*self._preempted.first(limit), *ready, *self._wanted.first(limit), *self._waiting.first(limit)]
 
     def try_admit(
-        self, request: Request, budget: int, running: Mapping[str, Request], num_parked: int
+        self, request: Request, budget: int, running: RunningBatch, num_parked: int
     ) -> int | Refusal | PdServeError:
         """Give a sequence its blocks and take it off the queue.
 
@@ -106,7 +106,7 @@ class Admission:
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
             return Refusal.RUN_AHEAD
         keep_free = 0 if request.core.transfer_source else len(running) + num_parked + self.num_ready
-        waiting_tokens = _uncomputed(request)
+        waiting_tokens = request.num_uncomputed_tokens
         if self._kv.allocate_slots(request, room, computed, keep_free) is None:
             return Refusal.NO_ROOM
         self.num_waiting_tokens -= waiting_tokens
@@ -120,9 +120,9 @@ class Admission:
     def _admit_ready(self, request: Request, budget: int) -> int | Refusal:
         if self._kv.allocate_slots(request, request.num_tokens) is None:
             return Refusal.NO_ROOM
-        self.num_waiting_tokens -= _uncomputed(request)
+        self.num_waiting_tokens -= request.num_uncomputed_tokens
         self._ready.remove(request)
-        return min(_uncomputed(request), budget)
+        return min(request.num_uncomputed_tokens, budget)
 
     def _kept_waiting_by_others(self, request: Request) -> bool:
         """New work stays out while a preempted sequence, or a wanted transfer ahead of an unwanted one, has no room."""
@@ -156,10 +156,6 @@ class Admission:
         uncached = request.num_prompt_tokens - cached
         return cached > 0 and uncached <= limit and not self._too_long_for_here(request, uncached)
 
-    def _may_run_ahead(self, request: Request, room: int, running: Mapping[str, Request]) -> bool:
-        used = sum(self._kv.num_blocks(other) for other in running.values() if other.is_unwanted_source)
+    def _may_run_ahead(self, request: Request, room: int, running: RunningBatch) -> bool:
+        used = sum(self._kv.num_blocks(other) for other in running.unwanted_sources())
         return used + self._config.blocks_for(room) <= self._config.run_ahead_share * self._config.num_blocks
-
-
-def _uncomputed(request: Request) -> int:
-    return request.num_tokens - request.num_computed_tokens

@@ -106,6 +106,11 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens whose KV is still to be computed."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from dataclasses import dataclass, field
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.engine_types import EngineCoreRequest, LogprobsLists, SchedulerStats
-from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
+from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.engine.admission import Admission, Refusal
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.hold_ledger import HoldLedger
 from pdserve.engine.kv_cache_manager import KVCacheManager
 from pdserve.engine.output_book import OutputBook
-from pdserve.engine.remote_kv import (
-    HoldReturned,
-    IntoEngine,
-    KVConnector,
-    Landed,
-    NeedBlocks,
-    ReceiveFailed,
-    Revoke,
-    SourceFinished,
-    Want,
-)
-from pdserve.engine.remote_receives import RemoteReceives
+from pdserve.engine.preemption import Preemption
+from pdserve.engine.remote_kv import IntoEngine, KVConnector
+from pdserve.engine.remote_receives import Ready, RemoteReceives
 from pdserve.engine.request import Request, RequestStatus, Wait
+from pdserve.engine.running_batch import RunningBatch
 from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from pdserve.engine.source_publishing import SourcePublishing
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step being put together."""
-
-    budget: int
-    output: SchedulerOutput = field(default_factory=SchedulerOutput)
-    preempted: bool = False
+from pdserve.engine.step import Step
+from pdserve.engine.transfer_events import End, TransferEvents
 
 
 def _no_token_left(request: Request) -> InvalidRequest:
@@ -72,20 +53,19 @@ class Scheduler:
         self.admission = Admission(config, self.kv)
         self.outputs = OutputBook()
         self.requests: dict[str, Request] = {}
-        self.running: dict[str, Request] = {}
-        self.num_preemptions = 0
-        self.num_dropped_events = 0
+        self.running = RunningBatch()
+        self.preemption = Preemption(self.kv, self.running, self.admission)
+        self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.admission)
         self.num_computed_prompt_tokens = 0
         self.prefill_s = 0.0
         """Time of the steps that computed prompt tokens."""
-        self._left_batch: list[str] = []
 
     # ---- requests come and go
 
     def add_request(self, core: EngineCoreRequest) -> None:
         """Take a validated request in. A second one of the same id is dropped and counted."""
         if core.request_id in self.requests:
-            self.num_dropped_events += 1
+            self.events.num_dropped += 1
             return
         request = Request(core)
         self.requests[request.request_id] = request
@@ -124,54 +104,13 @@ class Scheduler:
 
     def apply(self, event: IntoEngine) -> None:
         """One event. Late, repeated and unknown ones are counted and dropped (I9)."""
-        if isinstance(event, HoldReturned):
-            self.holds.back(event.hold)
-            self._run_if_ready(self.receives.returned(event.request_id, event.hold.block_ids))
-            return
-        if isinstance(event, Revoke):
-            self.sources.forget(event.request_id)
-        request = self.requests.get(event.request_id)
-        if request is None:
-            if isinstance(event, Want) and self.sources.want_ended(event.request_id, event.first_index):
-                return
-            self.num_dropped_events += 1
-            return
-        if isinstance(event, Landed | SourceFinished | NeedBlocks) and not self.receives.expects(event):
-            self.num_dropped_events += 1
-            return
-        match event:
-            case Landed():
-                self._run_if_ready(self.receives.landed(event.request_id, event.num_blocks))
-            case SourceFinished():
-                outcome = self.receives.source_finished(event)
-                if isinstance(outcome, ReceiveFailed):
-                    self._fail_receive(request, outcome.cause)
-                else:
-                    self._run_if_ready(outcome)
-            case ReceiveFailed():
-                self._fail_receive(request, event.cause)
-            case NeedBlocks():
-                if not self.receives.need_blocks(event.request_id, event.first_index, event.num_blocks):
-                    self._fail_receive(request, TransferFailed("a read stalled, and no other blocks are free"))
-            case Want():
-                self._want(request, event.first_index)
-            case Revoke():
-                self._finish(request, RequestStatus.FINISHED_ABORTED)
-
-    def _want(self, request: Request, first_index: int) -> None:
-        if not request.core.transfer_source or request.wanted_from is not None:
-            self.num_dropped_events += 1
-            return
-        self.sources.want(request, first_index)
-        self.admission.wanted(request)
-
-    def _fail_receive(self, request: Request, cause: PdServeError) -> None:
-        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+        outcome = self.events.apply(event)
+        if isinstance(outcome, End):
+            self._finish(outcome.request, outcome.status, cause=outcome.cause)
         else:
-            self.num_dropped_events += 1
+            self._run_if_ready(outcome)
 
-    def _run_if_ready(self, ready: tuple[Request, int] | None) -> None:
+    def _run_if_ready(self, ready: Ready | None) -> None:
         if ready is None:
             return
         request, first_token = ready
@@ -186,92 +125,41 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. Changes block tables; `update_from_output` must follow a step."""
-        step = _Step(self.config.max_num_batched_tokens)
+        step = Step(self.config.max_num_batched_tokens)
         if self.admission.num_preempted == 0:  # room goes to those that lost theirs first
             self.receives.reserve(num_growing=len(self.running) + self.admission.num_ready)
         self._schedule_running(step)
         self._schedule_waiting(step)
-        step.output.finished_req_ids, self._left_batch = self._left_batch, []
+        step.output.finished_req_ids = self.running.take_left()
         return step.output
 
-    def _schedule_running(self, step: _Step) -> None:
-        # sequences that decode come before those that still prefill: a long prompt must not stall every stream;
-        # transfers that nobody wants come last
-        growing = [
-            request for request in self.running.values() if request.num_tokens - request.num_computed_tokens == 1
-        ]
-        filling = [request for request in self.running.values() if request.num_tokens - request.num_computed_tokens > 1]
-        for request in (*growing, *sorted(filling, key=lambda request: request.is_unwanted_source)):
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
+    def _schedule_running(self, step: Step) -> None:
+        # sequences that decode come before those that still prefill: a long prompt must not stall every stream
+        for request in (*self.running.decoding(), *self.running.prefilling()):
+            num_tokens = min(request.num_uncomputed_tokens, step.budget)
             if num_tokens <= 0 or request.status is not RequestStatus.RUNNING:
                 continue
-            added = self._make_room(step, request, request.num_computed_tokens + num_tokens)
+            added = self.preemption.make_room(step, request, request.num_computed_tokens + num_tokens)
             if added is not None:
-                self._put(step, request, num_tokens)
+                step.put(request, num_tokens)
                 if added:
                     step.output.new_block_ids[request.request_id] = added
 
-    def _make_room(self, step: _Step, request: Request, num_tokens: int) -> list[int] | None:
-        """Allocate for a running sequence, preempting others as needed; None when it was itself the victim."""
-        while (added := self.kv.allocate_slots(request, num_tokens)) is None:
-            victim = self._victim()
-            if victim is None:
-                return None  # only pinned sources run: it goes on when one of them is done
-            self._preempt(step, victim)
-            if victim is request:
-                return None
-        return added
-
-    def _victim(self) -> Request | None:
-        """Transfers nobody wants yet first, then least work lost, then newest; never a wanted transfer."""
-        candidates = [request for request in self.running.values() if not request.is_pinned_source]
-        return min(
-            candidates,
-            key=lambda request: (not request.is_unwanted_source, request.num_computed_tokens, -request.arrival),
-            default=None,
-        )
-
-    def _preempt(self, step: _Step, request: Request) -> None:
-        step.preempted = True
-        step.budget += step.output.num_scheduled_tokens.pop(request.request_id, 0)
-        step.output.new_block_ids.pop(request.request_id, None)
-        self.num_preemptions += 1
-        request.num_preemptions += 1
-        self._leave_batch(request)
-        self.kv.free(request)
-        request.num_computed_tokens = 0
-        request.move_to(RequestStatus.PREEMPTED)
-        self.admission.add_preempted(request)
-
-    def _schedule_waiting(self, step: _Step) -> None:
+    def _schedule_waiting(self, step: Step) -> None:
         for request in self.admission.candidates(after_preemption=step.preempted):
             if step.budget <= 0 or len(self.running) >= self.config.max_num_seqs:
                 return
             admitted = self.admission.try_admit(request, step.budget, self.running, self.receives.num_parked)
-            if admitted is Refusal.NO_ROOM and request.is_pinned_source and self._give_way(step):
+            if admitted is Refusal.NO_ROOM and request.is_pinned_source and self.preemption.give_way(step):
                 admitted = self.admission.try_admit(request, step.budget, self.running, self.receives.num_parked)
             if isinstance(admitted, PdServeError):
                 self._finish(request, RequestStatus.FINISHED_ERROR, cause=admitted)
             elif not isinstance(admitted, Refusal):
                 request.move_to(RequestStatus.RUNNING)
                 request.mark("scheduled")
-                self.running[request.request_id] = request
-                step.output.scheduled_new_reqs.append(request)
-                self._put(step, request, admitted)
+                self.running.enter(request)
+                step.put_new(request, admitted)
                 self.sources.publish(request)
-
-    def _give_way(self, step: _Step) -> bool:
-        """Preempt every running transfer that nobody wants yet; whether there was one."""
-        unwanted = [request for request in self.running.values() if request.is_unwanted_source]
-        for request in unwanted:
-            self._preempt(step, request)
-            if request in step.output.scheduled_new_reqs:
-                step.output.scheduled_new_reqs.remove(request)
-        return bool(unwanted)
-
-    def _put(self, step: _Step, request: Request, num_tokens: int) -> None:
-        step.output.num_scheduled_tokens[request.request_id] = num_tokens
-        step.budget -= num_tokens
 
     # ---- what came of it
 
@@ -310,7 +198,7 @@ class Scheduler:
 
     def keep_left(self, unused: SchedulerOutput) -> None:
         """A step that computed nothing was not seen by the runner: what it was to be told is told next time."""
-        self._left_batch = unused.finished_req_ids + self._left_batch
+        self.running.keep_left(unused.finished_req_ids)
 
     def forget_history(self) -> None:
         """Start the counters and the prefix cache anew."""
@@ -334,20 +222,23 @@ class Scheduler:
 
     def _forget(self, request: Request, status: RequestStatus) -> None:
         self.admission.remove(request)
-        self._leave_batch(request)
+        self.running.leave(request)
         self.kv.free(request)
         del self.requests[request.request_id]
         request.move_to(status)
 
-    def _leave_batch(self, request: Request) -> None:
-        if self.running.pop(request.request_id, None) is not None:
-            self._left_batch.append(request.request_id)
-
     # ---- how it does
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.preemption.num_preemptions
+
+    @property
+    def num_dropped_events(self) -> int:
+        return self.events.num_dropped
 
     def stats(self) -> SchedulerStats:
         """The state now; costs no more than what runs."""
-        filling = sum(request.num_tokens - request.num_computed_tokens for request in self.running.values())
         return SchedulerStats(
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.admission),
@@ -358,7 +249,7 @@ class Scheduler:
             num_blocks_in_use=self.pool.num_in_use,
             num_blocks_quarantined=self.holds.num_quarantined,
             num_preemptions=self.num_preemptions,
-            num_waiting_tokens=self.admission.num_waiting_tokens + filling,
+            num_waiting_tokens=self.admission.num_waiting_tokens + self.running.num_uncomputed_tokens,
             num_computed_prompt_tokens=self.num_computed_prompt_tokens,
             prefill_s=self.prefill_s,
             prefix_cache_queries=self.kv.num_queried_tokens,

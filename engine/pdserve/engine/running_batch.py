@@ -1,0 +1,66 @@
+"""`RunningBatch`: the sequences that have a place in the batch, in the order in which they got it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pdserve.engine.request import Request
+
+
+class RunningBatch(Mapping[str, Request]):
+    """request_id -> sequence; remembers who left until the model runner has been told."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+        self._left: list[str] = []
+
+    def __getitem__(self, request_id: str) -> Request:
+        return self._requests[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def enter(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+
+    def leave(self, request: Request) -> None:
+        """Harmless when it is not in the batch."""
+        if self._requests.pop(request.request_id, None) is not None:
+            self._left.append(request.request_id)
+
+    def take_left(self) -> list[str]:
+        """Who left since the last call."""
+        left, self._left = self._left, []
+        return left
+
+    def keep_left(self, left: list[str]) -> None:
+        """The runner has not been told of these: it is told next time."""
+        self._left = left + self._left
+
+    def decoding(self) -> list[Request]:
+        """Sequences that compute one token a step."""
+        return [request for request in self._requests.values() if request.num_uncomputed_tokens == 1]
+
+    def prefilling(self) -> list[Request]:
+        """Sequences with more than one token to compute; transfers that nobody wants come last."""
+        filling = [request for request in self._requests.values() if request.num_uncomputed_tokens > 1]
+        return sorted(filling, key=lambda request: request.is_unwanted_source)
+
+    def unwanted_sources(self) -> list[Request]:
+        """Transfers that nobody wants yet."""
+        return [request for request in self._requests.values() if request.is_unwanted_source]
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return sum(request.num_uncomputed_tokens for request in self._requests.values())
+
+    def victim(self) -> Request | None:
+        """Transfers nobody wants yet first, then least work lost, then newest; never a wanted transfer."""
+        return min(
+            (request for request in self._requests.values() if not request.is_pinned_source),
+            key=lambda request: (not request.is_unwanted_source, request.num_computed_tokens, -request.arrival),
+            default=None,
+        )

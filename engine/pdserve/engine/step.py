@@ -1,0 +1,35 @@
+"""`Step`: a step being put together."""
+
+from __future__ import annotations
+
+from pdserve.engine.request import Request
+from pdserve.engine.scheduler_output import SchedulerOutput
+
+
+class Step:
+    """What is left of the budget, and what has been chosen so far."""
+
+    def __init__(self, max_num_batched_tokens: int) -> None:
+        self.budget = max_num_batched_tokens
+        """Tokens that may still be scheduled."""
+        self.output = SchedulerOutput()
+        self.preempted = False
+        """Whether blocks have run out in this step."""
+
+    def put(self, request: Request, num_tokens: int) -> None:
+        """Compute its next `num_tokens` tokens."""
+        self.output.num_scheduled_tokens[request.request_id] = num_tokens
+        self.budget -= num_tokens
+
+    def put_new(self, request: Request, num_tokens: int) -> None:
+        """The same, for a sequence that enters the batch in this step."""
+        self.output.scheduled_new_reqs.append(request)
+        self.put(request, num_tokens)
+
+    def take_out(self, request: Request) -> None:
+        """It was preempted. Harmless when it had no part in the step."""
+        self.preempted = True
+        self.budget += self.output.num_scheduled_tokens.pop(request.request_id, 0)
+        self.output.new_block_ids.pop(request.request_id, None)
+        if request in self.output.scheduled_new_reqs:
+            self.output.scheduled_new_reqs.remove(request)
