@@ -74,6 +74,23 @@ def test_never_more_sequences_than_max_num_seqs(make_engine: MakeEngine) -> None
     assert all(answer.token_ids == greedy_answer([1, 2, 3], 4) for answer in engine.answers.values())
 
 
+@pytest.mark.parametrize("threshold", [1, 5, 40])
+def test_a_long_prompt_takes_no_more_of_a_step_than_the_threshold(make_engine: MakeEngine, threshold: int) -> None:
+    engine = make_engine(max_num_batched_tokens=24, long_prefill_token_threshold=threshold)
+    prompts = [[n] * length for n, length in enumerate((30, 3, 12))]
+    ids = [engine.add(prompt) for prompt in prompts]
+    engine.step()
+    first = engine.scheduler.requests[ids[0]]
+    assert first.num_computed_tokens == min(threshold, 24)
+    assert (ids[1] in engine.answers) is (threshold == 5), "a short prompt does not wait for a long one"
+    while engine.core.has_work:
+        before = {request.request_id: request.num_computed_tokens for request in engine.scheduler.running.values()}
+        engine.step()
+        for request in engine.scheduler.running.values():
+            assert request.num_computed_tokens - before.get(request.request_id, 0) <= min(threshold, 24)
+    assert [engine.answers[name].token_ids for name in ids] == [greedy_answer(prompt, 4) for prompt in prompts]
+
+
 def test_the_longest_possible_sequence_ends_at_max_model_len(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=4, max_model_len=16)
     for length in (1, 12, 15):

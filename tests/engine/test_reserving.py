@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
-import pytest
 from engine_harness import Harness, MakeEngine
 from hash_model import greedy_answer
 
-from pdserve.common.errors import Cancelled
-from pdserve.engine.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from pdserve.engine.remote_kv import HoldReturned, Landed, ReceiveInto, SourceFinished
-from pdserve.engine.request import Request
 
 
 def rooms(engine: Harness) -> dict[str, ReceiveInto]:
@@ -128,33 +123,3 @@ def test_nothing_is_reserved_while_a_preempted_sequence_has_no_room(make_engine:
     answers = engine.run()
     assert answers[first].token_ids == greedy_answer([1] * 12, 24)
     assert answers[second].token_ids == greedy_answer([4] * 12, 24)
-
-
-def test_i10_a_step_touches_as_many_requests_however_many_wait(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked_up: list[str] = []
-    original = KVCacheManager.get_computed_blocks
-
-    def counting(self: KVCacheManager, request: Request, limit_tokens: int) -> KVCacheBlocks:
-        looked_up.append(request.request_id)
-        return original(self, request, limit_tokens)
-
-    monkeypatch.setattr(KVCacheManager, "get_computed_blocks", counting)
-    touched = []
-    for count in (100, 10_000):
-        engine = make_engine(num_blocks=32, max_num_seqs=4)
-        template = engine.request([1, 2, 3, 4, 5], "template", params={"max_tokens": 40})
-        for number in range(count):
-            engine.core.add_request(msgspec.structs.replace(template, request_id=f"waits{number}"))
-            engine.core.add_request(msgspec.structs.replace(template, request_id=f"parks{number}", remote_prefill=True))
-        engine.core.step()
-        looked_up.clear()
-        for _ in range(5):
-            engine.core.step()
-        touched.append(len(looked_up))
-        engine.core.fail_all(Cancelled("x"))
-        for room in rooms(engine).values():
-            engine.core.apply(HoldReturned(room.request_id, room.hold))
-    assert touched[0] == touched[1]
-    assert 0 < touched[0] < 5 * 40

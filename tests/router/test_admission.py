@@ -24,8 +24,16 @@ class Clock:
 class Client:
     """One request: enters at once, then holds a place until `done` is set."""
 
-    def __init__(self, admission: Admission, *, blocks: int = 0, client: str = "", timeout_s: float | None = None):
-        self._admission, self._blocks = admission, blocks
+    def __init__(
+        self,
+        admission: Admission,
+        *,
+        blocks: int = 0,
+        client: str = "",
+        timeout_s: float | None = None,
+        priority: int = 0,
+    ):
+        self._admission, self._blocks, self._priority = admission, blocks, priority
         self.done, self.placed = asyncio.Event(), asyncio.Event()
         admission.enter(1, self._expel, client=client, timeout_s=timeout_s)
         self.task = asyncio.create_task(self._run())
@@ -33,7 +41,7 @@ class Client:
         self.task.add_done_callback(lambda _: admission.leave(1, self._expel, client=client))
 
     async def _run(self) -> None:
-        async with self._admission.place(self._blocks):
+        async with self._admission.place(self._blocks, self._priority):
             self.placed.set()
             await self.done.wait()
 
@@ -71,6 +79,18 @@ async def test_places_go_by_order_of_arrival_and_the_rest_is_refused_at_once():
         await client.finish()
     await door.emptied()
     assert (door.num_requests, door.num_running, door.num_queued) == (0, 0, 0)
+
+
+async def test_places_go_by_priority_and_equals_by_arrival():
+    door = admission(1, 9)
+    clients = {name: Client(door, priority=int(name[1:])) for name in ("a0", "b5", "c-1", "d5", "e-1", "f2")}
+    order = []
+    while len(order) < len(clients):
+        await turns()
+        (placed,) = [name for name, client in clients.items() if client.placed.is_set() and name not in order]
+        order.append(placed)
+        await clients[placed].finish()
+    assert order == ["a0", "c-1", "e-1", "f2", "b5", "d5"]
 
 
 async def test_a_prompt_that_does_not_fit_keeps_its_turn():

@@ -73,6 +73,8 @@ HTTP_REFUSALS = [
     ("completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
     ("completions", {"prompt": "x", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not a known"),
     ("completions", {"prompt": "x", "cache_salt": "s" * 257}, "cache_salt", "at most 256"),
+    ("completions", {"prompt": "x", "priority": 2**31}, "priority", "from -2147483648 to 2147483647, not 2147483648"),
+    ("completions", {"prompt": "x", "priority": 0.5}, "priority", "expected `int"),
     ("completions", {"prompt": ["a"] * 129}, "prompt", "1 to 128 are allowed"),
     ("completions", {"prompt": "\ud800"}, None, ""),
     ("chat/completions", {"messages": []}, "messages", "messages is empty"),
@@ -286,3 +288,17 @@ async def test_a_chat_template_may_speak_in_special_tokens(quick):
         "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     )
     assert list(quick.of("decode").calls[0].request.request.prompt_token_ids) == [EOS + 1, *tokens("hi"), EOS + 2]
+
+
+@pytest.mark.parametrize("priority", [-(2**31), -1, 0, 2**31 - 1])
+async def test_priority_reaches_both_legs_from_both_front_ends(cluster, priority):
+    await cluster.start()
+    await cluster.text(priority=priority)
+    request = inference_pb2.GenerateRequest(
+        text=inference_pb2.TextPrompt(text="hello"),
+        sampling=request_pb2.SamplingParams(max_tokens=3),
+        priority=priority,
+    )
+    assert [response.text for response in [response async for response in cluster.grpc.Generate(request)]]
+    for role in ("prefill", "decode"):
+        assert [call.request.request.priority for call in cluster.of(role).calls] == [priority] * 2

@@ -6,7 +6,17 @@ import time
 
 import msgspec
 
+from pdserve.common.errors import InvalidRequest
 from pdserve.common.sampling_params import SamplingParams
+
+MAX_PRIORITY = 2**31 - 1
+"""What the wire can carry."""
+
+
+def verify_priority(priority: int) -> None:
+    """Raises: InvalidRequest."""
+    if not -MAX_PRIORITY - 1 <= priority <= MAX_PRIORITY:
+        raise InvalidRequest(f"priority must be from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}, not {priority}", "priority")
 
 
 class PreparedRequest(msgspec.Struct, kw_only=True, frozen=True, gc=False):
@@ -24,6 +34,7 @@ class PreparedRequest(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     """`time.monotonic()` of this process at which the request has failed."""
     trace_headers: dict[str, str] = {}
     priority: int = 0
+    """Lower runs first, where the worker's `scheduling_policy` is `priority`."""
 
     @property
     def remaining_s(self) -> float:

@@ -39,6 +39,7 @@ OTEL_VARIABLES = {
 """OpenTelemetry's variables and the settings that they are; our own variable comes first."""
 CLIENT_VARIABLES = ("api_key",)
 """Read by the client commands, so a service that meets them in its environment leaves them alone."""
+SchedulingPolicy = Literal["fcfs", "priority"]
 _SECRETS = ("deployment_key", "api_keys", "otlp_headers")
 
 
@@ -154,6 +155,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Tokens computed in one step, at most."""
     max_num_seqs: int = 64
     """Sequences in one step, at most."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """`priority`: requests with a lower `priority` first, equals in order of arrival; `fcfs`: order of arrival alone."""
+    long_prefill_token_threshold: int = 0
+    """Tokens of one prompt computed in a step, at most; 0: no limit but `max_num_batched_tokens`."""
     num_threads: int = 1
     cpu_core: int | None = None
     """Pin the worker's computing threads to this core (and the following `num_threads - 1`)."""
@@ -201,6 +206,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(f"num_blocks is {self.num_blocks}, at least 2 are needed")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len is {self.max_model_len}, at least 2 are needed: prompt and output")
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"long_prefill_token_threshold is {self.long_prefill_token_threshold}, at least 0 is needed"
+            )
         if not 0 < self.run_ahead_share <= 1:
             raise ConfigError(f"run_ahead_share is {self.run_ahead_share}, above 0 and at most 1 is needed")
         for name in ("attach_timeout_s", "lease_grace_s", "lease_max_s", "drain_s"):
@@ -235,6 +244,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """How a worker is chosen among those that can serve a request."""
     on_kv_failure: Literal["local", "remote", "fail"] = "local"
     """What the next attempt is after a transfer failed."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """In what order requests get a place, as on the workers: by `priority`, or by arrival alone."""
     max_attempts: int = 3
     request_timeout_s: float = 600.0
     """Deadline of a request whose client gave none."""

@@ -1,8 +1,8 @@
 """`Admission`: sequences that wait for a place in the batch, and the rule by which one gets it.
 
-Tried in this order: preempted (their work is half done), ready (their KV has landed and holds blocks already), wanted
-transfers (another worker has reserved room for them), the rest. A preempted or wanted sequence that does not fit keeps
-the rest waiting; a ready one always passes.
+Tried by priority, and among equals in this order: preempted (their work is half done), ready (their KV has landed and
+holds blocks already), overdue (passed too often), wanted transfers (another worker has reserved room for them), the
+rest, and last the transfers that nobody wants yet. Who keeps whom waiting stands in `Turns`; a ready one always passes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,29 @@ from pdserve.engine.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.request_queue import RequestQueue
 from pdserve.engine.running_batch import RunningBatch
+from pdserve.engine.turns import Turns
 
 
 class Refusal(enum.Enum):
     NO_ROOM = "no blocks"
+    OTHERS_FIRST = "others have the next room"
     RUN_AHEAD = "nobody wants it yet, and the share for such is used up"
 
 
 class Admission:
     """The waiting side of the scheduler."""
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, turns: Turns) -> None:
         self._config = config
         self._kv = kv
-        self._preempted = RequestQueue()
+        self._turns = turns
+        self._preempted = turns.preempted
         self._ready = RequestQueue()
-        self._wanted = RequestQueue()
-        self._waiting = RequestQueue()
-        self._queues = (self._preempted, self._ready, self._wanted, self._waiting)
+        self._wanted = turns.watch(RequestQueue())
+        self._waiting = turns.watch(RequestQueue())
+        # what these wait for is to be wanted, not room: no turn of theirs can come
+        self._unwanted = RequestQueue()
+        self._queues = (self._preempted, self._ready, self._wanted, self._waiting, self._unwanted)
         self.num_waiting_tokens = 0
 
     def __len__(self) -> int:
@@ -49,24 +54,28 @@ class Admission:
         return len(self._preempted)
 
     def add(self, request: Request) -> None:
-        self._enter(self._wanted if request.is_pinned_source else self._waiting, request)
+        if request.is_unwanted_source:
+            self._enter(self._unwanted, request)
+        else:
+            self._enter(self._wanted if request.is_pinned_source else self._waiting, request)
 
     def add_ready(self, request: Request) -> None:
         self._enter(self._ready, request)
 
     def add_preempted(self, request: Request) -> None:
         self.num_waiting_tokens += request.num_uncomputed_tokens
-        self._preempted.prepend(request)
+        (self._unwanted if request.is_unwanted_source else self._preempted).prepend(request)
 
     def wanted(self, request: Request) -> None:
         """A waiting transfer has found its receiver: it moves ahead of those that have not."""
-        if self._waiting.remove(request):
-            self._wanted.append(request)
+        if self._unwanted.remove(request):
+            (self._wanted if request.status is RequestStatus.WAITING else self._preempted).append(request)
 
     def remove(self, request: Request) -> None:
         """Take it out, wherever it is; harmless when it is not here."""
         if any(queue.remove(request) for queue in self._queues):
             self.num_waiting_tokens -= request.num_uncomputed_tokens
+            self._turns.ended(request)
 
     def _enter(self, queue: RequestQueue, request: Request) -> None:
         self.num_waiting_tokens += request.num_uncomputed_tokens
@@ -81,7 +90,10 @@ class Admission:
         ready = self._ready.first(limit)
         if after_preemption:
             return ready
-        return [*self._preempted.first(limit), *ready, *self._wanted.first(limit), *self._waiting.first(limit)]
+        overdue = [request for request in self._turns.overdue.first(1) if request.status is RequestStatus.WAITING]
+        new = [request for queue in (self._wanted, self._waiting, self._unwanted) for request in queue.first(limit)]
+        each_once = dict.fromkeys((*self._preempted.first(limit), *ready, *overdue, *new))
+        return sorted(each_once, key=lambda request: request.priority)
 
     def try_admit(
         self, request: Request, budget: int, running: RunningBatch, num_parked: int
@@ -90,10 +102,10 @@ class Admission:
 
         Returns how many tokens it computes in this step, or why it cannot come in, or what ends it.
         """
-        if self._kept_waiting_by_others(request):
-            return Refusal.NO_ROOM
         if request in self._ready:
             return self._admit_ready(request, budget)
+        if request not in self._preempted and self._kept_waiting_by_others(request):
+            return Refusal.OTHERS_FIRST
         computed = self._kv.get_computed_blocks(request, request.num_tokens - 1)
         cached = len(computed) * self._config.block_size
         uncached = request.num_tokens - cached
@@ -102,7 +114,8 @@ class Admission:
                 return NeedsPrefill(str(uncached))
             cap = self._config.max_local_prefill_tokens
             return Evicted(f"{uncached} tokens would have to be recomputed here, at most {cap} are")
-        room = request.num_tokens if self._config.reserve_whole_prompt else cached + min(uncached, budget)
+        num_tokens = self._config.chunk(uncached, budget)
+        room = request.num_tokens if self._config.reserve_whole_prompt else cached + num_tokens
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
             return Refusal.RUN_AHEAD
         keep_free = 0 if request.core.transfer_source else len(running) + num_parked + self.num_ready
@@ -110,12 +123,14 @@ class Admission:
         if self._kv.allocate_slots(request, room, computed, keep_free) is None:
             return Refusal.NO_ROOM
         self.num_waiting_tokens -= waiting_tokens
-        self._preempted.remove(request) or self._wanted.remove(request) or self._waiting.remove(request)
+        for queue in self._queues:
+            queue.remove(request)
+        self._turns.placed(request)
         request.num_computed_tokens = cached
         if request.num_preemptions == 0:
             request.num_cached_tokens = cached
             self._kv.count_lookup(request.num_prompt_tokens, cached)
-        return min(uncached, budget)
+        return num_tokens
 
     def _admit_ready(self, request: Request, budget: int) -> int | Refusal:
         if self._kv.allocate_slots(request, request.num_tokens) is None:
@@ -125,15 +140,13 @@ class Admission:
         return min(request.num_uncomputed_tokens, budget)
 
     def _kept_waiting_by_others(self, request: Request) -> bool:
-        """New work stays out while a preempted sequence, or a wanted transfer ahead of an unwanted one, has no room."""
-        preempted = request in self._preempted
-        if request in self._ready or (preempted and not request.is_unwanted_source):
-            return False
-        if len(self._wanted) > 0 and not request.is_pinned_source:
+        """Wanted transfers go before all that has no receiver, unless that is overdue."""
+        if self._turns.keep_waiting(request):
             return True
-        # a wanted transfer passes those that gave way to it; everything else waits for what is preempted
-        passes = request.is_pinned_source
-        return not preempted and any(not (passes and other.is_unwanted_source) for other in self._preempted)
+        if request.is_pinned_source or request in self._turns.overdue:
+            return False
+        wanted = self._wanted.peek()
+        return wanted is not None and wanted.priority <= request.priority
 
     def _too_long_for_here(self, request: Request, uncached: int) -> bool:
         if request.core.transfer_source or request.core.prefill_here:

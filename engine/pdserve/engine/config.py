@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.common.settings import SchedulingPolicy
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -15,6 +17,10 @@ class EngineConfig:
     """Tokens of one sequence; never more than the pool holds."""
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 64
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """Whether `EngineCoreRequest.priority` means something: lower runs first, then order of arrival."""
+    long_prefill_token_threshold: int = 0
+    """Tokens of one prompt computed in a step, at most; 0: no limit but the step's."""
     reserve_whole_prompt: bool = True
     """Admit a sequence only with blocks for its whole prompt, so that prefill never stops half-way for room."""
     max_local_prefill_tokens: int | None = None
@@ -23,6 +29,8 @@ class EngineConfig:
     """Part of the pool that transfers nobody wants yet may fill."""
     look_ahead: int = 8
     """How many sequences that do not fit are passed over in one step in favour of those behind them."""
+    max_overtakes: int = 64
+    """How often the first of a queue is passed by later arrivals before nothing passes it any more."""
 
     def __post_init__(self) -> None:
         if self.max_model_len > self.num_blocks * self.block_size:
@@ -33,3 +41,8 @@ class EngineConfig:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def chunk(self, num_tokens: int, budget: int) -> int:
+        """How many of a sequence's `num_tokens` uncomputed tokens one step computes. budget: what is left of the step."""
+        limit = self.long_prefill_token_threshold or num_tokens
+        return min(num_tokens, budget, limit)

@@ -26,6 +26,7 @@ from pdserve.engine.remote_kv import (
 )
 from pdserve.engine.request import Request
 from pdserve.engine.request_queue import RequestQueue
+from pdserve.engine.turns import Turns
 
 Ready = tuple[Request, int]
 """A request that has everything it waited for, and its first output token, sampled at the source."""
@@ -53,12 +54,15 @@ class Receive:
 class RemoteReceives:
     """The receiving side of the seam, inside the scheduler."""
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager, holds: HoldLedger, connector: KVConnector) -> None:
+    def __init__(
+        self, config: EngineConfig, kv: KVCacheManager, holds: HoldLedger, connector: KVConnector, turns: Turns
+    ) -> None:
         self._config = config
         self._kv = kv
         self._holds = holds
         self._connector = connector
-        self._unreserved = RequestQueue()
+        self._turns = turns
+        self._unreserved = turns.watch(RequestQueue())
         self._receiving: dict[str, Receive] = {}
 
     def __len__(self) -> int:
@@ -81,12 +85,14 @@ class RemoteReceives:
         self._connector.send(StopReceiving(request.request_id))
 
     def reserve(self, num_growing: int) -> None:
-        """Reserve room, first come first served, passing over at most `look_ahead` sequences that do not fit yet.
+        """Reserve room in the queue's order, passing over at most `look_ahead` sequences that do not fit yet.
 
         num_growing: sequences outside this class that may need a further block; one is kept free for each, and for
         each parked one, so that what was promised to them cannot be given away here.
         """
         for request in self._unreserved.first(self._config.look_ahead + 1):
+            if self._turns.keep_waiting(request):
+                continue
             computed = self._kv.get_computed_blocks(request, request.num_prompt_tokens)
             room = self._kv.allocate_slots(
                 request, request.num_prompt_tokens, computed, keep_free=num_growing + self.num_parked
@@ -94,6 +100,7 @@ class RemoteReceives:
             if room is None:
                 continue
             self._unreserved.remove(request)
+            self._turns.placed(request)
             self._kv.count_lookup(request.num_prompt_tokens, len(computed) * self._config.block_size)
             request.num_cached_tokens = len(computed) * self._config.block_size
             request.mark("kv_reserved")
@@ -164,6 +171,7 @@ class RemoteReceives:
         receive = self._receiving.pop(request.request_id, None)
         if receive is None:
             self._unreserved.remove(request)
+            self._turns.ended(request)
         else:
             self._holds.quarantine(receive.held)
             if isinstance(cause, TransferFailed) and not isinstance(cause, DigestMismatch):

@@ -70,6 +70,8 @@ class Request:
         self.core = core
         self.request_id = core.request_id
         self.sampling_params = core.sampling_params
+        self.priority = core.priority
+        """Lower runs first; 0 for all where the policy is first come, first served."""
         self.token_ids = list(core.prompt_token_ids)
         """Prompt, then output."""
         self.num_prompt_tokens = len(self.token_ids)
@@ -88,6 +90,8 @@ class Request:
         """Source side: blocks given to the transfer so far, counted from block 0."""
         self.arrival = next(_arrivals)
         """Order of arrival in this engine."""
+        self.num_overtaken = 0
+        """How often a later arrival got room while this one headed its queue."""
         self.num_preemptions = 0
         self.has_emitted = False
         """Whether an output of this sequence has left the engine."""

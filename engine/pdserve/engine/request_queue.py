@@ -1,37 +1,34 @@
-"""`RequestQueue`: first come, first served, with removal from anywhere in constant time."""
+"""`RequestQueue`: requests in the order in which they will be tried."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from itertools import islice
-
+from pdserve.common.priority_queue import PriorityQueue
 from pdserve.engine.request import Request
 
 
 class RequestQueue:
-    """Requests in the order in which they will be tried."""
+    """Lowest `Request.priority` first, then first come, first served; removal from anywhere."""
 
     def __init__(self) -> None:
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._requests = PriorityQueue[Request]()
 
     def append(self, request: Request) -> None:
-        self._requests[request.request_id] = request
+        self._requests.append(request.request_id, request, request.priority)
 
     def prepend(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id, last=False)
+        """Ahead of those of the same priority."""
+        self._requests.prepend(request.request_id, request, request.priority)
 
     def remove(self, request: Request) -> bool:
         """Take it out; False when it was not here."""
-        return self._requests.pop(request.request_id, None) is not None
+        return self._requests.remove(request.request_id)
 
     def first(self, count: int) -> list[Request]:
         """The first `count` requests: what one step looks at, however many wait behind them."""
-        return list(islice(self._requests.values(), count))
+        return self._requests.first(count)
 
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+    def peek(self) -> Request | None:
+        return self._requests.peek()
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -45,9 +45,17 @@ class RunningBatch(Mapping[str, Request]):
         return [request for request in self._requests.values() if request.num_uncomputed_tokens == 1]
 
     def prefilling(self) -> list[Request]:
-        """Sequences with more than one token to compute; transfers that nobody wants come last."""
-        filling = [request for request in self._requests.values() if request.num_uncomputed_tokens > 1]
-        return sorted(filling, key=lambda request: request.is_unwanted_source)
+        """Sequences with more than one token to compute, by priority; without transfers that nobody wants."""
+        filling = [
+            request
+            for request in self._requests.values()
+            if request.num_uncomputed_tokens > 1 and not request.is_unwanted_source
+        ]
+        return sorted(filling, key=lambda request: request.priority)
+
+    def running_ahead(self) -> list[Request]:
+        """Transfers that nobody wants yet, with more than one token to compute."""
+        return [request for request in self.unwanted_sources() if request.num_uncomputed_tokens > 1]
 
     def unwanted_sources(self) -> list[Request]:
         """Transfers that nobody wants yet."""
@@ -58,9 +66,17 @@ class RunningBatch(Mapping[str, Request]):
         return sum(request.num_uncomputed_tokens for request in self._requests.values())
 
     def victim(self) -> Request | None:
-        """Transfers nobody wants yet first, then least work lost, then newest; never a wanted transfer."""
+        """Transfers nobody wants yet first, then the lowest priority, then who loses least, then the newest.
+
+        Never a wanted transfer. None when nothing else runs.
+        """
         return min(
             (request for request in self._requests.values() if not request.is_pinned_source),
-            key=lambda request: (not request.is_unwanted_source, request.num_computed_tokens, -request.arrival),
+            key=lambda request: (
+                not request.is_unwanted_source,
+                -request.priority,
+                request.num_computed_tokens,
+                -request.arrival,
+            ),
             default=None,
         )

@@ -22,6 +22,7 @@ from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, Schedul
 from pdserve.engine.source_publishing import SourcePublishing
 from pdserve.engine.step import Step
 from pdserve.engine.transfer_events import End, TransferEvents
+from pdserve.engine.turns import Turns
 
 
 def _no_token_left(request: Request) -> InvalidRequest:
@@ -48,9 +49,10 @@ class Scheduler:
         self.pool = BlockPool(config.num_blocks)
         self.kv = KVCacheManager(self.pool, hasher)
         self.holds = HoldLedger(self.pool)
-        self.receives = RemoteReceives(config, self.kv, self.holds, connector)
+        self.turns = Turns(config.max_overtakes)
+        self.receives = RemoteReceives(config, self.kv, self.holds, connector, self.turns)
         self.sources = SourcePublishing(self.kv, self.holds, connector)
-        self.admission = Admission(config, self.kv)
+        self.admission = Admission(config, self.kv, self.turns)
         self.outputs = OutputBook()
         self.requests: dict[str, Request] = {}
         self.running = RunningBatch()
@@ -68,6 +70,8 @@ class Scheduler:
             self.events.num_dropped += 1
             return
         request = Request(core)
+        if self.config.scheduling_policy == "fcfs":
+            request.priority = 0
         self.requests[request.request_id] = request
         if Wait.REMOTE_KV in request.waits_for and not self._goes_local(request):
             self.receives.add(request)
@@ -126,17 +130,18 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. Changes block tables; `update_from_output` must follow a step."""
         step = Step(self.config.max_num_batched_tokens)
-        if self.admission.num_preempted == 0:  # room goes to those that lost theirs first
-            self.receives.reserve(num_growing=len(self.running) + self.admission.num_ready)
-        self._schedule_running(step)
+        self.receives.reserve(num_growing=len(self.running) + self.admission.num_ready)
+        ahead = self.running.running_ahead()
+        # sequences that decode come before those that still prefill: a long prompt must not stall every stream
+        self._schedule_running(step, [*self.running.decoding(), *self.running.prefilling()])
         self._schedule_waiting(step)
+        self._schedule_running(step, ahead)
         step.output.finished_req_ids = self.running.take_left()
         return step.output
 
-    def _schedule_running(self, step: Step) -> None:
-        # sequences that decode come before those that still prefill: a long prompt must not stall every stream
-        for request in (*self.running.decoding(), *self.running.prefilling()):
-            num_tokens = min(request.num_uncomputed_tokens, step.budget)
+    def _schedule_running(self, step: Step, requests: list[Request]) -> None:
+        for request in requests:
+            num_tokens = self.config.chunk(request.num_uncomputed_tokens, step.budget)
             if num_tokens <= 0 or request.status is not RequestStatus.RUNNING:
                 continue
             added = self.preemption.make_room(step, request, request.num_computed_tokens + num_tokens)
@@ -146,8 +151,10 @@ class Scheduler:
                     step.output.new_block_ids[request.request_id] = added
 
     def _schedule_waiting(self, step: Step) -> None:
+        if self._is_full(step):
+            return
         for request in self.admission.candidates(after_preemption=step.preempted):
-            if step.budget <= 0 or len(self.running) >= self.config.max_num_seqs:
+            if self._is_full(step):
                 return
             admitted = self.admission.try_admit(request, step.budget, self.running, self.receives.num_parked)
             if admitted is Refusal.NO_ROOM and request.is_pinned_source and self.preemption.give_way(step):
@@ -160,6 +167,9 @@ class Scheduler:
                 self.running.enter(request)
                 step.put_new(request, admitted)
                 self.sources.publish(request)
+
+    def _is_full(self, step: Step) -> bool:
+        return step.budget <= 0 or len(self.running) >= self.config.max_num_seqs
 
     # ---- what came of it
 

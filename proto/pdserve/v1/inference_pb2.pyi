@@ -100,6 +100,7 @@ class GenerateRequest(google.protobuf.message.Message):
     CLIENT_REQUEST_ID_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     STREAM_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: whichever is served; another name is NOT_FOUND"""
     client_request_id: builtins.str
@@ -108,6 +109,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """requests with different salts never share prefix cache"""
     stream: builtins.bool
     """false: one message with everything"""
+    priority: builtins.int
+    """lower goes first, where scheduling_policy is `priority`"""
     @property
     def text(self) -> Global___TextPrompt: ...
     @property
@@ -127,10 +130,11 @@ class GenerateRequest(google.protobuf.message.Message):
         client_request_id: builtins.str = ...,
         cache_salt: builtins.str = ...,
         stream: builtins.bool = ...,
+        priority: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "stream", b"stream", "text", b"text", "tokens", b"tokens"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stream", b"stream", "text", b"text", "tokens", b"tokens"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "chat", "tokens"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]

@@ -283,7 +283,7 @@ class PreparedRequest(google.protobuf.message.Message):
     deadline_s: builtins.float
     """what is left of the request's deadline, a duration in seconds"""
     priority: builtins.int
-    """lower runs first"""
+    """lower runs first, where scheduling_policy is `priority`"""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property

@@ -1,4 +1,5 @@
-"""Who may come in, and who may run: limits that are held at once, and a queue in order of arrival.
+"""Who may come in, and who may run: limits that are held at once, and a queue: lowest `priority` value first, then
+order of arrival.
 
 A request *enters* the router, or is refused on the spot. It then waits for a *place*: there are as many as the workers
 can serve at the same time. Whoever would wait longer than it may is refused when it enters, by the time that places are
@@ -10,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
 from pdserve.common.errors import Draining, Overloaded
+from pdserve.common.priority_queue import PriorityQueue
 
 RETRY_AFTER_S = 1.0
 RETRY_AFTER_MAX_S = 30.0
@@ -47,7 +49,7 @@ class _Waiter(msgspec.Struct, gc=False, eq=False):
 
 
 class Admission:
-    """Counts the requests in the router, and gives places in order of arrival."""
+    """Counts the requests in the router, and gives places in the queue's order."""
 
     def __init__(
         self, limits: Limits, capacity: Callable[[], Capacity], *, clock: Callable[[], float] = time.monotonic
@@ -65,7 +67,7 @@ class Admission:
         self._running_since = 0.0
         """Sum of the moments at which those that run got their places."""
         self._mean_s: float | None = None
-        self._queue: deque[_Waiter] = deque()
+        self._queue = PriorityQueue[_Waiter]()
         self._per_client: Counter[str] = Counter()
         self._emptied = asyncio.Event()
         self._emptied.set()
@@ -107,13 +109,13 @@ class Admission:
             self._emptied.set()
 
     @contextlib.asynccontextmanager
-    async def place(self, num_blocks: int = 0) -> AsyncIterator[None]:
-        """Hold a place inside the context. num_blocks: KV blocks of the prompt.
+    async def place(self, num_blocks: int = 0, priority: int = 0) -> AsyncIterator[None]:
+        """Hold a place inside the context. num_blocks: KV blocks of the prompt. priority: lower goes first.
 
         Raises: Overloaded after `queue_timeout_s`.
         """
         waiter = _Waiter(num_blocks, asyncio.get_running_loop().create_future())
-        self._queue.append(waiter)
+        self._queue.append(id(waiter), waiter, priority)
         self.recheck()
         try:
             async with asyncio.timeout(self._limits.queue_timeout_s):
@@ -137,10 +139,10 @@ class Admission:
             self._give_back(waiter)
 
     def recheck(self) -> None:
-        """Give free places to those who wait longest."""
+        """Give free places to the first in the queue."""
         capacity = self._capacity()
-        while self._queue and self._fits(self._queue[0], capacity):
-            waiter = self._queue.popleft()
+        while (waiter := self._queue.peek()) is not None and self._fits(waiter, capacity):
+            self._queue.remove(id(waiter))
             if not waiter.granted.done():
                 self.num_running += 1
                 self._running_blocks += waiter.num_blocks
@@ -230,8 +232,7 @@ class Admission:
         if waiter.granted.done() and not waiter.granted.cancelled():
             self._give_back(waiter)
         else:
-            with contextlib.suppress(ValueError):
-                self._queue.remove(waiter)
+            self._queue.remove(id(waiter))
             # whoever stood behind a prompt that did not fit may fit
             self.recheck()
 

@@ -92,6 +92,7 @@ class InferenceServicer(InferenceServiceServicer):
             max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
             max_tokens_field="sampling.max_tokens",
             cache_salt=request.cache_salt or None,
+            priority=request.priority,
             timeout_s=timeout_s if remaining_s is None else min(remaining_s, timeout_s),
             trace_headers=valid_trace_headers(metadata),
         )

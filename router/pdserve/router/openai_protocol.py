@@ -48,6 +48,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     # known, but only with the value that changes nothing
     n: int | None = None
     prompt_logprobs: int | None = None
@@ -108,6 +109,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 max_tokens=max_tokens,
                 max_tokens_field=max_tokens_field,
                 cache_salt=self.cache_salt or None,
+                priority=self.priority or 0,
                 timeout_s=timeout_s,
                 trace_headers=trace_headers,
             )

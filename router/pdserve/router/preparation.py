@@ -12,7 +12,7 @@ import msgspec
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.prepared_request import PreparedRequest, verify_priority
 from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.router.worker import Worker
 from pdserve.text.bad_words import bad_words_token_ids
@@ -37,6 +37,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     """None: the default of the prompt's kind."""
     max_tokens_field: str = "max_tokens"
     cache_salt: str | None = None
+    priority: int = 0
+    """Lower goes first, where the services' `scheduling_policy` is `priority`."""
     timeout_s: float
     trace_headers: dict[str, str] = {}
 
@@ -63,6 +65,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str | None
+    priority: int
     deadline: float
     trace_headers: dict[str, str]
 
@@ -109,6 +112,7 @@ class Preparation:
         if isinstance(request.prompt, TokenInput):
             verify_token_ids(request.field, token_ids, limits.vocab_size)
         verify_cache_salt(request.cache_salt)
+        verify_priority(request.priority)
         sampling = msgspec.structs.replace(
             request.sampling,
             # workers know no text
@@ -130,6 +134,7 @@ class Preparation:
             token_ids=token_ids,
             sampling=sampling,
             cache_salt=request.cache_salt,
+            priority=request.priority,
             deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
             trace_headers=request.trace_headers,
         )
@@ -148,5 +153,6 @@ class Preparation:
             hash_root=root,
             request_digest=hasher.request_digest(root, hashes, request.token_ids),
             deadline=request.deadline,
+            priority=request.priority,
             trace_headers=request.trace_headers,
         )

@@ -125,7 +125,8 @@ class RequestRun:
         )
         self.timeline.mark(moments.TOKENIZED)
         self._record.tokenized(len(token_ids))
-        async with self._admission.place(self._num_blocks(len(token_ids))):
+        priority = request.priority if self._settings.scheduling_policy == "priority" else 0
+        async with self._admission.place(self._num_blocks(len(token_ids)), priority):
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
             await self._attempts(request)

@@ -1,0 +1,101 @@
+"""A step's work grows with what is scheduled, not with what waits (I10): counted in calls, not in seconds."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import msgspec
+import pytest
+from engine_harness import Harness, MakeEngine
+
+from pdserve.common.errors import Cancelled
+from pdserve.engine.remote_kv import HoldReturned, Landed, ReceiveInto, Settled, SourceFinished
+
+FEW, MANY = 100, 10_000
+
+
+def calls_in(engine: Harness, num_steps: int) -> int:
+    """Function calls of so many steps, Python's and C's; every turn of a generator is one."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    for _ in range(num_steps):
+        sys.setprofile(profile)
+        try:
+            scheduled = engine.scheduler.schedule()
+        finally:
+            sys.setprofile(None)
+        assert scheduled.num_scheduled_tokens
+        computed = engine.core.runner.execute(scheduled, engine.scheduler.kv.block_ids)
+        sys.setprofile(profile)
+        try:
+            engine.scheduler.update_from_output(scheduled, computed)
+            engine.scheduler.outputs.take()
+            engine.scheduler.stats()
+        finally:
+            sys.setprofile(None)
+    return count
+
+
+def add_many(engine: Harness, count: int, prompt: list[int], *, spread: bool, **fields: Any) -> None:
+    """spread: each of a priority of its own."""
+    template = engine.request(prompt, "template", **fields)
+    for number in range(count):
+        name = f"{len(engine.scheduler.requests)}"
+        engine.core.add_request(
+            msgspec.structs.replace(template, request_id=name, priority=10 + number if spread else 10)
+        )
+
+
+def empty(engine: Harness) -> None:
+    engine.core.fail_all(Cancelled("x"))
+    for message in engine.outbox.take():
+        if isinstance(message, ReceiveInto | Settled):
+            engine.core.apply(HoldReturned(message.request_id, message.hold))
+
+
+def run_two(engine: Harness) -> None:
+    for number in range(2):
+        engine.add([number] * 5, f"runs{number}", params={"max_tokens": 60})
+    engine.core.step()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("kind", ["no place", "no blocks", "unreserved", "parked", "ready"])
+def test_i10_a_step_costs_the_same_however_many_wait(make_engine: MakeEngine, kind: str, policy: str) -> None:
+    costs = []
+    for count in (FEW, MANY):
+        parked = kind in ("parked", "ready")
+        engine = make_engine(
+            num_blocks=4 * MANY if parked else 64,
+            max_num_seqs=2 if kind in ("no place", "ready") else 4,
+            max_model_len=120,
+            scheduling_policy=policy,
+            look_ahead=count if parked else 8,
+        )
+        if not parked:
+            run_two(engine)
+        prompt = [1, 2, 3, 4, 5] if parked or kind == "no place" else [3] * 110
+        if kind in ("no blocks", "unreserved"):
+            engine.add([9] * 110, "holds", params={"max_tokens": 8}, transfer_source=True, wanted_from=0)
+            engine.core.step()
+        add_many(engine, count, prompt, spread=policy == "priority", remote_prefill=parked or kind == "unreserved")
+        if parked:
+            run_two(engine)
+            assert engine.scheduler.receives.num_unreserved == 0
+        if kind == "ready":
+            rooms = [message for message in engine.outbox.take() if isinstance(message, ReceiveInto)]
+            for room in rooms:
+                engine.core.apply(Landed(room.request_id, len(room.hold)))
+                engine.core.apply(SourceFinished(room.request_id, len(prompt), (1,)))
+                engine.core.apply(HoldReturned(room.request_id, room.hold))
+            assert engine.scheduler.admission.num_ready >= count - 2
+        engine.core.step()
+        costs.append(calls_in(engine, 5))
+        empty(engine)
+    assert costs[0] == costs[1]
