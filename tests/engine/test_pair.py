@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from engine_harness import MakeEngine
 from engine_pair import Pair
@@ -98,81 +96,6 @@ def test_blocks_stay_pinned_from_settled_to_release_whatever_p_does(make_engine:
     assert p.answers[busy].token_ids == greedy_answer([9] * 20, 8)
     pair.run()
     assert pair.answer("r").token_ids == greedy_answer(list(range(20)), 4)
-
-
-def scripted(make_engine: MakeEngine, seed: int) -> None:
-    """One random life of two small pools; every rule is checked after every round and at the end."""
-    draw = random.Random(seed)
-    p = make_engine(
-        num_blocks=draw.choice([14, 20, 32]),
-        max_model_len=48,
-        max_num_batched_tokens=draw.choice([3, 7, 16, 64]),
-        max_num_seqs=draw.choice([2, 4, 16]),
-        run_ahead_share=draw.choice([0.3, 0.5, 1.0]),
-    )
-    d = make_engine(
-        num_blocks=draw.choice([14, 20, 32]),
-        max_model_len=48,
-        max_num_batched_tokens=draw.choice([3, 7, 16, 64]),
-        max_num_seqs=draw.choice([2, 4, 16]),
-        look_ahead=draw.choice([0, 1, 8]),
-        max_local_prefill_tokens=draw.choice([None, None, 10]),
-    )
-    pair = Pair(p, d, seed)
-    prompts: dict[str, list[int]] = {}
-    lengths: dict[str, int] = {}
-    aborted: set[str] = set()
-    stems = [[draw.randrange(60) for _ in range(24)] for _ in range(3)]
-    for number in range(draw.randint(3, 10)):
-        prompt = draw.choice(stems)[: draw.randint(1, 24)] + [draw.randrange(60) for _ in range(draw.randint(0, 12))]
-        request_id = f"r{number}"
-        prompts[request_id], lengths[request_id] = prompt, draw.randint(2, 11)
-        kind = draw.random()
-        params = {"max_tokens": lengths[request_id]}
-        if kind < 0.7:
-            pair.add(prompt, request_id, params=params)
-        else:
-            (d if kind < 0.9 else p).add(prompt, request_id, params=params, prefill_here=draw.random() < 0.5)
-        for _ in range(draw.randint(0, 12)):
-            pair.round()
-        if draw.random() < 0.35:
-            victim = draw.choice(list(prompts))
-            if victim not in pair.transfers:
-                d.core.abort_request(victim)
-                p.core.abort_request(victim)
-                aborted.add(victim)
-            elif draw.random() < 0.5:
-                pair.abort(victim)
-                aborted.add(victim)
-            else:
-                pair.break_source(victim)
-    pair.run()
-    p.scheduler.check(idle=True)
-    d.scheduler.check(idle=True)
-    assert p.scheduler.admission.num_waiting_tokens == d.scheduler.admission.num_waiting_tokens == 0
-    for request_id, prompt in prompts.items():
-        answer = pair.answer(request_id)
-        expected = greedy_answer(prompt, lengths[request_id])
-        decoded = d.answers.get(request_id)
-        ends = decoded if decoded is not None else p.answers[request_id]
-        assert ends.finish_reason is not None, f"{request_id} never ended"
-        assert answer.token_ids == expected[: len(answer.token_ids)], f"{request_id} has a wrong token"
-        if ends.finish_reason is FinishReason.LENGTH:
-            assert answer.token_ids == expected
-        elif ends.finish_reason is FinishReason.ABORT:
-            assert request_id in aborted
-        else:
-            assert ends.error_code in ("transfer_failed", "evicted", "needs_prefill")
-
-
-@pytest.mark.parametrize("fifty", range(6))
-def test_i2_i4_i13_no_order_of_events_spoils_an_answer_or_loses_a_block(make_engine: MakeEngine, fifty: int) -> None:
-    for seed in range(fifty * 50, fifty * 50 + 50):
-        try:
-            scripted(make_engine, seed)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
 
 
 def test_settled_is_all_a_source_sends(make_engine: MakeEngine) -> None:

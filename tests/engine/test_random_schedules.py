@@ -1,0 +1,154 @@
+"""Random lives of two small engines, P and D: every rule holds after every step, and both pools are whole at the end.
+
+What may happen: remote and local requests of any priority, aborts, sources that give up, transfers wanted late or never,
+events late and twice, holds that come back in parts, and preemption because everything is too small.
+Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from engine_harness import Answer, Harness, MakeEngine
+from engine_invariants import CacheContents, StepInvariants
+from engine_pair import Pair
+from hash_model import greedy_answer
+
+from pdserve.common.engine_types import FinishReason
+
+ERRORS = ("transfer_failed", "evicted", "needs_prefill")
+"""What a router would try again."""
+
+
+class Life:
+    """What is asked of a pair of engines, and what must come of it."""
+
+    def __init__(self, make_engine: MakeEngine, seed: int) -> None:
+        self.draw = draw = random.Random(seed)
+        common = {
+            "max_model_len": 64,
+            "scheduling_policy": draw.choice(["fcfs", "priority"]),
+            "long_prefill_token_threshold": draw.choice([0, 0, 2, 5]),
+            "max_overtakes": draw.choice([1, 3, 64]),
+            "look_ahead": draw.choice([0, 1, 8]),
+        }
+        self.p = self._engine(
+            make_engine, **common, num_blocks=draw.choice([16, 20, 32]), run_ahead_share=draw.choice([0.3, 0.5, 1.0])
+        )
+        self.d = self._engine(
+            make_engine,
+            **common,
+            num_blocks=draw.choice([16, 18, 24]),
+            max_local_prefill_tokens=draw.choice([None, None, 10]),
+        )
+        self.pair = Pair(self.p, self.d, seed)
+        self.contents = CacheContents(self.p)
+        self.prompts: dict[str, list[int]] = {}
+        self.expected: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
+        self.stems = [[draw.randrange(60) for _ in range(24)] for _ in range(3)]
+
+    def _engine(self, make_engine: MakeEngine, **fields: Any) -> Harness:
+        budget, places = self.draw.choice([3, 7, 16, 64]), self.draw.choice([2, 4, 16])
+        engine = make_engine(**fields, max_num_batched_tokens=budget, max_num_seqs=places)
+        invariants = StepInvariants(engine)
+        step = engine.step
+
+        def checked_step() -> None:
+            invariants.before()
+            step()
+            invariants.after()
+
+        engine.step = checked_step  # type: ignore[method-assign]
+        return engine
+
+    def live(self, num_requests: int) -> None:
+        for number in range(num_requests):
+            self._ask(f"r{number}")
+            for _ in range(self.draw.randint(0, 6)):
+                self._round()
+            if self.draw.random() < 0.35:
+                self._end_one()
+        self.pair.run()
+
+    def _round(self) -> None:
+        self.pair.round()
+        for engine in (self.p, self.d):
+            self.contents.check(engine)
+
+    def _ask(self, request_id: str) -> None:
+        draw = self.draw
+        prompt = draw.choice(self.stems)[: draw.randint(1, 24)] + [
+            draw.randrange(60) for _ in range(draw.randint(0, 12))
+        ]
+        length = draw.randint(2, 24)
+        self.prompts[request_id], self.expected[request_id] = prompt, greedy_answer(prompt, length)
+        self.contents.learn(prompt + self.expected[request_id])
+        fields: dict[str, Any] = {"params": {"max_tokens": length}, "priority": draw.choice([-1, 0, 0, 3])}
+        kind = draw.random()
+        if kind < 0.7:
+            self.pair.add(prompt, request_id, **fields)
+        else:
+            engine = self.d if kind < 0.9 else self.p
+            engine.add(prompt, request_id, prefill_here=draw.random() < 0.5, **fields)
+
+    def _end_one(self) -> None:
+        victim = self.draw.choice(list(self.prompts))
+        if victim not in self.pair.transfers:
+            self.d.core.abort_request(victim)
+            self.p.core.abort_request(victim)
+            self.aborted.add(victim)
+        elif self.draw.random() < 0.5:
+            self.pair.abort(victim)
+            self.aborted.add(victim)
+        else:
+            self.pair.break_source(victim)
+
+    def check(self) -> None:
+        """Every request has ended, with its own tokens or for a reason that was given."""
+        for engine in (self.p, self.d):
+            engine.scheduler.check(idle=True)
+            self.contents.check(engine)
+            scheduler = engine.scheduler
+            assert scheduler.admission.num_waiting_tokens == 0
+            assert len(scheduler.turns.overdue) == len(scheduler.turns.preempted) == 0
+        for request_id, expected in self.expected.items():
+            answer = self.pair.answer(request_id)
+            decoded = self.d.answers.get(request_id)
+            ends = decoded if decoded is not None else self.p.answers.get(request_id, Answer())
+            assert ends.finish_reason is not None, f"{request_id} never ended"
+            assert answer.token_ids == expected[: len(answer.token_ids)], f"{request_id} has a wrong token"
+            if ends.finish_reason is FinishReason.LENGTH:
+                assert answer.token_ids == expected
+            elif ends.finish_reason is FinishReason.ABORT:
+                assert request_id in self.aborted
+            else:
+                assert ends.error_code in ERRORS
+
+
+def live(make_engine: MakeEngine, seed: int, num_requests: int) -> Life:
+    try:
+        life = Life(make_engine, seed)
+        life.live(num_requests)
+        life.check()
+    except BaseException as error:
+        error.add_note(f"seed {seed}, {num_requests} requests")
+        raise
+    return life
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Harness], part: int) -> None:
+    num_preemptions = 0
+    for seed in range(part * 50, part * 50 + 50):
+        life = live(make_engine, seed, 3 + seed % 50 // 6)
+        num_preemptions += life.p.scheduler.num_preemptions + life.d.scheduler.num_preemptions
+        harnesses.clear()
+    assert num_preemptions > 20, "too roomy to show anything"
+
+
+@pytest.mark.parametrize("seed", range(1000, 1006))
+def test_i2_i3_i4_i6_i13_long_lives(make_engine: MakeEngine, seed: int) -> None:
+    live(make_engine, seed, 80)
