@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
+from engine_harness import MakeEngine
 
-from pdserve.common.engine_types import EngineCoreRequest, FinishReason
+from pdserve.common.engine_types import EngineCoreEventType, EngineCoreRequest, FinishReason
+from pdserve.common.errors import InvalidRequest
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.engine.request import FINISH_REASONS, FINISHED, IllegalMove, Request, RequestStatus, Wait
 
@@ -51,6 +54,29 @@ def test_finished_states_have_the_four_reasons_that_clients_see() -> None:
         S.FINISHED_ERROR: FinishReason.ERROR,
     }
     assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort", "error"]
+
+
+def test_the_engine_refuses_what_it_cannot_serve(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    core = engine.request([1, 2])
+    for fields in ({"prompt_embeds": b"x"}, {"data_parallel_rank": 1}):
+        with pytest.raises(InvalidRequest, match=f"{next(iter(fields))} is set"):
+            engine.core.verify(msgspec.structs.replace(core, **fields))
+
+
+def test_events_are_told_once_and_in_order(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=8, max_model_len=32)
+    for number in range(2):
+        engine.add([number] * 9, f"r{number}", params={"max_tokens": 18})
+    told: dict[str, list[EngineCoreEventType]] = {"r0": [], "r1": []}
+    while engine.core.has_work:
+        for output in engine.core.step().outputs:
+            times = [event.timestamp for event in output.events]
+            assert times == sorted(times)
+            told[output.request_id] += [event.type for event in output.events]
+    assert engine.scheduler.num_preemptions == 1
+    first, again = EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED
+    assert told == {"r0": [first, again], "r1": [first, again, EngineCoreEventType.PREEMPTED, again]}
 
 
 def test_the_status_names_the_first_thing_still_missing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -232,3 +233,37 @@ def test_after_shutdown_nothing_is_taken(make_llm: Callable[..., LLM]) -> None:
     llm.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         llm.generate(TEXT, use_tqdm=False)
+
+
+def test_metrics_say_when_what_happened(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(num_blocks=24, max_model_len=80, max_num_seqs=2)
+    begun = time.time()
+    answers = llm.generate(prompts_of([20, 25, 30]), greedy(max_tokens=20), use_tqdm=False)
+    ended = time.time()
+    metrics = [answer.metrics for answer in answers if answer.metrics is not None]
+    assert len(metrics) == 3
+    for of_one in metrics:
+        moments = [
+            of_one.arrival_time,
+            of_one.first_scheduled_time,
+            of_one.first_token_time,
+            of_one.last_token_time,
+            of_one.finished_time,
+        ]
+        assert moments == sorted(moments)
+        # the two clocks were read one after the other
+        assert begun - 0.1 < moments[0]
+        assert moments[-1] < ended + 0.1
+        assert of_one.time_to_first_token >= of_one.time_in_queue >= 0
+    waited = metrics[2]
+    assert waited.first_scheduled_time >= min(of_one.finished_time for of_one in metrics[:2])
+    assert sum(of_one.num_preemptions for of_one in metrics) == llm._core.scheduler.num_preemptions
+
+
+def test_a_stop_string_ends_the_metrics_too(llm: LLM) -> None:
+    [prompt] = prompts_of([9])
+    [plain] = llm.generate(prompt, greedy(max_tokens=12), use_tqdm=False)
+    stop = plain.outputs[0].text[2:4]
+    [stopped] = llm.generate(prompt, greedy(max_tokens=12, stop=(stop,)), use_tqdm=False)
+    assert stopped.outputs[0].finish_reason == "stop"
+    assert stopped.metrics.last_token_time <= stopped.metrics.finished_time

@@ -11,7 +11,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason, SchedulerStats
+from pdserve.common.engine_types import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    SchedulerStats,
+)
 from pdserve.common.errors import Draining, TransferFailed
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.sampling_params import SamplingParams
@@ -72,6 +79,12 @@ def test_a_decode_leg_that_went_well() -> None:
     record, closed = make_record()
     with record:
         record.take(EngineCoreOutput(request_id="r", new_token_ids=[5], moments=REMOTE | {"first_token": 14.0}))
+        record.take(
+            EngineCoreOutput(request_id="r", events=[
+                EngineCoreEvent(EngineCoreEventType.SCHEDULED, 13.5),
+                EngineCoreEvent(EngineCoreEventType.PREEMPTED, 15.0),
+            ])
+        )  # fmt: skip
         last = EngineCoreOutput(
             request_id="r", new_token_ids=[6, 7], finish_reason=FinishReason.LENGTH,
             moments=REMOTE | {"first_token": 14.0, "finished": 20.0}, num_preemptions=2,
@@ -81,6 +94,7 @@ def test_a_decode_leg_that_went_well() -> None:
     assert closed == [record]
     assert record.outcome == "ok"
     assert (record.num_output_tokens, record.num_preemptions) == (3, 2)
+    assert record.preempted_at == [15.0]
     assert stages_of(record) == [
         ("decode.reserve", 10.0, 11.0, None),
         ("kv.transfer", 11.0, 13.0, None),
@@ -212,6 +226,7 @@ def test_spans_say_what_the_records_say() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing({}, make_sampler("parentbased_always_on", 1.0), SimpleSpanProcessor(exporter))
     good, computed, bad = closed_records()
+    good.preempted_at = [14.5]
     for record in (good, computed, bad):
         trace_leg(tracing, record, "worker-1", 64)
     bad.trace_headers = {TRACEPARENT: PARENT[:-2] + "00"}
@@ -232,6 +247,8 @@ def test_spans_say_what_the_records_say() -> None:
     assert transfer.attributes["pdserve.kv.fallbacks"] == ("nixl",)
     assert [event.name for event in transfer.events] == ["first_landing", "last_landing"]
     assert generate.attributes["gen_ai.usage.output_tokens"] == 2
+    preempted = generate.events[-1]
+    assert (preempted.name, preempted.timestamp) == ("preempted", to_unix_ns(14.5))
     assert [event.attributes["pdserve.chunk.tokens"] for event in compute.events] == [4, 5]
     assert failed.attributes["error.type"] == "transfer_failed"
     assert not failed.status.is_ok

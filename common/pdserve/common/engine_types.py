@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from pdserve.common.errors import InvalidRequest
 from pdserve.common.sampling_params import SamplingParams
 
 
@@ -19,6 +20,14 @@ class FinishReason(enum.IntEnum):
 
     def __str__(self) -> str:
         return self.name.lower()
+
+
+class LoRARequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Which adapter to use on top of the model's weights."""
+
+    lora_name: str
+    lora_int_id: int
+    """Above 0, unique among adapters."""
 
 
 class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
@@ -48,13 +57,53 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     local_prefill_tokens: int | None = None
     """Up to so many uncached tokens prefilling here pays, by the router's estimate; None: its choice stands."""
     priority: int = 0
+    """Lower runs first, where the engine's `scheduling_policy` is `priority`."""
     cache_salt: str | None = None
+    """As the client gave it; its effect is in `hash_root`."""
     index: int = 0
     """Which of the request's n sequences this is; enters the noise."""
     trace_headers: dict[str, str] = {}
+    mm_features: list[bytes] | None = None
+    prompt_embeds: bytes | None = None
+    lora_request: LoRARequest | None = None
+    data_parallel_rank: int | None = None
+    client_index: int = 0
+    current_wave: int = 0
+
+    def verify_supported(self) -> None:
+        """The last six have their place, but no engine can serve them yet. Raises: InvalidRequest when one is set."""
+        for name, default in _NOT_BUILT.items():
+            if getattr(self, name) != default:
+                raise InvalidRequest(f"{name} is set, and this engine does not support it", name)
 
 
-class LogprobsLists(msgspec.Struct, array_like=True, gc=False):
+_NOT_BUILT: dict[str, int | None] = {
+    "mm_features": None,
+    "prompt_embeds": None,
+    "lora_request": None,
+    "data_parallel_rank": None,
+    "client_index": 0,
+    "current_wave": 0,
+}
+
+
+class EngineCoreEventType(enum.IntEnum):
+    """What happened to a sequence in the scheduler."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class EngineCoreEvent(msgspec.Struct, array_like=True, gc=False):
+    """One of them, and when."""
+
+    type: EngineCoreEventType
+    timestamp: float
+    """`time.monotonic()` seconds of the engine's process."""
+
+
+class LogprobsLists(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Log-probabilities of a run of tokens, by the logits as the model gave them. One entry a token in each list."""
 
     logprob_token_ids: list[list[int]]
@@ -107,6 +156,10 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     """Of the new tokens, where the request asks for them."""
     num_preemptions: int = 0
     """How often the sequence lost its blocks, so far."""
+    events: list[EngineCoreEvent] = []
+    """What the scheduler did with it since its last output."""
+    trace_headers: dict[str, str] = {}
+    """Those of its request, with the last output."""
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):

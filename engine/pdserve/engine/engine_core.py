@@ -44,6 +44,7 @@ class EngineCore:
 
     def verify(self, request: EngineCoreRequest) -> None:
         """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
+        request.verify_supported()
         request.sampling_params.verify(self.vocab_size)
         num_tokens = len(request.prompt_token_ids)
         if num_tokens == 0:

@@ -50,5 +50,7 @@ class OutputBook:
                 prefill_chunks=request.prefill_chunks if first_or_last else [],
                 new_logprobs=new_logprobs,
                 num_preemptions=request.num_preemptions,
+                events=request.take_events() if request.events else [],
+                trace_headers=request.core.trace_headers if status is not None else {},
             )
         )

@@ -55,6 +55,7 @@ def _merged(first: EngineCoreOutput, then: EngineCoreOutput) -> EngineCoreOutput
         prefills_locally=first.prefills_locally,
         moments=first.moments | then.moments,
         prefill_chunks=first.prefill_chunks or then.prefill_chunks,
+        events=first.events + then.events,
         new_logprobs=_joined(first.new_logprobs, then.new_logprobs),
     )
 

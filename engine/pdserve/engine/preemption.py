@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdserve.common.engine_types import EngineCoreEventType
 from pdserve.engine.admission import Admission
 from pdserve.engine.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
@@ -39,6 +40,7 @@ class Preemption:
     def _preempt(self, step: Step, request: Request) -> None:
         self.num_preemptions += 1
         request.num_preemptions += 1
+        request.note(EngineCoreEventType.PREEMPTED)
         step.take_out(request)
         self._running.leave(request)
         self._kv.free(request)

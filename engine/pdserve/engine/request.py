@@ -6,7 +6,7 @@ import enum
 import itertools
 import time
 
-from pdserve.common.engine_types import EngineCoreRequest, FinishReason
+from pdserve.common.engine_types import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
 
 _arrivals = itertools.count()
 
@@ -96,6 +96,8 @@ class Request:
         self.has_emitted = False
         """Whether an output of this sequence has left the engine."""
         self.moments: dict[str, float] = {"queued": core.arrival_time or time.monotonic()}
+        self.events = [EngineCoreEvent(EngineCoreEventType.QUEUED, self.moments["queued"])]
+        """What happened since its last output."""
         self.prefill_chunks: list[tuple[float, int]] = []
         """When each chunk of the prompt was computed, `time.monotonic()` seconds, and its tokens."""
 
@@ -144,6 +146,15 @@ class Request:
     def mark(self, moment: str) -> None:
         """Record a moment, once."""
         self.moments.setdefault(moment, time.monotonic())
+
+    def note(self, event: EngineCoreEventType) -> None:
+        """Record an event of the scheduler, now."""
+        self.events.append(EngineCoreEvent(event, time.monotonic()))
+
+    def take_events(self) -> list[EngineCoreEvent]:
+        """Those since the last call."""
+        events, self.events = self.events, []
+        return events
 
     def append_output(self, token_id: int, max_model_len: int) -> RequestStatus | None:
         """Add a sampled or received token; returns the status it ends with, or None to go on."""

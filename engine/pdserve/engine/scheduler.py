@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.engine_types import EngineCoreRequest, LogprobsLists, SchedulerStats
+from pdserve.common.engine_types import EngineCoreEventType, EngineCoreRequest, LogprobsLists, SchedulerStats
 from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.engine.admission import Admission, Refusal
 from pdserve.engine.block_pool import BlockPool
@@ -164,6 +164,7 @@ class Scheduler:
             elif not isinstance(admitted, Refusal):
                 request.move_to(RequestStatus.RUNNING)
                 request.mark("scheduled")
+                request.note(EngineCoreEventType.SCHEDULED)
                 self.running.enter(request)
                 step.put_new(request, admitted)
                 self.sources.publish(request)

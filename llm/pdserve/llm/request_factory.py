@@ -12,6 +12,7 @@ import msgspec
 
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.request_metrics import RequestMetrics, unix_s
 from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.prompts import SaltedPrompt
@@ -36,11 +37,14 @@ class LocalRequest:
 
     core: EngineCoreRequest
     processor: OutputProcessor
+    metrics: RequestMetrics
+    """Also in every answer of `processor`."""
 
     def process(self, output: EngineCoreOutput) -> CompletionOutput | None:
         """What is new in an engine's output; None if nothing is."""
         self.processor.num_cached_tokens = output.num_cached_tokens
-        return self.processor.process(
+        self.metrics.see(output)
+        new = self.processor.process(
             0,
             output.first_position,
             output.new_token_ids,
@@ -48,6 +52,9 @@ class LocalRequest:
             output.stop_reason,
             output.new_logprobs,
         )
+        if self.processor.finished:
+            self.metrics.end()
+        return new
 
 
 class RequestFactory:
@@ -117,7 +124,8 @@ class RequestFactory:
             prompt_token_ids=encoded.token_ids,
             sampling_params=params,
         )
-        return LocalRequest(core, processor)
+        metrics = processor.metrics = RequestMetrics(arrival_time=unix_s(core.arrival_time))
+        return LocalRequest(core, processor, metrics)
 
 
 def checked(params: object) -> SamplingParams:

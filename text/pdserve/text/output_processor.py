@@ -8,6 +8,7 @@ import msgspec
 
 from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import InternalError
+from pdserve.common.request_metrics import RequestMetrics
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.text.detokenizer import IncrementalDetokenizer
 from pdserve.text.stop_strings import StopAutomaton, StopStringMatcher
@@ -69,6 +70,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = None
 
 
 class LogprobsLedger:
@@ -320,6 +322,8 @@ class OutputProcessor:
         self.prompt_token_ids = prompt_token_ids
         self.num_cached_tokens: int | None = None
         """Prompt tokens that needed no computing; set by whoever hears of it."""
+        self.metrics: RequestMetrics | None = None
+        """Kept by whoever has the engine in this process."""
         params = sampling_params
         automaton = StopAutomaton(params.stop) if params.stop else None
         include = params.include_stop_str_in_output
@@ -397,4 +401,5 @@ class OutputProcessor:
             outputs=[state.whole for state in self._states] if deltas is None else list(deltas),
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
+            metrics=self.metrics,
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal, NamedTuple
 
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.engine_types import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import Cancelled, InternalError, PdServeError
 from pdserve.engine.request import Request
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer
@@ -72,6 +72,8 @@ class LegRecord:
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.preempted_at: list[float] = []
+        """`time.monotonic()` seconds."""
         self.prefills_locally = not request.remote_prefill
         self.cause: PdServeError | None = None
         self.ended_at = 0.0
@@ -100,6 +102,7 @@ class LegRecord:
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
         self.prefills_locally |= output.prefills_locally
+        self._note(output.events)
 
     def close(self, aborted: Request | None = None) -> None:
         """The engine is done with it. aborted: the request as it was, if the call's end cut it short."""
@@ -108,7 +111,11 @@ class LegRecord:
             self.moments.pop("finished", None)
             self.prefill_chunks = aborted.prefill_chunks
             self.num_preemptions = aborted.num_preemptions
+            self._note(aborted.events)
         self._on_closed(self)
+
+    def _note(self, events: list[EngineCoreEvent]) -> None:
+        self.preempted_at += [event.timestamp for event in events if event.type is EngineCoreEventType.PREEMPTED]
 
     @property
     def was_stopped(self) -> bool:

@@ -34,6 +34,7 @@ def trace_leg(tracing: Tracing, record: LegRecord, worker_id: str, block_bytes: 
                 attributes["pdserve.preemptions"] = record.num_preemptions
                 if "first_token" in record.moments:
                     events = [Event("first_token", to_unix_ns(record.moments["first_token"]))]
+                events += [Event("preempted", to_unix_ns(at)) for at in record.preempted_at]
         parent.add(
             stage.name, to_unix_ns(stage.start), to_unix_ns(stage.end), attributes, events=events, error=stage.cause
         )
