@@ -11,7 +11,13 @@ import pytest
 from hash_model import VOCAB_SIZE, HashModel, make_hash_cache
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
+from pdserve.common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    LogprobsLists,
+    StreamingUpdate,
+)
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
@@ -79,6 +85,8 @@ class Harness:
         self.core = EngineCore(config, model, kv_cache, self.hasher, vocab_size, self.outbox)
         self.scheduler = self.core.scheduler
         self.answers: dict[str, Answer] = {}
+        self.turns: dict[str, list[Answer]] = {}
+        """Of sessions: the turns that have ended."""
         self.must_be_idle = True
         self._num_requests = 0
 
@@ -113,6 +121,15 @@ class Harness:
         self.core.add_request(request)
         return request.request_id
 
+    def resume(self, request_id: str, prompt: Sequence[int], **params: Any) -> None:
+        """A session's next turn; greedy, 4 tokens, unless `params` says otherwise."""
+        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4} | params
+        update = StreamingUpdate(
+            request_id=request_id, prompt_token_ids=list(prompt), sampling_params=SamplingParams(**given)
+        )
+        self.core.verify_update(update)
+        self.core.resume_request(update)
+
     def step(self) -> None:
         """One step, its outputs booked, then the pool check (I2)."""
         self._book(self.core.step().outputs)
@@ -121,6 +138,8 @@ class Harness:
     def _book(self, outputs: list[EngineCoreOutput]) -> None:
         for output in outputs:
             self.answers.setdefault(output.request_id, Answer()).add(output)
+            if output.awaits_input:
+                self.turns.setdefault(output.request_id, []).append(self.answers.pop(output.request_id))
 
     def run(self, max_steps: int = 2000) -> dict[str, Answer]:
         """Step until there is nothing to do."""

@@ -57,7 +57,8 @@ class StepInvariants:
             assert table * config.block_size >= request.num_computed_tokens, "computed, and nowhere to be found"
             assert request.num_computed_tokens <= request.num_tokens
         waiting = [request for queue in scheduler.admission._queues for request in queue.first(999)]
-        assert scheduler.admission.num_waiting_tokens == sum(request.num_uncomputed_tokens for request in waiting)
+        assert scheduler.admission._num_tokens.keys() == {request.request_id for request in waiting}
+        assert scheduler.admission.num_waiting_tokens == sum(scheduler.admission._num_tokens.values())
         for request in scheduler.turns.overdue.first(999):
             assert scheduler.requests.get(request.request_id) is request
             assert request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -70,6 +71,7 @@ class StepInvariants:
         places = {
             RequestStatus.WAITING: len(waits) == 1,
             RequestStatus.PREEMPTED: len(waits) == 1 and scheduler.kv.num_blocks(request) == 0,
+            RequestStatus.WAITING_FOR_STREAMING_REQ: not waits and request.core.resumable,
             RequestStatus.RUNNING: not waits and request.request_id in scheduler.running,
             RequestStatus.WAITING_FOR_REMOTE_KVS: not waits
             and (request in scheduler.receives._unreserved) != (request.request_id in scheduler.receives._receiving),

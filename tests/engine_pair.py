@@ -184,6 +184,8 @@ class Pair:
     def _read(self, request_id: str, transfer: Transfer) -> None:
         room = transfer.room
         assert room is not None
+        if transfer.over:
+            return  # its source serves no more reads
         before = transfer.num_landed
         for offset, block in enumerate(room.hold.block_ids):
             index = room.first_index + offset

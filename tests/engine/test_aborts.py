@@ -134,7 +134,30 @@ def wanted_source_with_blocks_out(engine: Harness) -> RequestStatus:
     return RequestStatus.RUNNING
 
 
+def idle_session(engine: Harness) -> RequestStatus:
+    engine.add(PROMPT, "x", resumable=True)
+    while "x" not in engine.turns:
+        engine.step()
+    return RequestStatus.WAITING_FOR_STREAMING_REQ
+
+
+def session_that_waits_for_its_next_turn(engine: Harness) -> RequestStatus:
+    idle_session(engine)
+    engine.resume("x", [9] * 10)
+    return RequestStatus.WAITING
+
+
+def session_in_its_next_turn(engine: Harness) -> RequestStatus:
+    idle_session(engine)
+    engine.resume("x", [9] * 20)
+    engine.step()
+    return RequestStatus.RUNNING
+
+
 STATES: list[Reach] = [
+    idle_session,
+    session_that_waits_for_its_next_turn,
+    session_in_its_next_turn,
     waiting,
     waiting_without_room,
     overdue,

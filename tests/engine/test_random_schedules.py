@@ -1,6 +1,6 @@
 """Random lives of two small engines, P and D: every rule holds after every step, and both pools are whole at the end.
 
-What may happen: remote and local requests of any priority, aborts, sources that give up, transfers wanted late or never,
+What may happen: remote and local requests of any priority, sessions, aborts, sources that give up, transfers wanted late or never,
 events late and twice, holds that come back in parts, and preemption because everything is too small.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
@@ -17,9 +17,36 @@ from engine_pair import Pair
 from hash_model import greedy_answer
 
 from pdserve.common.engine_types import FinishReason
+from pdserve.engine.request import RequestStatus
 
 ERRORS = ("transfer_failed", "evicted", "needs_prefill")
 """What a router would try again."""
+
+
+class Session:
+    """One on an engine of its own choice, and what its turns must say."""
+
+    def __init__(self, engine: Harness, name: str) -> None:
+        self.engine, self.name = engine, name
+        self.tokens: list[int] = []
+        self.expected: list[list[int]] = []
+
+    @property
+    def is_idle(self) -> bool:
+        request = self.engine.scheduler.requests.get(self.name)
+        return request is not None and request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+
+    def next(self, prompt: list[int], length: int) -> None:
+        """What goes in next, and what must come out."""
+        self.expected.append(greedy_answer(self.tokens + prompt, length))
+        self.tokens += prompt + self.expected[-1]
+
+    def check(self) -> None:
+        said = [answer.token_ids for answer in self.engine.turns.get(self.name, [])]
+        assert said == self.expected[: len(said)], f"session {self.name} has a wrong turn"
+        last = self.engine.answers[self.name]
+        assert last.finish_reason is FinishReason.ABORT
+        assert len(said) == len(self.expected) or last.token_ids == self.expected[-1][: len(last.token_ids)]
 
 
 class Life:
@@ -48,6 +75,7 @@ class Life:
         self.prompts: dict[str, list[int]] = {}
         self.expected: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
+        self.sessions: list[Session] = []
         self.stems = [[draw.randrange(60) for _ in range(24)] for _ in range(3)]
 
     def _engine(self, make_engine: MakeEngine, **fields: Any) -> Harness:
@@ -71,15 +99,38 @@ class Life:
                 self._round()
             if self.draw.random() < 0.35:
                 self._end_one()
+        for session in self.sessions:
+            session.engine.core.abort_request(session.name)
         self.pair.run()
 
     def _round(self) -> None:
         self.pair.round()
         for engine in (self.p, self.d):
             self.contents.check(engine)
+        for session in self.sessions:
+            if session.is_idle and self.draw.random() < 0.3 and len(session.tokens) < 40:
+                self._turn(session, resume=True)
+
+    def _turn(self, session: Session, *, resume: bool) -> None:
+        draw = self.draw
+        prompt = [draw.randrange(60) for _ in range(draw.randint(1, 12))]
+        length = draw.randint(1, 9)
+        session.next(prompt, length)
+        self.contents.learn(session.tokens)
+        if resume:
+            session.engine.resume(session.name, prompt, max_tokens=length)
+        else:
+            params = {"max_tokens": length}
+            session.engine.add(
+                prompt, session.name, resumable=True, prefill_here=True, priority=draw.choice([-1, 0]), params=params
+            )
 
     def _ask(self, request_id: str) -> None:
         draw = self.draw
+        if draw.random() < 0.15:
+            self.sessions.append(Session(draw.choice([self.p, self.d, self.d]), request_id))
+            self._turn(self.sessions[-1], resume=False)
+            return
         prompt = draw.choice(self.stems)[: draw.randint(1, 24)] + [
             draw.randrange(60) for _ in range(draw.randint(0, 12))
         ]
@@ -95,6 +146,8 @@ class Life:
             engine.add(prompt, request_id, prefill_here=draw.random() < 0.5, **fields)
 
     def _end_one(self) -> None:
+        if not self.prompts:
+            return
         victim = self.draw.choice(list(self.prompts))
         if victim not in self.pair.transfers:
             self.d.core.abort_request(victim)
@@ -114,6 +167,8 @@ class Life:
             scheduler = engine.scheduler
             assert scheduler.admission.num_waiting_tokens == 0
             assert len(scheduler.turns.overdue) == len(scheduler.turns.preempted) == 0
+        for session in self.sessions:
+            session.check()
         for request_id, expected in self.expected.items():
             answer = self.pair.answer(request_id)
             decoded = self.d.answers.get(request_id)

@@ -52,6 +52,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     """A transfer will read this request's blocks: they are published as they become final and pinned while wanted."""
     wanted_from: int | None = None
     """Source side, when the transfer is wanted already: the first block index the receiver lacks."""
+    resumable: bool = False
+    """A session: the end of a turn is not its end; it waits in `WAITING_FOR_STREAMING_REQ` for a `StreamingUpdate`."""
     prefill_here: bool = False
     """Prefill in this engine whatever the length: no prefill worker lives."""
     local_prefill_tokens: int | None = None
@@ -75,6 +77,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
         for name, default in _NOT_BUILT.items():
             if getattr(self, name) != default:
                 raise InvalidRequest(f"{name} is set, and this engine does not support it", name)
+        if self.resumable and (self.remote_prefill or self.transfer_source):
+            raise InvalidRequest("resumable is set, but KV of a session is never transferred", "resumable")
 
 
 _NOT_BUILT: dict[str, int | None] = {
@@ -85,6 +89,18 @@ _NOT_BUILT: dict[str, int | None] = {
     "client_index": 0,
     "current_wave": 0,
 }
+
+
+class StreamingUpdate(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """More input for a session that waits for it, and how far its next turn goes."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    """Follow everything that the session has so far, its output included."""
+    sampling_params: SamplingParams
+    """Of this turn alone: `max_tokens`, penalties and positions count from its first output token."""
+    arrival_time: float = 0.0
+    """`time.monotonic()` of this process, seconds."""
 
 
 class EngineCoreEventType(enum.IntEnum):
@@ -138,6 +154,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     first_position: int = 0
     """Output position of the first new token; position 0 is the first token after the prompt."""
     finish_reason: FinishReason | None = None
+    awaits_input: bool = False
+    """With a finish reason: it ended a turn; the session goes on."""
     stop_reason: int | str | None = None
     """The stop token id or string that ended it; None for EOS, length, abort and error."""
     num_cached_tokens: int = 0

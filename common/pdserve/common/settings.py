@@ -223,6 +223,20 @@ class PrefillSettings(WorkerSettings, frozen=True, kw_only=True):
 class DecodeSettings(WorkerSettings, frozen=True, kw_only=True):
     section: ClassVar[str] = "decode"
 
+    max_sessions: int = 64
+    """Streaming sessions open at once; more are refused."""
+    session_idle_timeout_s: float = 60.0
+    """How long a session waits for its client's next turn before it ends."""
+
+    def verify(self) -> None:
+        super().verify()
+        if self.max_sessions < 0:
+            raise ConfigError(f"max_sessions is {self.max_sessions}, at least 0 is needed")
+        if not 0 < self.session_idle_timeout_s < float("inf"):
+            raise ConfigError(
+                f"session_idle_timeout_s is {self.session_idle_timeout_s}, a number of seconds above 0 is needed"
+            )
+
 
 class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """The router and its two front ends."""

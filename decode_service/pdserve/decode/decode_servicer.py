@@ -10,14 +10,16 @@ import grpc
 
 from pdserve.common import timeline
 from pdserve.common.deployment_key import is_loopback
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.engine_types import EngineCoreRequest
 from pdserve.common.errors import InvalidRequest, NeedsPrefill
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import metadata_of
-from pdserve.common.wire import finish_reason_to_wire, logprobs_to_wire, moments_to_wire, prepared_from_wire
+from pdserve.common.wire import moments_to_wire, prepared_from_wire
+from pdserve.decode.decode_outputs import LOCAL_MOMENTS, outputs_to_wire
+from pdserve.decode.sessions import Sessions
 from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
-from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
+from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from pdserve.worker.engine_request import make_engine_request
 from pdserve.worker.worker import Worker
 
@@ -30,12 +32,6 @@ _REMOTE_MOMENTS = {
     "scheduled": (timeline.DECODE_STARTED,),
     "finished": (timeline.DECODE_FINISHED,),
 }
-_LOCAL_MOMENTS = {
-    "queued": (timeline.PREFILL_QUEUED,),
-    "scheduled": (timeline.PREFILL_STARTED,),
-    "first_token": (timeline.PREFILL_COMPUTED, timeline.DECODE_STARTED),
-    "finished": (timeline.DECODE_FINISHED,),
-}
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
@@ -43,6 +39,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._sessions = Sessions(worker)
 
     async def Generate(
         self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -71,7 +68,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 yield decode_pb2.DecodeEvent(
                     admitted=prefill_pb2.Admitted(moments=moments_to_wire({moment: engine_request.arrival_time}))
                 )
-                names = _REMOTE_MOMENTS if remote else _LOCAL_MOMENTS
+                names = _REMOTE_MOMENTS if remote else LOCAL_MOMENTS
                 async for event in _events(stream, landed, worker.model.layout.block_bytes, names):
                     yield event
         except NeedsPrefill as refusal:
@@ -83,6 +80,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             else:
                 worker.adapter.stop_receiving(engine_request.request_id)
                 record.close()
+
+    async def Session(
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeTurn], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        async for event in self._sessions.serve(request_iterator, metadata_of(context)):
+            yield event
 
     def _receive(
         self, source: decode_pb2.Source, prepared: PreparedRequest, engine_request: EngineCoreRequest
@@ -122,14 +125,14 @@ async def _events(
             first.cancel()
         if output.prefills_locally:
             yield decode_pb2.DecodeEvent(prefilling_locally=decode_pb2.PrefillingLocally())
-            names = _LOCAL_MOMENTS
+            names = LOCAL_MOMENTS
             if not output.new_token_ids and output.finish_reason is None:
                 output = await anext(outputs)
-        yield decode_pb2.DecodeEvent(outputs=_outputs(output, names))
+        yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))
         if output.finish_reason is not None:
             return
     async for output in outputs:
-        yield decode_pb2.DecodeEvent(outputs=_outputs(output, names))
+        yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))
 
 
 def _landed(transfer: ReceiverTransfer, block_bytes: int) -> decode_pb2.Landed:
@@ -137,17 +140,4 @@ def _landed(transfer: ReceiverTransfer, block_bytes: int) -> decode_pb2.Landed:
         num_blocks=transfer.num_blocks,
         transfer_bytes=transfer.num_blocks * block_bytes,
         connector=transfer.connector_name,
-    )
-
-
-def _outputs(output: EngineCoreOutput, names: Mapping[str, tuple[str, ...]]) -> request_pb2.Outputs:
-    moments = {wire: at for name, at in output.moments.items() for wire in names.get(name, ())}
-    return request_pb2.Outputs(
-        first_position=output.first_position,
-        token_ids=output.new_token_ids,
-        finish_reason=finish_reason_to_wire(output.finish_reason),
-        stop_token_id=output.stop_reason if isinstance(output.stop_reason, int) else None,
-        num_cached_tokens=output.num_cached_tokens,
-        moments=moments_to_wire(moments) if moments else (),
-        logprobs=logprobs_to_wire(output.new_logprobs),
     )

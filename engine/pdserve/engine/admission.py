@@ -11,7 +11,7 @@ import enum
 
 from pdserve.common.errors import Evicted, NeedsPrefill, PdServeError
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.kv_cache_manager import KVCacheManager
+from pdserve.engine.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.request_queue import RequestQueue
 from pdserve.engine.running_batch import RunningBatch
@@ -38,6 +38,8 @@ class Admission:
         # what these wait for is to be wanted, not room: no turn of theirs can come
         self._unwanted = RequestQueue()
         self._queues = (self._preempted, self._ready, self._wanted, self._waiting, self._unwanted)
+        self._num_tokens: dict[str, int] = {}
+        """What each sequence brought to `num_waiting_tokens`."""
         self.num_waiting_tokens = 0
 
     def __len__(self) -> int:
@@ -63,7 +65,7 @@ class Admission:
         self._enter(self._ready, request)
 
     def add_preempted(self, request: Request) -> None:
-        self.num_waiting_tokens += request.num_uncomputed_tokens
+        self._count(request)
         (self._unwanted if request.is_unwanted_source else self._preempted).prepend(request)
 
     def wanted(self, request: Request) -> None:
@@ -74,12 +76,16 @@ class Admission:
     def remove(self, request: Request) -> None:
         """Take it out, wherever it is; harmless when it is not here."""
         if any(queue.remove(request) for queue in self._queues):
-            self.num_waiting_tokens -= request.num_uncomputed_tokens
+            self.num_waiting_tokens -= self._num_tokens.pop(request.request_id)
             self._turns.ended(request)
 
     def _enter(self, queue: RequestQueue, request: Request) -> None:
-        self.num_waiting_tokens += request.num_uncomputed_tokens
+        self._count(request)
         queue.append(request)
+
+    def _count(self, request: Request) -> None:
+        self._num_tokens[request.request_id] = request.num_uncomputed_tokens
+        self.num_waiting_tokens += request.num_uncomputed_tokens
 
     def candidates(self, after_preemption: bool) -> list[Request]:
         """What this step may try, in order: bounded, however many wait.
@@ -106,8 +112,7 @@ class Admission:
             return self._admit_ready(request, budget)
         if request not in self._preempted and self._kept_waiting_by_others(request):
             return Refusal.OTHERS_FIRST
-        computed = self._kv.get_computed_blocks(request, request.num_tokens - 1)
-        cached = len(computed) * self._config.block_size
+        computed, cached = self._cached(request)
         uncached = request.num_tokens - cached
         if self._too_long_for_here(request, uncached):
             if request.status is RequestStatus.WAITING:
@@ -119,15 +124,12 @@ class Admission:
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
             return Refusal.RUN_AHEAD
         keep_free = 0 if request.core.transfer_source else len(running) + num_parked + self.num_ready
-        waiting_tokens = request.num_uncomputed_tokens
         if self._kv.allocate_slots(request, room, computed, keep_free) is None:
             return Refusal.NO_ROOM
-        self.num_waiting_tokens -= waiting_tokens
-        for queue in self._queues:
-            queue.remove(request)
+        self.remove(request)
         self._turns.placed(request)
         request.num_computed_tokens = cached
-        if request.num_preemptions == 0:
+        if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = cached
             self._kv.count_lookup(request.num_prompt_tokens, cached)
         return num_tokens
@@ -135,9 +137,15 @@ class Admission:
     def _admit_ready(self, request: Request, budget: int) -> int | Refusal:
         if self._kv.allocate_slots(request, request.num_tokens) is None:
             return Refusal.NO_ROOM
-        self.num_waiting_tokens -= request.num_uncomputed_tokens
-        self._ready.remove(request)
+        self.remove(request)
         return min(request.num_uncomputed_tokens, budget)
+
+    def _cached(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        """Blocks to begin with, and the tokens that need no computing: a session may have kept its own blocks."""
+        if self._kv.num_blocks(request):
+            return NO_BLOCKS, request.num_computed_tokens
+        computed = self._kv.get_computed_blocks(request, request.num_tokens - 1)
+        return computed, len(computed) * self._config.block_size
 
     def _kept_waiting_by_others(self, request: Request) -> bool:
         """Wanted transfers go before all that has no receiver, unless that is overdue."""

@@ -7,7 +7,7 @@ import time
 from torch import Tensor
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.engine_types import EngineCoreOutputs, EngineCoreRequest
+from pdserve.common.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
 from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.engine.config import EngineConfig
@@ -60,6 +60,17 @@ class EngineCore:
         """Take in a request that `verify` has passed."""
         self.scheduler.add_request(request)
 
+    def verify_update(self, update: StreamingUpdate) -> None:
+        """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
+        update.sampling_params.verify(self.vocab_size)
+        if not update.prompt_token_ids:
+            raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")
+        verify_token_ids("prompt_token_ids", update.prompt_token_ids, self.vocab_size)
+
+    def resume_request(self, update: StreamingUpdate) -> None:
+        """The next turn of a session that awaits input; `verify_update` has passed it."""
+        self.scheduler.resume_request(update)
+
     def abort_request(self, request_id: str) -> Request | None:
         """End it; returns what it was, or None when it had ended."""
         return self.scheduler.abort_request(request_id)
@@ -74,6 +85,10 @@ class EngineCore:
     def fail_all(self, cause: PdServeError) -> None:
         """End every request with an error."""
         self.scheduler.fail_all(cause)
+
+    def fail_idle_sessions(self, cause: PdServeError) -> None:
+        """End sessions that are between two turns with an error."""
+        self.scheduler.fail_idle_sessions(cause)
 
     @property
     def has_work(self) -> bool:

@@ -15,6 +15,7 @@ The manager allocates every block and frees them all at once, in `free`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from pdserve.common.block_hash import BlockHasher
@@ -56,6 +57,8 @@ class KVCacheManager:
         self._hasher = hasher
         self._tables: dict[str, list[KVCacheBlock]] = {}
         self._num_remembered: dict[str, int] = {}
+        self._idle: OrderedDict[str, Request] = OrderedDict()
+        """Sequences whose blocks may be taken, longest idle first."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -89,10 +92,12 @@ class KVCacheManager:
 
         computed: cached blocks to begin with, only at admission.
         keep_free: blocks that must remain available afterwards.
-        None means that there is no room, and nothing has changed.
+        None means that there is no room, though idle sequences have lost theirs; nothing else has changed.
         """
-        if self.num_blocks_missing(request, num_tokens, computed) + keep_free > self.pool.num_available:
-            return None
+        while self.num_blocks_missing(request, num_tokens, computed) + keep_free > self.pool.num_available:
+            if not self._take_from_idle(request):
+                return None
+        self._idle.pop(request.request_id, None)
         table = self._tables.get(request.request_id)
         if table is None:
             self.pool.touch(computed.blocks)
@@ -104,6 +109,22 @@ class KVCacheManager:
         new = self.pool.allocate(max(0, -(-num_tokens // self.block_size) - len(table)))
         table.extend(new)
         return [block.block_id for block in (added or new)]
+
+    def idle(self, request: Request) -> None:
+        """It computes nothing for a while: it keeps its blocks until others need them or `allocate_slots` is called.
+
+        Who has lost them has no computed tokens any more, but may find them in the prefix cache.
+        """
+        self._idle[request.request_id] = request
+
+    def _take_from_idle(self, taker: Request) -> bool:
+        """Free the blocks of the sequence that has been idle longest; False when there is none but the taker."""
+        for request in self._idle.values():
+            if request is not taker:
+                self.free(request)
+                request.num_computed_tokens = 0
+                return True
+        return False
 
     def count_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
         """Prefix cache statistics, once per admission."""
@@ -142,8 +163,9 @@ class KVCacheManager:
 
         None when there is no room, and nothing has changed.
         """
-        if count > self.pool.num_available:
-            return None
+        while count > self.pool.num_available:
+            if not self._take_from_idle(request):
+                return None
         table = self._tables[request.request_id]
         old = table[first_index : first_index + count]
         table[first_index : first_index + count] = self.pool.allocate(count)
@@ -163,6 +185,7 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Give up the sequence's references; holds keep theirs. Harmless when it has none."""
         table = self._tables.pop(request.request_id, None)
+        self._idle.pop(request.request_id, None)
         if table is not None:
             del self._num_remembered[request.request_id]
             self.pool.release(table)

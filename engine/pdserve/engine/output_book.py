@@ -29,8 +29,9 @@ class OutputBook:
         status: RequestStatus | None,
         new_logprobs: LogprobsLists | None = None,
         cause: PdServeError | None = None,
+        awaits_input: bool = False,
     ) -> None:
-        """New tokens of a sequence, its end, or both. status: what it ends with; None when it goes on."""
+        """New tokens of a sequence, its end, or both. status: what it, or its turn, ends with; None when it goes on."""
         if status is not None:
             request.mark("finished")
         first_or_last = status is not None or not request.has_emitted
@@ -41,6 +42,7 @@ class OutputBook:
                 new_token_ids=new_token_ids,
                 first_position=request.num_output_tokens - len(new_token_ids),
                 finish_reason=None if status is None else FINISH_REASONS[status],
+                awaits_input=awaits_input,
                 stop_reason=request.stop_reason,
                 num_cached_tokens=request.num_cached_tokens,
                 transfer_unwanted=request.is_unwanted_source,

@@ -33,7 +33,7 @@ class OutputStream:
         return output
 
     async def __aiter__(self) -> AsyncIterator[EngineCoreOutput]:
-        """Until the last output; what came while the reader was busy comes as one."""
+        """Until the last output, of a session: of its turn; what came while the reader was busy comes as one."""
         while True:
             output = await self.get()
             while not self._outputs.empty():

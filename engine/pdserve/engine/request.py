@@ -6,7 +6,13 @@ import enum
 import itertools
 import time
 
-from pdserve.common.engine_types import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
+from pdserve.common.engine_types import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreRequest,
+    FinishReason,
+    StreamingUpdate,
+)
 
 _arrivals = itertools.count()
 
@@ -94,7 +100,7 @@ class Request:
         """How often a later arrival got room while this one headed its queue."""
         self.num_preemptions = 0
         self.has_emitted = False
-        """Whether an output of this sequence has left the engine."""
+        """Whether an output of this sequence, or of a session's turn, has left the engine."""
         self.moments: dict[str, float] = {"queued": core.arrival_time or time.monotonic()}
         self.events = [EngineCoreEvent(EngineCoreEventType.QUEUED, self.moments["queued"])]
         """What happened since its last output."""
@@ -142,6 +148,20 @@ class Request:
         status = self._first_status()
         if status is not self.status:
             self.move_to(status)
+
+    def resume(self, update: StreamingUpdate) -> None:
+        """A session's next turn: all it has becomes its prompt, with the new input behind it."""
+        self.move_to(RequestStatus.WAITING)
+        self.sampling_params = update.sampling_params
+        self.token_ids += update.prompt_token_ids
+        self.num_prompt_tokens = len(self.token_ids)
+        self.arrival = next(_arrivals)
+        self.num_overtaken = 0
+        self.stop_reason = None
+        self.has_emitted = False
+        self.moments = {"queued": update.arrival_time or time.monotonic()}
+        self.prefill_chunks = []
+        self.events.append(EngineCoreEvent(EngineCoreEventType.QUEUED, self.moments["queued"]))
 
     def mark(self, moment: str) -> None:
         """Record a moment, once."""

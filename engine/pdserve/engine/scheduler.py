@@ -5,8 +5,14 @@ from __future__ import annotations
 import time
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.engine_types import EngineCoreEventType, EngineCoreRequest, LogprobsLists, SchedulerStats
-from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.engine_types import (
+    EngineCoreEventType,
+    EngineCoreRequest,
+    LogprobsLists,
+    SchedulerStats,
+    StreamingUpdate,
+)
+from pdserve.common.errors import InvalidRequest, PdServeError, PromptTooLong
 from pdserve.engine.admission import Admission, Refusal
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.config import EngineConfig
@@ -87,6 +93,21 @@ class Scheduler:
         self.outputs.prefills_locally(request)
         return True
 
+    def resume_request(self, update: StreamingUpdate) -> None:
+        """A session's next turn. Late and unknown ones are counted and dropped; one that is too long ends the session."""
+        request = self.requests.get(update.request_id)
+        if request is None or request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            self.events.num_dropped += 1
+            return
+        num_tokens = request.num_tokens + len(update.prompt_token_ids)
+        if num_tokens >= self.config.max_model_len:
+            text = f"the session has {num_tokens} tokens with this input, at most {self.config.max_model_len - 1} "
+            cause = PromptTooLong(f"{text}leave room for one more", "prompt_token_ids")
+            self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            return
+        request.resume(update)
+        self.admission.add(request)
+
     def abort_request(self, request_id: str) -> Request | None:
         """End a request in whatever state it is; returns it, or None when it had ended."""
         self.sources.forget(request_id)
@@ -98,6 +119,12 @@ class Scheduler:
         """End every request with an error."""
         for request in list(self.requests.values()):
             self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+
+    def fail_idle_sessions(self, cause: PdServeError) -> None:
+        """End those that are between two turns with an error."""
+        for request in list(self.requests.values()):
+            if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+                self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
 
     @property
     def has_work(self) -> bool:
@@ -196,7 +223,9 @@ class Scheduler:
             return
         ended_with = request.append_output(token_id, self.config.max_model_len)
         request.mark("first_token")
-        if ended_with is not None:
+        if ended_with is not None and request.core.resumable:
+            self._end_turn(request, ended_with, token_id, logprobs)
+        elif ended_with is not None:
             self._finish(request, ended_with, new_token_ids=[token_id], new_logprobs=logprobs)
         elif request.core.transfer_source:
             # the rest is decoded elsewhere: for this engine the sequence is done, though its text is not
@@ -206,6 +235,14 @@ class Scheduler:
             self._forget(request, RequestStatus.FINISHED_STOPPED)
         else:
             self.outputs.tokens(request, [token_id], None, logprobs)
+
+    def _end_turn(
+        self, request: Request, ended_with: RequestStatus, token_id: int, logprobs: LogprobsLists | None
+    ) -> None:
+        self.outputs.tokens(request, [token_id], ended_with, logprobs, awaits_input=True)
+        self.running.leave(request)
+        self.kv.idle(request)
+        request.move_to(RequestStatus.WAITING_FOR_STREAMING_REQ)
 
     def keep_left(self, unused: SchedulerOutput) -> None:
         """A step that computed nothing was not seen by the runner: what it was to be told is told next time."""

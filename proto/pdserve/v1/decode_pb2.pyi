@@ -21,6 +21,80 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class DecodeTurn(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: builtins.int
+    NEXT_FIELD_NUMBER: builtins.int
+    @property
+    def open(self) -> pdserve.v1.request_pb2.PreparedRequest: ...
+    @property
+    def next(self) -> Global___NextTurn: ...
+    def __init__(
+        self,
+        *,
+        open: pdserve.v1.request_pb2.PreparedRequest | None = ...,
+        next: Global___NextTurn | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["next", b"next", "open", b"open", "turn", b"turn"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["next", b"next", "open", b"open", "turn", b"turn"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_turn: typing_extensions.TypeAlias = typing.Literal["open", "next"]
+    _WhichOneofArgType_turn: typing_extensions.TypeAlias = typing.Literal["turn", b"turn"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_turn) -> _WhichOneofReturnType_turn | None: ...
+
+Global___DecodeTurn: typing_extensions.TypeAlias = DecodeTurn
+
+@typing.final
+class NextTurn(google.protobuf.message.Message):
+    """Follows everything that the session has so far, its output included."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class TraceHeadersEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    SAMPLING_FIELD_NUMBER: builtins.int
+    TRACE_HEADERS_FIELD_NUMBER: builtins.int
+    @property
+    def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def sampling(self) -> pdserve.v1.request_pb2.SamplingParams:
+        """of this turn alone"""
+
+    @property
+    def trace_headers(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        sampling: pdserve.v1.request_pb2.SamplingParams | None = ...,
+        trace_headers: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["sampling", b"sampling"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "trace_headers", b"trace_headers"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___NextTurn: typing_extensions.TypeAlias = NextTurn
+
+@typing.final
 class DecodeRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -39,6 +39,11 @@ class DecodeServiceStub(object):
                 request_serializer=pdserve_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_decode__pb2.DecodeEvent.FromString,
                 _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/pdserve.v1.DecodeService/Session',
+                request_serializer=pdserve_dot_v1_dot_decode__pb2.DecodeTurn.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_decode__pb2.DecodeEvent.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer(object):
@@ -53,12 +58,28 @@ class DecodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Session(self, request_iterator, context):
+        """A sequence whose input comes turn by turn, prefilled here and never moved. The first message opens it; each further
+        one is read when the turn before has ended, which is at `Outputs` with a finish reason. Positions count from 0 in
+        each turn. The worker keeps the KV between turns, or finds again what others did not need in the meantime.
+        The session lives as long as the call: DEADLINE_EXCEEDED when it is idle for session_idle_timeout_s,
+        RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining) between turns when the worker leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=pdserve_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_decode__pb2.DecodeEvent.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=pdserve_dot_v1_dot_decode__pb2.DecodeTurn.FromString,
                     response_serializer=pdserve_dot_v1_dot_decode__pb2.DecodeEvent.SerializeToString,
             ),
     }
@@ -88,6 +109,33 @@ class DecodeService(object):
             target,
             '/pdserve.v1.DecodeService/Generate',
             pdserve_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
+            pdserve_dot_v1_dot_decode__pb2.DecodeEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pdserve.v1.DecodeService/Session',
+            pdserve_dot_v1_dot_decode__pb2.DecodeTurn.SerializeToString,
             pdserve_dot_v1_dot_decode__pb2.DecodeEvent.FromString,
             options,
             channel_credentials,

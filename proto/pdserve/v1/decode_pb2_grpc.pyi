@@ -30,6 +30,13 @@ class DecodeServiceStub:
     A status ends the call early: ABORTED (transfer_failed, digest_mismatch, evicted) and UNAVAILABLE (draining) may be
     tried elsewhere; the router decides.
     """
+    Session: grpc.StreamStreamMultiCallable[pdserve.v1.decode_pb2.DecodeTurn, pdserve.v1.decode_pb2.DecodeEvent]
+    """A sequence whose input comes turn by turn, prefilled here and never moved. The first message opens it; each further
+    one is read when the turn before has ended, which is at `Outputs` with a finish reason. Positions count from 0 in
+    each turn. The worker keeps the KV between turns, or finds again what others did not need in the meantime.
+    The session lives as long as the call: DEADLINE_EXCEEDED when it is idle for session_idle_timeout_s,
+    RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining) between turns when the worker leaves.
+    """
 
 @typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -38,6 +45,13 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Continue a prompt whose KV comes from `source`, or prefill it here when there is none.
     A status ends the call early: ABORTED (transfer_failed, digest_mismatch, evicted) and UNAVAILABLE (draining) may be
     tried elsewhere; the router decides.
+    """
+    Session: grpc.aio.StreamStreamMultiCallable[pdserve.v1.decode_pb2.DecodeTurn, pdserve.v1.decode_pb2.DecodeEvent]  # type: ignore[assignment]
+    """A sequence whose input comes turn by turn, prefilled here and never moved. The first message opens it; each further
+    one is read when the turn before has ended, which is at `Outputs` with a finish reason. Positions count from 0 in
+    each turn. The worker keeps the KV between turns, or finds again what others did not need in the meantime.
+    The session lives as long as the call: DEADLINE_EXCEEDED when it is idle for session_idle_timeout_s,
+    RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining) between turns when the worker leaves.
     """
 
 class DecodeServiceServicer(metaclass=abc.ABCMeta):
@@ -50,6 +64,19 @@ class DecodeServiceServicer(metaclass=abc.ABCMeta):
         """Continue a prompt whose KV comes from `source`, or prefill it here when there is none.
         A status ends the call early: ABORTED (transfer_failed, digest_mismatch, evicted) and UNAVAILABLE (draining) may be
         tried elsewhere; the router decides.
+        """
+
+    @abc.abstractmethod
+    def Session(
+        self,
+        request_iterator: _MaybeAsyncIterator[pdserve.v1.decode_pb2.DecodeTurn],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[pdserve.v1.decode_pb2.DecodeEvent], collections.abc.AsyncIterator[pdserve.v1.decode_pb2.DecodeEvent]]:
+        """A sequence whose input comes turn by turn, prefilled here and never moved. The first message opens it; each further
+        one is read when the turn before has ended, which is at `Outputs` with a finish reason. Positions count from 0 in
+        each turn. The worker keeps the KV between turns, or finds again what others did not need in the meantime.
+        The session lives as long as the call: DEADLINE_EXCEEDED when it is idle for session_idle_timeout_s,
+        RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining) between turns when the worker leaves.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

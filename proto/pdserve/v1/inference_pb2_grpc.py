@@ -39,6 +39,11 @@ class InferenceServiceStub(object):
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/pdserve.v1.InferenceService/Session',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/pdserve.v1.InferenceService/GetModel',
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
@@ -59,6 +64,17 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Session(self, request_iterator, context):
+        """A conversation with a live sequence: each request is a turn, answered as Generate would, its end marked by a
+        finish reason; then the next may follow. Its prompt continues everything before it, the answers included; `text` is
+        tokenized without special tokens, `chat` may only come first, like model, cache_salt, client_request_id and
+        priority. `sampling` counts for its turn. The client ends the session by closing its side. It is served by one
+        decode worker: UNAVAILABLE when that is lost; DEADLINE_EXCEEDED when nothing came for session_idle_timeout_s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """The model that is served.
         """
@@ -71,6 +87,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
@@ -105,6 +126,33 @@ class InferenceService(object):
             request,
             target,
             '/pdserve.v1.InferenceService/Generate',
+            pdserve_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pdserve.v1.InferenceService/Session',
             pdserve_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
             options,

@@ -31,6 +31,13 @@ class InferenceServiceStub:
     DEADLINE_EXCEEDED; UNAVAILABLE when no worker can serve.
     Metadata `pdserve-error-code` carries the code of common/errors.py.
     """
+    Session: grpc.StreamStreamMultiCallable[pdserve.v1.inference_pb2.GenerateRequest, pdserve.v1.inference_pb2.GenerateResponse]
+    """A conversation with a live sequence: each request is a turn, answered as Generate would, its end marked by a
+    finish reason; then the next may follow. Its prompt continues everything before it, the answers included; `text` is
+    tokenized without special tokens, `chat` may only come first, like model, cache_salt, client_request_id and
+    priority. `sampling` counts for its turn. The client ends the session by closing its side. It is served by one
+    decode worker: UNAVAILABLE when that is lost; DEADLINE_EXCEEDED when nothing came for session_idle_timeout_s.
+    """
     GetModel: grpc.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.GetModelRequest, pdserve.v1.inference_pb2.GetModelResponse]
     """The model that is served."""
 
@@ -42,6 +49,13 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     INVALID_ARGUMENT names the field, its value and its limit; RESOURCE_EXHAUSTED is overload (retry later);
     DEADLINE_EXCEEDED; UNAVAILABLE when no worker can serve.
     Metadata `pdserve-error-code` carries the code of common/errors.py.
+    """
+    Session: grpc.aio.StreamStreamMultiCallable[pdserve.v1.inference_pb2.GenerateRequest, pdserve.v1.inference_pb2.GenerateResponse]  # type: ignore[assignment]
+    """A conversation with a live sequence: each request is a turn, answered as Generate would, its end marked by a
+    finish reason; then the next may follow. Its prompt continues everything before it, the answers included; `text` is
+    tokenized without special tokens, `chat` may only come first, like model, cache_salt, client_request_id and
+    priority. `sampling` counts for its turn. The client ends the session by closing its side. It is served by one
+    decode worker: UNAVAILABLE when that is lost; DEADLINE_EXCEEDED when nothing came for session_idle_timeout_s.
     """
     GetModel: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.GetModelRequest, pdserve.v1.inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """The model that is served."""
@@ -57,6 +71,19 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         INVALID_ARGUMENT names the field, its value and its limit; RESOURCE_EXHAUSTED is overload (retry later);
         DEADLINE_EXCEEDED; UNAVAILABLE when no worker can serve.
         Metadata `pdserve-error-code` carries the code of common/errors.py.
+        """
+
+    @abc.abstractmethod
+    def Session(
+        self,
+        request_iterator: _MaybeAsyncIterator[pdserve.v1.inference_pb2.GenerateRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[pdserve.v1.inference_pb2.GenerateResponse], collections.abc.AsyncIterator[pdserve.v1.inference_pb2.GenerateResponse]]:
+        """A conversation with a live sequence: each request is a turn, answered as Generate would, its end marked by a
+        finish reason; then the next may follow. Its prompt continues everything before it, the answers included; `text` is
+        tokenized without special tokens, `chat` may only come first, like model, cache_salt, client_request_id and
+        priority. `sampling` counts for its turn. The client ends the session by closing its side. It is served by one
+        decode worker: UNAVAILABLE when that is lost; DEADLINE_EXCEEDED when nothing came for session_idle_timeout_s.
         """
 
     @abc.abstractmethod

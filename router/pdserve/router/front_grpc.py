@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.engine_types import FinishReason
-from pdserve.common.errors import InvalidRequest
+from pdserve.common.errors import DeadlineExceeded, InvalidRequest
 from pdserve.common.rpc import make_server, metadata_of
 from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.common.wire import finish_reason_to_wire, sampling_from_wire
@@ -19,6 +20,7 @@ from pdserve.router.api_keys import ApiKeys
 from pdserve.router.generation import Generation
 from pdserve.router.inference import Inference
 from pdserve.router.preparation import ClientRequest
+from pdserve.router.session import StreamingSession
 from pdserve.text.output_processor import CompletionOutput, Logprob
 from pdserve.text.prompt import ChatInput, Prompt, TextInput, TokenInput
 from pdserve.v1 import inference_pb2, request_pb2
@@ -51,16 +53,74 @@ class InferenceServicer(InferenceServiceServicer):
         # a cancelled call ends the legs at once, wherever this generator stands
         context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
         async with generation:
-            take = generation.stream.take if request.stream else generation.stream.take_all
-            outputs = await take()
+            async for response in self._answer(generation, request, context):
+                yield response
+
+    async def Session(
+        self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: _Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        metadata = metadata_of(context)
+        client = self._keys.check(metadata.get("authorization"))
+        session, session_id = StreamingSession(), uuid.uuid4().hex
+        turns: list[Generation] = []
+
+        def cancel(_: object) -> None:
+            for turn in turns:
+                turn.cancel()
+
+        context.add_done_callback(cancel)  # type: ignore[arg-type]  # as above
+        try:
+            while (request := await self._next_turn(request_iterator, session)) is not None:
+                self._inference.check_model(request.model)
+                turn = self._client_request(request, metadata, context.time_remaining(), session)
+                generation = self._inference.turn(session, session_id, turn, stream=request.stream, client=client)
+                is_first, turns[:] = not turns, [generation]
+                async with generation:
+                    async for response in self._answer(generation, request, context, headers=is_first):
+                        yield response
+        finally:
+            session.close()
+            await session.closed()
+
+    async def _next_turn(
+        self, requests: AsyncIterator[inference_pb2.GenerateRequest], session: StreamingSession
+    ) -> inference_pb2.GenerateRequest | None:
+        """None when the client has closed its side. Raises: what ends the session meanwhile."""
+        reading = asyncio.ensure_future(_next(requests))
+        ended = asyncio.ensure_future(session.ended())
+        # once it is open, its worker sees to it that it is not idle for too long
+        timeout_s = self._inference.settings.request_timeout_s if session.worker is None else None
+        try:
+            done, _ = await asyncio.wait((reading, ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if reading in done:
+                return reading.result()
+            if ended in done:
+                ended.result()
+        finally:
+            reading.cancel()
+            ended.cancel()
+        raise DeadlineExceeded(f"the session's first message did not come within {timeout_s:g} s")
+
+    @staticmethod
+    async def _answer(
+        generation: Generation,
+        request: inference_pb2.GenerateRequest,
+        context: _Context,
+        *,
+        headers: bool = True,
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """headers: whether they are still to be sent."""
+        take = generation.stream.take if request.stream else generation.stream.take_all
+        outputs = await take()
+        if headers:
             # not before the first token: a call that fails without headers may be retried by any proxy
             await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
-            while outputs:
-                for output in outputs:
-                    yield _response(generation, output, request.sampling.logprobs)
-                    if output.finish_reason is not None:
-                        return
-                outputs = await take()
+        while outputs:
+            for output in outputs:
+                yield _response(generation, output, request.sampling.logprobs)
+                if output.finish_reason is not None:
+                    return
+            outputs = await take()
 
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: _Context
@@ -75,17 +135,24 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
     def _client_request(
-        self, request: inference_pb2.GenerateRequest, metadata: dict[str, str], remaining_s: float | None
+        self,
+        request: inference_pb2.GenerateRequest,
+        metadata: dict[str, str],
+        remaining_s: float | None,
+        session: StreamingSession | None = None,
     ) -> ClientRequest:
         sampling = request.sampling
+        goes_on = session is not None and bool(session.token_ids)
+        if session is not None:
+            _verify_turn(request, goes_on)
         timeout_s = self._inference.settings.request_timeout_s
         if sampling.bad_words_token_ids:
             raise InvalidRequest(
                 "sampling.bad_words_token_ids is made here; send sampling.bad_words", "sampling.bad_words_token_ids"
             )
         return ClientRequest(
-            prompt=_prompt(request),
-            field=request.WhichOneof("prompt") or "prompt",
+            prompt=_prompt(request, goes_on),
+            field="session" if goes_on else request.WhichOneof("prompt") or "prompt",
             sampling=sampling_from_wire(
                 sampling, {"max_tokens": _ABSENT_MAX_TOKENS, **self._inference.tokenizer.generation_defaults}
             ),
@@ -98,10 +165,30 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
 
-def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
+_FIRST_TURN_ONLY = ("chat", "cache_salt", "client_request_id", "priority")
+
+
+def _verify_turn(request: inference_pb2.GenerateRequest, goes_on: bool) -> None:
+    """Raises: InvalidRequest for what a session's turn cannot have."""
+    if request.sampling.stop:
+        # the engine has the sequence, and cannot tell where in it a string has ended the text
+        raise InvalidRequest(
+            "sampling.stop is not supported in a session; use sampling.stop_token_ids", "sampling.stop"
+        )
+    for field in _FIRST_TURN_ONLY if goes_on else ():
+        if request.HasField("chat") if field == "chat" else getattr(request, field):
+            raise InvalidRequest(f"{field} may only come with a session's first message", field)
+
+
+async def _next(requests: AsyncIterator[inference_pb2.GenerateRequest]) -> inference_pb2.GenerateRequest | None:
+    return await anext(requests, None)
+
+
+def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool) -> Prompt:
+    """goes_on: it follows a session's earlier turns."""
     match request.WhichOneof("prompt"):
         case "text":
-            return TextInput(request.text.text)
+            return TextInput(request.text.text, add_special_tokens=not goes_on)
         case "chat":
             if not request.chat.messages:
                 raise InvalidRequest("chat.messages is empty, at least one message is needed", "chat")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -18,8 +19,10 @@ from pdserve.router.placer import Placer
 from pdserve.router.poison import PoisonList
 from pdserve.router.prefix_index import PrefixIndex
 from pdserve.router.preparation import ClientRequest, Limits, Preparation
+from pdserve.router.request_record import RequestRecord
 from pdserve.router.request_run import RequestRun
 from pdserve.router.router_telemetry import RouterTelemetry
+from pdserve.router.session import SessionTurn, StreamingSession
 from pdserve.router.worker import WorkerRole
 from pdserve.text.tokenizer import Tokenizer
 
@@ -100,19 +103,52 @@ class Inference:
         requests = [msgspec.structs.replace(request, trace_headers=record.headers) for request in requests]
         client_stream = ClientStream(len(requests), self.settings.max_unread_bytes if stream else None)
         runs = [
-            RequestRun(
+            self._run(
+                RequestRun,
                 request_id if len(requests) == 1 else f"{request_id}-{choice}",
                 choice,
                 request,
                 client_stream,
-                fleet=self.fleet,
-                placer=self.placer,
-                admission=self.admission,
-                preparation=self._preparation,
-                poison=self._poison,
-                settings=self.settings,
-                record=record,
+                record,
             )
             for choice, request in enumerate(requests)
         ]
         return Generation(request_id, client_stream, runs, self.admission, record, client)
+
+    def turn(
+        self, session: StreamingSession, request_id: str, request: ClientRequest, *, stream: bool, client: str = ""
+    ) -> Generation:
+        """A session's next turn, as a generation of its own. request_id: the session's.
+
+        Raises: InvalidRequest where decode workers may not prefill.
+        """
+        if self.settings.local_prefill == "never":
+            raise InvalidRequest("sessions are prefilled by decode workers, and local_prefill is never here")
+        record = self.telemetry.request(request_id, request.trace_headers)
+        request = msgspec.structs.replace(request, trace_headers=record.headers)
+        client_stream = ClientStream(1, self.settings.max_unread_bytes if stream else None)
+        run = self._run(partial(SessionTurn, session), request_id, 0, request, client_stream, record)
+        return Generation(request_id, client_stream, [run], self.admission, record, client)
+
+    def _run(
+        self,
+        make: Callable[..., RequestRun],
+        request_id: str,
+        choice: int,
+        request: ClientRequest,
+        stream: ClientStream,
+        record: RequestRecord,
+    ) -> RequestRun:
+        return make(
+            request_id,
+            choice,
+            request,
+            stream,
+            fleet=self.fleet,
+            placer=self.placer,
+            admission=self.admission,
+            preparation=self._preparation,
+            poison=self._poison,
+            settings=self.settings,
+            record=record,
+        )

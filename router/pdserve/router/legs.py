@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -14,7 +16,14 @@ from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import Cancelled, InternalError, PdServeError, WorkerLost
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import ERROR_CODE_KEY, from_rpc_error
-from pdserve.common.wire import finish_reason_from_wire, logprobs_from_wire, moments_from_wire, prepared_to_wire
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.wire import (
+    finish_reason_from_wire,
+    logprobs_from_wire,
+    moments_from_wire,
+    prepared_to_wire,
+    sampling_to_wire,
+)
 from pdserve.router.worker import Worker
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
 from pdserve.v1.decode_pb2_grpc import DecodeServiceStub
@@ -98,7 +107,7 @@ class LegFailed(Exception):
 class _Leg(abc.ABC, Generic[M, E]):
     """One open call. `next` until None; `cancel` at any time, more than once if need be."""
 
-    def __init__(self, call: grpc.aio.UnaryStreamCall[Any, M]) -> None:
+    def __init__(self, call: grpc.aio.UnaryStreamCall[Any, M] | grpc.aio.StreamStreamCall[Any, M]) -> None:
         self._call = call
 
     def cancel(self) -> None:
@@ -194,22 +203,53 @@ class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
         )
 
     def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
-        match message.WhichOneof("event"):
-            case "outputs":
-                return _outputs(message.outputs)
-            case "admitted":
-                return Admitted(moments_from_wire(message.admitted.moments))
-            case "needs_prefill":
-                return NeedsPrefill(message.needs_prefill.uncached_tokens)
-            case "prefilling_locally":
-                return PrefillingLocally()
-            case "landed":
-                landed = message.landed
-                return Landed(
-                    landed.num_blocks, landed.transfer_bytes, landed.connector, moments_from_wire(landed.moments)
-                )
-            case _:
-                return UnknownEvent()
+        return _decode_event(message)
+
+
+class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
+    """A session's call: `write` a turn, then `next` until its last outputs."""
+
+    def __init__(self, worker: Worker, headers: Mapping[str, str]) -> None:
+        """Opens the call. headers: the first turn's trace context."""
+        self._turns: grpc.aio.StreamStreamCall[Any, decode_pb2.DecodeEvent] = DecodeServiceStub(worker.channel).Session(
+            metadata=tuple(headers.items())
+        )
+        super().__init__(self._turns)
+
+    async def open(self, request: PreparedRequest) -> None:
+        await self._write(decode_pb2.DecodeTurn(open=prepared_to_wire(request)))
+
+    async def go_on(self, token_ids: list[int], sampling: SamplingParams, headers: Mapping[str, str]) -> None:
+        """The next turn."""
+        turn = decode_pb2.NextTurn(
+            prompt_token_ids=token_ids, sampling=sampling_to_wire(sampling), trace_headers=dict(headers)
+        )
+        await self._write(decode_pb2.DecodeTurn(next=turn))
+
+    async def _write(self, turn: decode_pb2.DecodeTurn) -> None:
+        # of a call that has ended, `next` knows why
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._turns.write(turn)
+
+    def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
+        return _decode_event(message)
+
+
+def _decode_event(message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
+    match message.WhichOneof("event"):
+        case "outputs":
+            return _outputs(message.outputs)
+        case "admitted":
+            return Admitted(moments_from_wire(message.admitted.moments))
+        case "needs_prefill":
+            return NeedsPrefill(message.needs_prefill.uncached_tokens)
+        case "prefilling_locally":
+            return PrefillingLocally()
+        case "landed":
+            landed = message.landed
+            return Landed(landed.num_blocks, landed.transfer_bytes, landed.connector, moments_from_wire(landed.moments))
+        case _:
+            return UnknownEvent()
 
 
 def _outputs(message: request_pb2.Outputs) -> Outputs:

@@ -56,6 +56,8 @@ class Wish(enum.Enum):
     """Decode prefills: a transfer failed before."""
     REMOTE = "remote"
     """Through a prefill worker: decode said that it needs one, or evicted the request."""
+    SESSION = "session"
+    """Decode prefills whatever the length: the KV of a session never moves."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +189,9 @@ def place(
 
     prefill, decode: workers that live.
     """
+    if rules.wish is Wish.SESSION:
+        at = choose(decode, WorkerRole.DECODE, rules)
+        return None if at is None else Placement(decode=at.worker, decode_share=at.share(prefills=True, grows=True))
     if max_tokens == 1 and rules.local_prefill != "always":
         if alone := choose(prefill, WorkerRole.PREFILL, rules):
             return Placement(prefill=alone.worker, prefill_share=alone.share(prefills=True, grows=False))

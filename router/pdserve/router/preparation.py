@@ -107,8 +107,12 @@ class Preparation:
         token_ids: list[int],
         limits: Limits,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        num_before: int = 0,
     ) -> TokenizedRequest:
-        """Fill in what the client left open. Raises: InvalidRequest naming the field, its value and its limit."""
+        """Fill in what the client left open. Raises: InvalidRequest naming the field, its value and its limit.
+
+        num_before: tokens of a session that come before these.
+        """
         if isinstance(request.prompt, TokenInput):
             verify_token_ids(request.field, token_ids, limits.vocab_size)
         verify_cache_salt(request.cache_salt)
@@ -120,7 +124,7 @@ class Preparation:
             bad_words_token_ids=bad_words,
             max_tokens=resolve_max_tokens(
                 request.prompt,
-                len(token_ids),
+                num_before + len(token_ids),
                 limits.max_model_len,
                 request.max_tokens,
                 field=request.field,

@@ -208,6 +208,11 @@ class AttemptRecord:
         self._headers = headers
         self._metrics = metrics
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """This attempt's trace context."""
+        return self._headers
+
     def carried_by(self, request: PreparedRequest) -> PreparedRequest:
         """The request with this attempt's trace context."""
         if request.trace_headers == self._headers:

@@ -114,22 +114,30 @@ class RequestRun:
     async def _serve(self) -> None:
         token_ids = await self._preparation.tokenize(self._request)
         bad_words = await self._preparation.bad_words(self._request)
-        request = self._preparation.complete(self.request_id, self._request, token_ids, await self._limits(), bad_words)
-        self.usage.prompt_tokens = len(token_ids)
+        before = self._token_ids_before
+        request = self._preparation.complete(
+            self.request_id, self._request, token_ids, await self._limits(), bad_words, len(before)
+        )
+        self.usage.prompt_tokens = len(before) + len(token_ids)
         self._processor = OutputProcessor(
             self._preparation.tokenizer,
             request_id=self.request_id,
             prompt=None,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=[*before, *token_ids] if before else token_ids,
             sampling_params=request.sampling,
         )
         self.timeline.mark(moments.TOKENIZED)
-        self._record.tokenized(len(token_ids))
+        self._record.tokenized(self.usage.prompt_tokens)
         priority = request.priority if self._settings.scheduling_policy == "priority" else 0
-        async with self._admission.place(self._num_blocks(len(token_ids)), priority):
+        async with self._admission.place(self._num_blocks(self.usage.prompt_tokens), priority):
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
             await self._attempts(request)
+
+    @property
+    def _token_ids_before(self) -> list[int]:
+        """What the prompt goes on with; the caller must not change it."""
+        return []
 
     async def _attempts(self, request: TokenizedRequest) -> None:
         """Attempt after attempt until one serves the request. Raises: PdServeError."""

@@ -17,6 +17,8 @@ MAX_CACHE_SALT_CHARS = 256
 
 class TextInput(msgspec.Struct, frozen=True):
     text: str
+    add_special_tokens: bool = True
+    """False where the text goes on with something."""
 
 
 class ChatInput(msgspec.Struct, frozen=True):
@@ -60,7 +62,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, field: str) -> EncodedPr
         case TextInput():
             # of an empty text not even a beginning of sequence is computed
             text = prompt.text
-            token_ids = tokenizer.encode(text, add_special_tokens=True) if text else []
+            token_ids = tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens) if text else []
     if not token_ids:
         raise InvalidRequest(f"{field} is empty, at least one token is needed", field)
     return EncodedPrompt(text, token_ids)

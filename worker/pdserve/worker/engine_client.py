@@ -6,7 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from pdserve.common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SchedulerStats,
+    StreamingUpdate,
+)
 from pdserve.common.errors import Draining, InvalidRequest, WorkerLost
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_thread import EngineThread
@@ -81,6 +87,13 @@ class EngineClient:
         stream = self._streams[request.request_id] = OutputStream(request.request_id, observer)
         self._thread.post(lambda core: core.add_request(request))
         return stream
+
+    def resume(self, update: StreamingUpdate) -> None:
+        """A session's next turn; its outputs go on in its stream. Raises: InvalidRequest, Draining."""
+        if self.draining:
+            raise Draining("the worker is draining")
+        self._core.verify_update(update)
+        self._thread.post(lambda core: core.resume_request(update))
 
     def submit_quietly(self, request: EngineCoreRequest) -> None:
         """Queue a verified request whose outputs go to `on_unclaimed`."""

@@ -22,6 +22,7 @@ def make_engine_request(
     transfer_source: bool = False,
     prefill_here: bool = False,
     local_prefill_tokens: int | None = None,
+    resumable: bool = False,
 ) -> EngineCoreRequest:
     """The engine's view of one sequence of a request."""
     return EngineCoreRequest(
@@ -36,6 +37,7 @@ def make_engine_request(
         transfer_source=transfer_source,
         prefill_here=prefill_here,
         local_prefill_tokens=local_prefill_tokens,
+        resumable=resumable,
         priority=request.priority,
         index=index,
         trace_headers=request.trace_headers,

@@ -216,6 +216,7 @@ class Worker:
         """Take nothing new; let what runs finish, at most `drain_s`; then revoke what is left."""
         self.engine.draining = True
         self._watch.announce()
+        self.engine.call(lambda core: core.fail_idle_sessions(Draining("the worker is draining")))
         deadline = time.monotonic() + self.settings.drain_s
         # two counters and a clock end this, not one event
         while (self.engine.num_streams or len(self.transfers)) and time.monotonic() < deadline:  # noqa: ASYNC110

@@ -1,0 +1,162 @@
+"""`Sessions`: streaming sessions of a decode worker. Turn after turn continues one sequence of its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import msgspec
+
+from pdserve.common import timeline
+from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
+from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, InvalidRequest, Overloaded
+from pdserve.common.settings import DecodeSettings
+from pdserve.common.wire import moments_to_wire, prepared_from_wire, sampling_from_wire
+from pdserve.decode.decode_outputs import LOCAL_MOMENTS, outputs_to_wire
+from pdserve.engine.output_stream import OutputStream
+from pdserve.v1 import decode_pb2, prefill_pb2
+from pdserve.worker.engine_request import make_engine_request
+from pdserve.worker.leg_record import LegRecord
+from pdserve.worker.worker import Worker
+
+Turns = AsyncIterator[decode_pb2.DecodeTurn]
+
+
+class Sessions:
+    """Bounded in number. An idle one holds blocks only as long as nobody else needs them."""
+
+    def __init__(self, worker: Worker) -> None:
+        settings = worker.settings
+        if not isinstance(settings, DecodeSettings):
+            raise InternalError(f"sessions need DecodeSettings, not {type(settings).__name__}")
+        self._worker = worker
+        self._settings = settings
+        self._num_open = 0
+
+    async def serve(self, turns: Turns, metadata: Mapping[str, str]) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        """One session, from its first turn to the end of the call.
+
+        metadata: the call's, names in lower case.
+        Raises: Overloaded, DeadlineExceeded when idle, Draining between turns, InvalidRequest, and whatever ends it in
+        the engine.
+        """
+        if self._num_open >= self._settings.max_sessions:
+            raise Overloaded(
+                f"{self._num_open} sessions are open on this worker, at most {self._settings.max_sessions} may be "
+                "(max_sessions)"
+            )
+        self._num_open += 1
+        session = _Session(self._worker, self._settings.session_idle_timeout_s, metadata)
+        try:
+            async for event in session.serve(turns):
+                yield event
+        finally:
+            session.close()
+            self._num_open -= 1
+
+
+class _Session:
+    """One of them."""
+
+    def __init__(self, worker: Worker, idle_timeout_s: float, metadata: Mapping[str, str]) -> None:
+        self._worker = worker
+        self._idle_timeout_s = idle_timeout_s
+        self._metadata = metadata
+        self._request: EngineCoreRequest | None = None
+        self._stream: OutputStream | None = None
+        self._record: LegRecord | None = None
+        """Of the turn that runs."""
+
+    async def serve(self, turns: Turns) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        goes_on = True
+        while goes_on and (turn := await self._next(turns)) is not None:
+            request, hand_over, headers = self._read(turn)
+            record = self._record = self._worker.telemetry.leg("decode", request, headers)
+            with record:
+                stream = self._stream = hand_over()
+                moments = moments_to_wire({timeline.PREFILL_QUEUED: request.arrival_time})
+                yield decode_pb2.DecodeEvent(admitted=prefill_pb2.Admitted(moments=moments))
+                async for output in stream:
+                    goes_on = output.awaits_input
+                    yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, LOCAL_MOMENTS))
+            self._record = None
+            record.close()
+            if self._worker.engine.draining:
+                raise Draining("the worker is draining")
+
+    def close(self) -> None:
+        """End it in the engine, wherever it stands."""
+        record, self._record = self._record, None
+        if self._stream is not None:
+            self._worker.engine.release(self._stream, None if record is None else record.close)
+        elif record is not None:
+            record.close()
+
+    async def _next(self, turns: Turns) -> decode_pb2.DecodeTurn | None:
+        """The next turn; None when the router has closed its side. Raises: what ends the session meanwhile."""
+        reading = asyncio.ensure_future(_next(turns))
+        ended = asyncio.ensure_future(_end(self._stream))
+        try:
+            done, _ = await asyncio.wait(
+                (reading, ended), timeout=self._idle_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if ended in done:
+                ended.result()
+            if reading in done:
+                return reading.result()
+        finally:
+            reading.cancel()
+            ended.cancel()
+        raise DeadlineExceeded(f"the session was idle for {self._idle_timeout_s:g} s (session_idle_timeout_s)")
+
+    def _read(
+        self, turn: decode_pb2.DecodeTurn
+    ) -> tuple[EngineCoreRequest, Callable[[], OutputStream], Mapping[str, str]]:
+        """What is asked, how to hand it to the engine, and the turn's trace context. Raises: InvalidRequest."""
+        kind = turn.WhichOneof("turn")
+        if kind != ("open" if self._request is None else "next"):
+            raise InvalidRequest("a session's first message is `open`, and every later one is `next`", "turn")
+        engine, stream = self._worker.engine, self._stream
+        if self._request is None or stream is None:
+            prepared = prepared_from_wire(turn.open, self._worker.settings.block_size)
+            request = self._request = make_engine_request(prepared, 0, prefill_here=True, resumable=True)
+            engine.core.verify(request)
+            return request, lambda: engine.submit(request, self._take), self._metadata
+        update = StreamingUpdate(
+            request_id=self._request.request_id,
+            prompt_token_ids=list(turn.next.prompt_token_ids),
+            sampling_params=sampling_from_wire(turn.next.sampling),
+            arrival_time=time.monotonic(),
+        )
+        engine.core.verify_update(update)
+        # for the turn's record alone: the engine has the sequence
+        request = msgspec.structs.replace(
+            self._request,
+            prompt_token_ids=update.prompt_token_ids,
+            sampling_params=update.sampling_params,
+            arrival_time=update.arrival_time,
+        )
+
+        def resume() -> OutputStream:
+            engine.resume(update)
+            return stream
+
+        return request, resume, dict(turn.next.trace_headers)
+
+    def _take(self, output: EngineCoreOutput) -> None:
+        if self._record is not None:
+            self._record.take(output)
+
+
+async def _next(turns: Turns) -> decode_pb2.DecodeTurn | None:
+    return await anext(turns, None)
+
+
+async def _end(stream: OutputStream | None) -> None:
+    """Between two turns an engine says nothing but the session's end. Raises: that; waits for ever without a stream."""
+    if stream is None:
+        await asyncio.Event().wait()
+    else:
+        await stream.get()
+        raise InternalError("the engine went on with a session that awaited input")

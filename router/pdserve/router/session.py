@@ -1,0 +1,148 @@
+"""`StreamingSession`: a client's turns on one sequence of one decode worker, whose KV stays from turn to turn.
+
+Each turn is a `SessionTurn`, a run of its own `Generation`: limits, admission, metrics and spans are those of a request.
+Between turns a session has no place and counts for no limit but the worker's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from pdserve.common import timeline as moments
+from pdserve.common.engine_types import FinishReason
+from pdserve.common.errors import InternalError, PdServeError, WorkerLost
+from pdserve.common.timeline import now_unix_ns
+from pdserve.router.legs import Admitted, DecodeLegEvent, LegFailed, Outputs, SessionLeg
+from pdserve.router.placement import Placement, Wish
+from pdserve.router.preparation import TokenizedRequest
+from pdserve.router.request_run import RequestRun
+from pdserve.router.worker import Booking, Share, Worker
+
+
+class StreamingSession:
+    """Lives as long as the client's call; `close` it. No turn may begin before the last one has ended."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        """Everything so far, prompts and answers."""
+        self.worker: Worker | None = None
+        self._leg: SessionLeg | None = None
+        self._events: asyncio.Queue[DecodeLegEvent | PdServeError] = asyncio.Queue()
+        self._reader: asyncio.Task[None] | None = None
+        self._farewell: Callable[[], None] | None = None
+
+    def open(self, worker: Worker, leg: SessionLeg) -> None:
+        """It has found its worker."""
+        self.worker, self._leg = worker, leg
+        self._reader = asyncio.create_task(self._read(worker, leg))
+        self._farewell = worker.tell_death(self._on_death)
+
+    @property
+    def leg(self) -> SessionLeg:
+        """Raises: InternalError before `open`."""
+        if self._leg is None:
+            raise InternalError("the session has no worker")
+        return self._leg
+
+    async def next(self) -> DecodeLegEvent:
+        """What the worker says next. Raises: what ended the session."""
+        event = await self._events.get()
+        if isinstance(event, PdServeError):
+            self._events.put_nowait(event)  # there is nothing after it
+            raise event
+        return event
+
+    async def ended(self) -> None:
+        """Between turns: waits for the worker to end the session. Raises: why it did."""
+        while True:
+            await self.next()
+
+    def close(self) -> None:
+        """End the call at both ends."""
+        if self._farewell is not None:
+            self._farewell()
+        if self._leg is not None:
+            self._leg.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def closed(self) -> None:
+        """Returns when nothing of it is left; after `close`."""
+        if self._reader is not None:
+            await asyncio.wait((self._reader,))
+
+    async def _read(self, worker: Worker, leg: SessionLeg) -> None:
+        try:
+            while (event := await leg.next()) is not None:
+                self._events.put_nowait(event)
+            self._events.put_nowait(WorkerLost(f"decode worker {worker} ended the session"))
+        except LegFailed as failure:
+            self._events.put_nowait(failure.error)
+        except PdServeError as error:
+            self._events.put_nowait(error)
+
+    def _on_death(self, worker: Worker) -> None:
+        self._events.put_nowait(WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}"))
+        self.close()
+
+
+class SessionTurn(RequestRun):
+    """One turn. The first finds a worker; none is ever tried again elsewhere, for the KV is there."""
+
+    def __init__(self, session: StreamingSession, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._session = session
+
+    @property
+    def _token_ids_before(self) -> list[int]:
+        return self._session.token_ids
+
+    async def _attempts(self, request: TokenizedRequest) -> None:
+        session = self._session
+        if session.worker is None:
+            placement = await self._find_worker(request)
+        else:
+            # what it holds between turns is in the worker's own report
+            placement = Placement(decode=session.worker, decode_share=Share(legs=1, tokens=len(request.token_ids)))
+        worker = placement.decode
+        if worker is None:
+            raise InternalError("a session without a decode worker")
+        self.timeline.mark(moments.PLACED)
+        booking = worker.book(placement.decode_share)
+        record = self._record.attempt(0, placement)
+        try:
+            with record:
+                if session.worker is None:
+                    prepared = record.carried_by(self._prepare(request, placement))
+                    session.open(worker, SessionLeg(worker, prepared.trace_headers))
+                    await session.leg.open(prepared)
+                else:
+                    await session.leg.go_on(request.token_ids, request.sampling, record.headers)
+                session.token_ids += request.token_ids
+                await self._answer(booking)
+        finally:
+            booking.end()
+
+    async def _find_worker(self, request: TokenizedRequest) -> Placement:
+        started_unix_ns = now_unix_ns()
+        decision = await self._place(request, 0, Wish.SESSION, frozenset())
+        self.timeline.mark(moments.PLACED)
+        self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
+        return decision.placement
+
+    async def _answer(self, booking: Booking) -> None:
+        """Relay until the turn's end. Raises: what ends the session."""
+        while True:
+            event = await self._session.next()
+            if isinstance(event, Admitted):
+                self.timeline.merge(event.moments)
+            elif isinstance(event, Outputs):
+                booking.computed()
+                self.timeline.merge(event.moments)
+                if event.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+                    raise InternalError(f"the engine ended the session: {event.finish_reason}")
+                self._session.token_ids += event.token_ids
+                if self._relay(event):
+                    return

@@ -1,0 +1,223 @@
+"""Streaming sessions in the engine: turn after turn on one sequence whose KV stays."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, VOCAB_SIZE
+from engine_harness import Answer, Harness, MakeEngine
+from hash_model import greedy_answer
+
+from pdserve.common.engine_types import FinishReason, StreamingUpdate
+from pdserve.common.errors import Cancelled, InvalidRequest
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.engine.request import RequestStatus
+
+PROMPT = list(range(10, 21))
+INPUTS = [[40, 41, 42], [50], list(range(22))]
+
+
+def turn(engine: Harness, prompt: list[int], *, name: str = "s", **params: object) -> Answer:
+    """One turn to its end; the session is opened with the first."""
+    count = len(engine.turns.get(name, []))
+    if name in engine.scheduler.requests:
+        engine.resume(name, prompt, **params)
+    else:
+        engine.add(prompt, name, resumable=True, params=params)
+    while len(engine.turns.get(name, [])) == count:
+        engine.step()
+    return engine.turns[name][-1]
+
+
+def test_every_turn_continues_all_that_went_before(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=7)
+    tokens: list[int] = []
+    for length, prompt in enumerate([PROMPT, *INPUTS], 3):
+        tokens += prompt
+        answer = turn(engine, prompt, max_tokens=length)
+        assert answer.token_ids == greedy_answer(tokens, length)
+        assert (answer.first_position, answer.finish_reason) == (0, FinishReason.LENGTH)
+        assert engine.scheduler.requests["s"].status is RequestStatus.WAITING_FOR_STREAMING_REQ
+        assert not engine.core.has_work
+        tokens += answer.token_ids
+    engine.core.abort_request("s")
+
+
+def test_what_is_computed_stays_computed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    turn(engine, PROMPT)
+    computed = engine.model.num_tokens
+    answer = turn(engine, INPUTS[0])
+    # the last token of the first answer, the new input, and three of four new tokens
+    assert engine.model.num_tokens - computed == 1 + len(INPUTS[0]) + 3
+    assert answer.num_cached_tokens == len(PROMPT) + 3
+    engine.core.abort_request("s")
+
+
+def test_limits_and_penalties_are_those_of_a_turn(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    first = turn(engine, PROMPT, max_tokens=6)
+    history = PROMPT + first.token_ids + INPUTS[0]
+    expected = greedy_answer(history, 8)
+    stop = expected[4]
+    second = turn(engine, INPUTS[0], max_tokens=8, stop_token_ids=(stop,), logprobs=1)
+    assert second.token_ids == expected[: expected.index(stop) + 1]
+    assert (second.finish_reason, second.stop_reason) == (FinishReason.STOP, stop)
+    assert second.logprobs is not None
+    assert len(second.logprobs) == len(second.token_ids)
+    history += second.token_ids + INPUTS[1]
+    third = turn(engine, INPUTS[1], max_tokens=5, min_tokens=5, stop_token_ids=(greedy_answer(history, 1)[0],))
+    assert len(third.token_ids) == 5
+    assert third.stop_reason is None
+    engine.core.abort_request("s")
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_an_idle_session_gives_its_blocks_to_who_needs_them(make_engine: MakeEngine, forget: bool) -> None:
+    engine = make_engine(num_blocks=12, max_model_len=48)
+    first = turn(engine, PROMPT)
+    held = engine.scheduler.pool.num_in_use
+    assert held > 0
+    other = list(range(30, 60))
+    assert engine.ask(other).token_ids == greedy_answer(other, 4)
+    assert engine.scheduler.pool.num_in_use == 0, "the idle session lost its blocks"
+    if forget:
+        engine.scheduler.pool.forget_cached()
+    history = PROMPT + first.token_ids + INPUTS[0]
+    assert turn(engine, INPUTS[0]).token_ids == greedy_answer(history, 4)
+    assert engine.scheduler.num_preemptions == 0
+    engine.core.abort_request("s")
+
+
+def test_the_longest_idle_session_gives_first(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=14, max_model_len=56)
+    for name in "abc":
+        turn(engine, [ord(name) % 60] * 10, name=name)
+    turn(engine, [5], name="a")
+    engine.ask([7] * 8)
+    blocks = {name: engine.scheduler.kv.num_blocks(engine.scheduler.requests[name]) > 0 for name in "abc"}
+    assert blocks == {"a": True, "b": False, "c": True}
+    for name in "abc":
+        engine.core.abort_request(name)
+
+
+def test_sessions_that_all_want_to_go_on_do_not_wedge_each_other(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=14, max_model_len=56)
+    history: dict[str, list[int]] = {}
+    for name in "abc":
+        history[name] = [ord(name) % 60] * 12
+        history[name] += turn(engine, history[name], name=name, max_tokens=3).token_ids
+    for name in "abc":
+        engine.resume(name, [3] * 30, max_tokens=8)
+        history[name] += [3] * 30
+    engine.run()
+    for name in "abc":
+        assert engine.turns[name][1].token_ids == greedy_answer(history[name], 8)
+        engine.core.abort_request(name)
+
+
+def test_a_turn_survives_preemption(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=9, max_model_len=36)
+    first = turn(engine, PROMPT[:6])
+    other = engine.add([50] * 8, params={"max_tokens": 20})
+    engine.step()
+    second = turn(engine, [9, 9], max_tokens=18)
+    engine.run()
+    assert engine.scheduler.num_preemptions > 0
+    assert second.token_ids == greedy_answer([*PROMPT[:6], *first.token_ids, 9, 9], 18)
+    assert engine.answers[other].token_ids == greedy_answer([50] * 8, 20)
+    engine.core.abort_request("s")
+
+
+def test_input_for_nobody_or_too_early_is_dropped_and_counted(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.resume("nobody", [1])
+    engine.add(PROMPT, "s", resumable=True)
+    engine.resume("s", [1])
+    engine.step()
+    engine.resume("s", [1])
+    plain = engine.add([1, 2])
+    engine.resume(plain, [1])
+    assert engine.scheduler.num_dropped_events == 4
+    engine.run()
+    assert engine.turns["s"][0].token_ids == greedy_answer(PROMPT, 4)
+    engine.core.abort_request("s")
+    engine.resume("s", [1])
+    assert engine.scheduler.num_dropped_events == 5
+
+
+def test_a_session_ends_with_an_error_at_the_models_length(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=8, max_model_len=32)
+    first = turn(engine, PROMPT, max_tokens=100)
+    assert first.token_ids == greedy_answer(PROMPT, 32 - len(PROMPT))
+    engine.resume("s", [1])
+    answer = engine.collect()["s"]
+    assert (answer.finish_reason, answer.error_code) == (FinishReason.ERROR, "prompt_too_long")
+    assert "has 33 tokens" in answer.error_message
+    engine.scheduler.check(idle=True)
+
+
+def test_the_engine_refuses_a_wrong_turn_by_name(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    for prompt, params, field in (
+        ([], {}, "prompt_token_ids"),
+        ([64], {}, "prompt_token_ids"),
+        ([1], {"top_p": 0.0}, "top_p"),
+    ):
+        update = StreamingUpdate(request_id="s", prompt_token_ids=prompt, sampling_params=SamplingParams(**params))
+        with pytest.raises(InvalidRequest, match=field):
+            engine.core.verify_update(update)
+    for fields in ({"remote_prefill": True}, {"transfer_source": True}):
+        with pytest.raises(InvalidRequest, match="resumable"):
+            engine.request([1], resumable=True, **fields)
+
+
+def test_i10_idle_sessions_cost_a_step_nothing(make_engine: MakeEngine) -> None:
+    costs = []
+    for count in (10, 2000):
+        engine = make_engine(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=4096)
+        for number in range(count):
+            engine.add([number % 60, number // 60], f"s{number}", resumable=True, params={"max_tokens": 1})
+        engine.run()
+        engine.add([1] * 9, params={"max_tokens": 30})
+        engine.step()
+        calls = 0
+
+        def count_calls(frame: object, event: str, arg: object) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count_calls)
+        try:
+            for _ in range(5):
+                engine.core.step()
+        finally:
+            sys.setprofile(None)
+        costs.append(calls)
+        engine.core.fail_all(Cancelled("x"))
+        engine.scheduler.outputs.take()
+    assert costs[0] == costs[1]
+
+
+def test_i1_turns_equal_transformers(
+    tiny_checkpoints: Callable[..., Path], make_real_engine: Callable[..., Harness]
+) -> None:
+    folder = tiny_checkpoints("llama")
+    oracle = ARCHITECTURES["llama"][1].from_pretrained(folder, dtype="float32").eval()
+    engine = make_real_engine(folder, max_num_batched_tokens=13)
+    tokens: list[int] = []
+    for length in (20, 7, 33):
+        new = [(31 * i + 7 * length) % VOCAB_SIZE for i in range(length)]
+        tokens += new
+        with torch.inference_mode():
+            output = oracle.generate(
+                torch.tensor([tokens]), max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0
+            )
+        answer = turn(engine, new, max_tokens=9)
+        assert answer.token_ids == output[0, len(tokens) :].tolist()
+        tokens += answer.token_ids
+    engine.core.abort_request("s")
