@@ -112,7 +112,12 @@ def needs_prefill(uncached: int = 100) -> decode_pb2.DecodeEvent:
 class Call:
     """One leg that a worker was asked for."""
 
-    request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest
+    request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest | None
+    """None for a session."""
+    turns: AsyncIterator[decode_pb2.DecodeTurn] | None = None
+    """Of a session."""
+    seen: list[decode_pb2.DecodeTurn] = field(default_factory=list)
+    """The turns that a session's script has read."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     """Also set when the call just ended."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -143,6 +148,18 @@ async def decode_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
         yield decode_outputs(position, TEXT[position % len(TEXT)], "length" if position == max_tokens - 1 else None)
 
 
+async def session_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
+    async for turn in call.turns:
+        call.seen.append(turn)
+        sampling = (turn.open if turn.HasField("open") else turn.next).sampling
+        yield ADMITTED
+        for position in range(sampling.max_tokens):
+            await asyncio.sleep(worker.step_s)
+            yield decode_outputs(
+                position, TEXT[position % 26], "length" if position == sampling.max_tokens - 1 else None
+            )
+
+
 class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceServicer):
     """One worker. `script` may be replaced at any time; `scripts`, while there are any, are used once each, first."""
 
@@ -168,6 +185,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.port = 0
         self.step_s = 0.0
         self.script: Script = prefill_well if role == "prefill" else decode_well
+        self.session_script: Script = session_well
         self.scripts: list[Script] = []
         self.calls: list[Call] = []
         self.met: list[worker_pb2.MeetRequest] = []
@@ -261,10 +279,15 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         async for event in self._play(Call(request)):
             yield event
 
-    async def _play(self, call: Call) -> AsyncIterator[object]:
+    async def Session(self, request_iterator, context):
+        async for event in self._play(Call(None, request_iterator), self.session_script):
+            yield event
+
+    async def _play(self, call: Call, script: Script | None = None) -> AsyncIterator[object]:
         self.calls.append(call)
         self._called.set()
-        script = self.scripts.pop(0) if self.scripts else self.script
+        if script is None:
+            script = self.scripts.pop(0) if self.scripts else self.script
         events = script(self, call)
         try:
             async for event in events:

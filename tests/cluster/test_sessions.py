@@ -1,0 +1,103 @@
+"""Streaming sessions through real services, with a plain gRPC client."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from cluster_processes import pd_cluster
+from oracle import Oracle
+
+from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
+
+pytestmark = pytest.mark.process
+
+FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=40", "--set", "max_model_len=500")
+DECODE = ("--set", "max_sessions=2", "--set", "session_idle_timeout_s=2")
+
+
+class Session:
+    """A client's side of one: `ask` a turn, `close` when done."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._requests: queue.SimpleQueue[inference_pb2.GenerateRequest | None] = queue.SimpleQueue()
+        self._responses = inference_pb2_grpc.InferenceServiceStub(channel).Session(
+            iter(self._requests.get, None), timeout=60
+        )
+
+    def send(self, token_ids: list[int], max_tokens: int) -> None:
+        sampling = request_pb2.SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        tokens = inference_pb2.TokenPrompt(token_ids=token_ids)
+        self._requests.put(inference_pb2.GenerateRequest(tokens=tokens, sampling=sampling, stream=True))
+
+    def receive(self) -> Iterator[inference_pb2.GenerateResponse]:
+        """To the end of the turn. Raises: grpc.RpcError."""
+        for response in self._responses:
+            yield response
+            if response.finish_reason:
+                return
+
+    def ask(self, token_ids: list[int], max_tokens: int) -> list[int]:
+        self.send(token_ids, max_tokens)
+        return [token for response in self.receive() for token in response.token_ids]
+
+    def close(self) -> grpc.StatusCode:
+        self._requests.put(None)
+        return self._responses.code()
+
+    def ending(self) -> tuple[grpc.StatusCode, str]:
+        """What the call fails with."""
+        with pytest.raises(grpc.RpcError):
+            next(self._responses)
+        return self._responses.code(), self._responses.details()
+
+
+def test_a_session_from_its_first_turn_to_every_end(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny_checkpoints("llama")
+    oracle = Oracle(model)
+    with (
+        pd_cluster(tmp_path, model, both=FLAGS, decode=DECODE) as cluster,
+        grpc.insecure_channel(cluster.router.address) as channel,
+    ):
+        session, history = Session(channel), []
+        for length in (40, 3, 70):
+            history += [(31 * place + 7 * length) % 300 for place in range(length)]
+            answer = session.ask(history[-length:], 12)
+            oracle.check(history, answer)
+            history += answer
+
+        second, third = Session(channel), Session(channel)
+        assert len(second.ask([5, 6, 7], 2)) == 2
+        third.send([5], 2)
+        assert third.ending()[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert second.close() is grpc.StatusCode.OK
+
+        since = time.monotonic()
+        code, details = session.ending()
+        assert (code, "session_idle_timeout_s" in details) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
+        assert time.monotonic() - since < 10
+        cluster.check_pools()
+
+        dying = Session(channel)
+        dying.send([9] * 10, 450)
+        next(dying.receive())
+        cluster.services["decode"].signal(signal.SIGKILL)
+        cluster.services["decode"].process.wait(5)
+        with pytest.raises(grpc.RpcError) as lost:
+            list(dying.receive())
+        assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+
+        worker = cluster.restart("decode")
+        drained = Session(channel)
+        assert len(drained.ask([8] * 10, 3)) == 3
+        since = time.monotonic()
+        worker.signal(signal.SIGTERM)
+        assert drained.ending() == (grpc.StatusCode.UNAVAILABLE, "the worker is draining")
+        worker.process.wait(10)
+        assert time.monotonic() - since < 10, "an idle session held the worker up"
+        cluster.check_logs()

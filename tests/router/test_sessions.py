@@ -1,0 +1,235 @@
+"""Streaming sessions over the router's gRPC front end: turns, refusals, and every way in which one ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from fake_worker import ADMITTED, TEXT, decode_outputs, said, tokens
+
+from pdserve.common.errors import DeadlineExceeded, Draining
+from pdserve.common.rpc import ERROR_CODE_KEY
+from pdserve.v1 import inference_pb2, request_pb2
+
+
+def turn(text="hello", max_tokens=4, *, chat=False, token_ids=None, stream=True, sampling=None, **fields):
+    prompt = {"text": inference_pb2.TextPrompt(text=text)}
+    if chat:
+        prompt = {"chat": inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content=text)])}
+    if token_ids is not None:
+        prompt = {"tokens": inference_pb2.TokenPrompt(token_ids=token_ids)}
+    sampling = request_pb2.SamplingParams(max_tokens=max_tokens, **(sampling or {}))
+    return inference_pb2.GenerateRequest(**prompt, sampling=sampling, stream=stream, **fields)
+
+
+async def answer(call):
+    """One turn's responses."""
+    responses = []
+    while not responses or not responses[-1].finish_reason:
+        response = await call.read()
+        assert response is not grpc.aio.EOF, "the call ended within a turn"
+        responses.append(response)
+    return responses
+
+
+async def ask(call, request):
+    await call.write(request)
+    return await answer(call)
+
+
+async def read_to_the_end(call):
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def error_of(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_to_the_end(call)
+    error = caught.value
+    return error.code(), dict(error.trailing_metadata() or ()).get(ERROR_CODE_KEY), error.details()
+
+
+async def test_turns_go_on_in_one_call_to_one_worker(cluster):
+    await cluster.start(prefill=1, decode=2)
+    call = cluster.grpc.Session()
+    first = await ask(call, turn("hello"))
+    second = await ask(call, turn("more", 1))
+    third = await ask(call, turn(token_ids=[5, 6, 7], max_tokens=30, stream=False))
+    assert ["".join(response.text for response in turn) for turn in (first, second, third)] == [said(4), "a", said(30)]
+    assert len(third) == 1
+    usages = [(turn[-1].usage.prompt_tokens, turn[-1].usage.completion_tokens) for turn in (first, second, third)]
+    assert usages == [(5, 4), (5 + 4 + 4, 1), (13 + 1 + 3, 30)]
+    assert len({turn[-1].request_id for turn in (first, second, third)}) == 1
+    assert dict(await call.initial_metadata())["x-request-id"] == first[-1].request_id
+    [session] = [call for worker in cluster.workers for call in worker.calls]
+    opened, *later = session.seen
+    assert list(opened.open.prompt_token_ids) == tokens("hello")
+    assert [list(turn.next.prompt_token_ids) for turn in later] == [tokens("more"), [5, 6, 7]]
+    await call.done_writing()
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+    await asyncio.wait_for(session.ended.wait(), 10)
+
+
+async def test_a_turn_may_be_sent_before_the_last_one_has_ended(cluster):
+    await cluster.start()
+    call = cluster.grpc.Session()
+    for _ in range(3):
+        await call.write(turn(max_tokens=2))
+    await call.done_writing()
+    texts = ["".join(response.text for response in await answer(call)) for _ in range(3)]
+    assert texts == [said(2)] * 3
+    assert await call.read() is grpc.aio.EOF
+
+
+async def test_trace_and_sampling_are_those_of_each_turn(cluster):
+    await cluster.start()
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    call = cluster.grpc.Session(metadata=(("traceparent", parent),))
+    await ask(call, turn(sampling={"temperature": 0.5, "seed": 1}))
+    await ask(call, turn(sampling={"temperature": 0.25}))
+    [session] = cluster.of("decode").calls
+    opened, following = session.seen[0].open, session.seen[1].next
+    assert (opened.sampling.temperature, opened.sampling.seed, following.sampling.temperature) == (0.5, 1, 0.25)
+    assert following.sampling.HasField("seed")
+    for headers in (opened.trace_headers, following.trace_headers):
+        assert headers["traceparent"].split("-")[1] == parent.split("-")[1]
+    call.cancel()
+
+
+REFUSED_FIRST = [
+    (turn(""), "text is empty"),
+    (turn(token_ids=[]), "tokens is empty"),
+    (inference_pb2.GenerateRequest(), "prompt is missing"),
+    (turn(sampling={"stop": ["x"]}), "sampling.stop is not supported in a session"),
+    (turn(sampling={"top_p": 2.0}), "top_p must be"),
+    (turn(max_tokens=300), "sampling.max_tokens is 300"),
+    (turn(token_ids=[10**6]), "outside the vocabulary"),
+]
+REFUSED_LATER = [
+    (turn(""), "session is empty"),
+    (turn(chat=True), "chat may only come with a session's first message"),
+    (turn(cache_salt="x"), "cache_salt may only come"),
+    (turn(client_request_id="x"), "client_request_id may only come"),
+    (turn(priority=1), "priority may only come"),
+    (turn(sampling={"stop": ["x"]}), "sampling.stop is not supported"),
+    (turn(token_ids=[10**6]), "outside the vocabulary"),
+    (turn("x" * 250), "session has 259 tokens; the model's length is 256"),
+    (turn(max_tokens=250), "sampling.max_tokens is 250 and session has 14 tokens"),
+]
+
+
+async def test_wrong_turns_end_the_session_and_say_why(cluster):
+    await cluster.start()
+    for later, cases in ((False, REFUSED_FIRST), (True, REFUSED_LATER)):
+        for request, message in cases:
+            call = cluster.grpc.Session()
+            if later:
+                await ask(call, turn())
+            await call.write(request)
+            code, name, details = await error_of(call)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT, (request, details)
+            assert name in ("invalid_request", "prompt_too_long")
+            assert message in details
+    sessions = cluster.of("decode").calls
+    assert len(sessions) == len(REFUSED_LATER)
+    for session in sessions:
+        await asyncio.wait_for(session.ended.wait(), 10)
+    call = cluster.grpc.Session()
+    assert "".join(response.text for response in await ask(call, turn(chat=True))) == said(4)
+    call.cancel()
+
+
+async def test_a_model_that_is_not_served(cluster):
+    await cluster.start()
+    call = cluster.grpc.Session()
+    await call.write(turn(model="other"))
+    assert (await error_of(call))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_keys_and_limits_hold_for_sessions(cluster):
+    await cluster.start(api_keys=("secret",), max_requests_per_key=1)
+    call = cluster.grpc.Session()
+    await call.write(turn())
+    assert (await error_of(call))[0] is grpc.StatusCode.UNAUTHENTICATED
+    metadata = (("authorization", "Bearer secret"),)
+    cluster.of("decode").step_s = 0.05
+    one, two = cluster.grpc.Session(metadata=metadata), cluster.grpc.Session(metadata=metadata)
+    await ask(one, turn())  # between turns it counts for no limit
+    await two.write(turn(max_tokens=200))
+    await two.read()
+    await one.write(turn())
+    code, name, _ = await error_of(one)
+    assert (code, name) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+    two.cancel()
+
+
+async def test_sessions_need_decode_workers_that_may_prefill(cluster):
+    await cluster.start(local_prefill="never")
+    call = cluster.grpc.Session()
+    await call.write(turn())
+    code, _, details = await error_of(call)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "local_prefill is never" in details
+
+
+@pytest.mark.parametrize("idle", [False, True])
+async def test_a_client_that_leaves_ends_the_call_to_the_worker(cluster, idle):
+    await cluster.start()
+    cluster.of("decode").step_s = 0.0 if idle else 0.02
+    call = cluster.grpc.Session()
+    await call.write(turn(max_tokens=4 if idle else 200))
+    if idle:
+        await answer(call)
+    else:
+        await call.read()
+    call.cancel()
+    [session] = cluster.of("decode").calls
+    await asyncio.wait_for(session.ended.wait(), 10)
+    await cluster.idle()
+
+
+@pytest.mark.parametrize("idle", [False, True])
+async def test_i6_a_workers_death_ends_the_session(cluster, idle):
+    await cluster.start()
+    cluster.of("decode").step_s = 0.0 if idle else 0.02
+    call = cluster.grpc.Session()
+    await call.write(turn(max_tokens=4 if idle else 200))
+    if idle:
+        await answer(call)
+    else:
+        await call.read()
+    await cluster.of("decode").kill()
+    code, name, _ = await error_of(call)
+    assert (code, name) == (grpc.StatusCode.UNAVAILABLE, "worker_lost")
+    assert len(cluster.of("decode").calls) == 1, "it was tried again elsewhere"
+
+
+@pytest.mark.parametrize(
+    "error", [DeadlineExceeded("the session was idle for 60 s"), Draining("the worker is draining")]
+)
+@pytest.mark.parametrize("between", [False, True])
+async def test_what_the_worker_says_reaches_the_client(cluster, error, between):
+    await cluster.start()
+
+    async def script(worker, call):
+        await anext(call.turns)
+        yield ADMITTED
+        yield decode_outputs(0, TEXT[0], "length" if between else None)
+        raise error
+
+    cluster.of("decode").session_script = script
+    call = cluster.grpc.Session()
+    await call.write(turn(max_tokens=1 if between else 5))
+    await call.read()
+    code, name, details = await error_of(call)
+    assert (code, name, details) == (error.grpc_status, error.code, error.message)
+
+
+async def test_a_client_that_sends_nothing_is_ended(cluster):
+    await cluster.start(request_timeout_s=0.2)
+    call = cluster.grpc.Session()
+    code, _, details = await error_of(call)
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "first message" in details
