@@ -29,6 +29,7 @@ SETTINGS: dict[str, tuple[type[ServiceSettings], ...]] = {
     "all": (RouterSettings, PrefillSettings, DecodeSettings),
     "router": (RouterSettings,),
     "workers": (PrefillSettings, DecodeSettings),
+    "decode": (DecodeSettings,),
 }
 _QUOTED = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)+/?|[A-Z]+\.md")

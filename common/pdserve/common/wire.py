@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from pdserve.common.block_hash import HASH_BYTES
-from pdserve.common.engine_types import FinishReason, LogprobsLists
+from pdserve.common.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.prepared_request import PreparedRequest
@@ -164,6 +164,20 @@ def logprobs_from_wire(message: request_pb2.Logprobs) -> LogprobsLists:
         [list(message.token_ids[start : start + width]) for start in starts],
         [list(message.logprobs[start : start + width]) for start in starts],
         list(message.sampled_ranks),
+    )
+
+
+def outputs_to_wire(output: EngineCoreOutput, moment_names: Mapping[str, tuple[str, ...]]) -> request_pb2.Outputs:
+    """moment_names: the engine's moment -> those of the timeline that it stands for."""
+    moments = {wire: at for name, at in output.moments.items() for wire in moment_names.get(name, ())}
+    return request_pb2.Outputs(
+        first_position=output.first_position,
+        token_ids=output.new_token_ids,
+        finish_reason=finish_reason_to_wire(output.finish_reason),
+        stop_token_id=output.stop_reason if isinstance(output.stop_reason, int) else None,
+        num_cached_tokens=output.num_cached_tokens,
+        moments=moments_to_wire(moments) if moments else (),
+        logprobs=logprobs_to_wire(output.new_logprobs),
     )
 
 

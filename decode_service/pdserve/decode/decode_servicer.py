@@ -14,14 +14,12 @@ from pdserve.common.engine_types import EngineCoreRequest
 from pdserve.common.errors import InvalidRequest, NeedsPrefill
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import metadata_of
-from pdserve.common.wire import moments_to_wire, prepared_from_wire
-from pdserve.decode.decode_outputs import LOCAL_MOMENTS, outputs_to_wire
-from pdserve.decode.sessions import Sessions
+from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire
+from pdserve.decode.session_servicer import LOCAL_MOMENTS, SessionServicer
 from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from pdserve.worker.engine_request import make_engine_request
-from pdserve.worker.worker import Worker
 
 TRANSFER_ID_BYTES = 16
 _REMOTE_MOMENTS = {
@@ -34,12 +32,8 @@ _REMOTE_MOMENTS = {
 }
 
 
-class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
     """Serves `DecodeService`."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._sessions = Sessions(worker)
 
     async def Generate(
         self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -80,12 +74,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             else:
                 worker.adapter.stop_receiving(engine_request.request_id)
                 record.close()
-
-    async def Session(
-        self, request_iterator: AsyncIterator[decode_pb2.DecodeTurn], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        async for event in self._sessions.serve(request_iterator, metadata_of(context)):
-            yield event
 
     def _receive(
         self, source: decode_pb2.Source, prepared: PreparedRequest, engine_request: EngineCoreRequest

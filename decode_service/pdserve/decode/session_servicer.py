@@ -1,21 +1,23 @@
-"""`Sessions`: streaming sessions of a decode worker. Turn after turn continues one sequence of its engine."""
+"""`SessionServicer`: streaming sessions of a decode worker. Turn after turn continues one sequence of its engine."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
+import grpc
 import msgspec
 
 from pdserve.common import timeline
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
 from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, InvalidRequest, Overloaded
+from pdserve.common.rpc import metadata_of
 from pdserve.common.settings import DecodeSettings
-from pdserve.common.wire import moments_to_wire, prepared_from_wire, sampling_from_wire
-from pdserve.decode.decode_outputs import LOCAL_MOMENTS, outputs_to_wire
+from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire, sampling_from_wire
 from pdserve.engine.output_stream import OutputStream
-from pdserve.v1 import decode_pb2, prefill_pb2
+from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from pdserve.worker.engine_request import make_engine_request
 from pdserve.worker.leg_record import LegRecord
 from pdserve.worker.worker import Worker
@@ -23,33 +25,38 @@ from pdserve.worker.worker import Worker
 Turns = AsyncIterator[decode_pb2.DecodeTurn]
 
 
-class Sessions:
-    """Bounded in number. An idle one holds blocks only as long as nobody else needs them."""
+LOCAL_MOMENTS = {
+    "queued": (timeline.PREFILL_QUEUED,),
+    "scheduled": (timeline.PREFILL_STARTED,),
+    "first_token": (timeline.PREFILL_COMPUTED, timeline.DECODE_STARTED),
+    "finished": (timeline.DECODE_FINISHED,),
+}
+"""The engine's moment -> those of the timeline, where the prompt is prefilled here."""
+
+
+class SessionServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """Serves `DecodeService.Session`. Bounded in number; an idle one holds blocks only while nobody else needs them."""
 
     def __init__(self, worker: Worker) -> None:
         settings = worker.settings
         if not isinstance(settings, DecodeSettings):
             raise InternalError(f"sessions need DecodeSettings, not {type(settings).__name__}")
         self._worker = worker
-        self._settings = settings
+        self._max_sessions = settings.max_sessions
+        self._idle_timeout_s = settings.session_idle_timeout_s
         self._num_open = 0
 
-    async def serve(self, turns: Turns, metadata: Mapping[str, str]) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        """One session, from its first turn to the end of the call.
-
-        metadata: the call's, names in lower case.
-        Raises: Overloaded, DeadlineExceeded when idle, Draining between turns, InvalidRequest, and whatever ends it in
-        the engine.
-        """
-        if self._num_open >= self._settings.max_sessions:
+    async def Session(
+        self, request_iterator: Turns, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        if self._num_open >= self._max_sessions:
             raise Overloaded(
-                f"{self._num_open} sessions are open on this worker, at most {self._settings.max_sessions} may be "
-                "(max_sessions)"
+                f"{self._num_open} sessions are open on this worker, at most {self._max_sessions} may be (max_sessions)"
             )
         self._num_open += 1
-        session = _Session(self._worker, self._settings.session_idle_timeout_s, metadata)
+        session = _Session(self._worker, self._idle_timeout_s, metadata_of(context))
         try:
-            async for event in session.serve(turns):
+            async for event in session.serve(request_iterator):
                 yield event
         finally:
             session.close()
@@ -57,7 +64,7 @@ class Sessions:
 
 
 class _Session:
-    """One of them."""
+    """One of them, from its first turn to the end of the call."""
 
     def __init__(self, worker: Worker, idle_timeout_s: float, metadata: Mapping[str, str]) -> None:
         self._worker = worker
@@ -69,6 +76,7 @@ class _Session:
         """Of the turn that runs."""
 
     async def serve(self, turns: Turns) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        """Raises: DeadlineExceeded when idle, Draining, InvalidRequest, and whatever ends it in the engine."""
         goes_on = True
         while goes_on and (turn := await self._next(turns)) is not None:
             request, hand_over, headers = self._read(turn)
