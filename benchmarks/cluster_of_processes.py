@@ -34,15 +34,18 @@ def pin_trees(cluster: int) -> None:
 
 
 @contextmanager
-def serving(model: Path, flags: Sequence[str] = (), *, pinned: bool = False) -> Iterator[str]:
+def serving(
+    model: Path, flags: Sequence[str] = (), *, pinned: bool = False, grpc_port: int | None = None
+) -> Iterator[str]:
     """The base URL of a cluster; one prefill and one decode worker unless `flags` say otherwise.
 
     pinned: whole processes as `pin_trees` says; else only the workers' computing threads, as `pdserve up` does it.
+    grpc_port: of the router's gRPC front end, for those who ask it.
     """
     port = free_port()
     command = [
         sys.executable, "-m", "pdserve.cli.main", "up", "--model", str(model), "--ask", "",
-        "--port", str(port), "--grpc-port", str(free_port()), *flags,
+        "--port", str(port), "--grpc-port", str(grpc_port or free_port()), *flags,
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
