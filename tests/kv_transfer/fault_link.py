@@ -1,10 +1,12 @@
-"""A TCP forwarder between a reader and a source that stops, goes on, and turns bits over when it is told to."""
+"""A TCP forwarder between a reader and a source that refuses, stops, crawls, resets and turns bits over when told to."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
+import time
 
 _CHUNK_BYTES = 2048
 
@@ -19,6 +21,10 @@ class FaultLink:
         self._target = ("127.0.0.1", port)
         self._changed = threading.Condition()
         self._bytes_to_serve: int | None = None
+        self._bytes_to_reset: int | None = None
+        self._bytes_per_s: float | None = None
+        self._refuses = False
+        self._to_reset: set[socket.socket] = set()
         self._flips = 0
         self._closed = False
         self._socks: set[socket.socket] = set()
@@ -32,6 +38,21 @@ class FaultLink:
         with self._changed:
             self._bytes_to_serve = num_bytes
             self._changed.notify_all()
+
+    def refuse(self, refuses: bool = True) -> None:
+        """Reset new connections as soon as they are made, as a port does behind which nobody listens any more."""
+        with self._changed:
+            self._refuses = refuses
+
+    def reset_after(self, num_bytes: int) -> None:
+        """Once: reset the connection on which so many more bytes have been forwarded."""
+        with self._changed:
+            self._bytes_to_reset = num_bytes
+
+    def slow_to(self, bytes_per_s: float) -> None:
+        """Forward no faster."""
+        with self._changed:
+            self._bytes_per_s = bytes_per_s
 
     def flip_one_bit(self) -> None:
         """In the last byte of the next chunk, which no frame is short enough to end with."""
@@ -64,6 +85,11 @@ class FaultLink:
                 reader = self._listener.accept()[0]
             except OSError:
                 return
+            with self._changed:
+                refuses = self._refuses
+            if refuses:
+                _reset(reader)
+                continue
             try:
                 source = socket.create_connection(self._target, 5.0)
             except OSError:
@@ -85,8 +111,15 @@ class FaultLink:
                     allowed = self._allow(data) if is_faulty else len(data)
                     target.sendall(data[:allowed])
                     del data[:allowed]
+                    if is_faulty and self._is_reset(allowed):
+                        # the other direction's thread waits on this socket: it wakes, and resets it
+                        self._to_reset.add(target)
+                        target.shutdown(socket.SHUT_RD)
+                        return
         except OSError:
             pass
+        if origin in self._to_reset:
+            _reset(origin)
         for sock in (origin, target):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -102,3 +135,22 @@ class FaultLink:
             allowed = min(len(data), self._bytes_to_serve)
             self._bytes_to_serve -= allowed
             return allowed
+
+    def _is_reset(self, num_bytes: int) -> bool:
+        with self._changed:
+            bytes_per_s = self._bytes_per_s
+            resets = False
+            if self._bytes_to_reset is not None:
+                self._bytes_to_reset -= num_bytes
+                resets = self._bytes_to_reset <= 0
+                self._bytes_to_reset = None if resets else self._bytes_to_reset
+        if bytes_per_s is not None:
+            time.sleep(num_bytes / bytes_per_s)
+        return resets
+
+
+def _reset(sock: socket.socket) -> None:
+    """Close with RST instead of FIN. No other thread may be waiting on it: the RST would wait for that thread."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()

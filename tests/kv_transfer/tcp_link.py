@@ -30,26 +30,26 @@ class TcpLink:
         self.receiver = TcpConnector(settings)
         self.source.serve(source_pool)
         self.receiver.serve(receiver_pool)
-        self._faults = FaultLink(TcpAddress.from_metadata(self.source.metadata).port)
+        self.faults = FaultLink(TcpAddress.from_metadata(self.source.metadata).port)
 
     @property
     def faulty_metadata(self) -> bytes:
-        return TcpAddress("127.0.0.1", self._faults.port).to_metadata()
+        return TcpAddress("127.0.0.1", self.faults.port).to_metadata()
 
     @property
     def num_reread(self) -> int:
         return self.receiver.read_counters.blocks_reread
 
     def serve_only(self, num_blocks: int) -> None:
-        self._faults.serve_only(num_blocks * BLOCK_BYTES)
+        self.faults.serve_only(num_blocks * BLOCK_BYTES)
 
     def resume(self) -> None:
-        self._faults.serve_only(None)
+        self.faults.serve_only(None)
 
     def flip_one_bit(self) -> None:
-        self._faults.flip_one_bit()
+        self.faults.flip_one_bit()
 
     def close(self) -> None:
         self.receiver.close()
         self.source.close()
-        self._faults.close()
+        self.faults.close()

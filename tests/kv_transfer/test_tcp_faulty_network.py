@@ -1,0 +1,61 @@
+"""TCP over a network that refuses, resets in the middle of a block, or crawls. Silence and wrong bits: the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.kv_transfer.connector import ReadOutcome
+
+from .contract_link import WINDOW_BLOCKS, Setup
+from .recorded_read import BLOCK_BYTES, NUM_BLOCKS, make_pool
+from .tcp_link import TcpLink
+
+STALL_S = 0.5
+MEGABYTE = 1e6
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    source_pool, receiver_pool = make_pool(seed=7), make_pool()
+    link = TcpLink(source_pool, receiver_pool, STALL_S)
+    yield Setup(link, source_pool, receiver_pool)
+    link.close()
+
+
+def _reads_everything(setup: Setup) -> None:
+    transfer = setup.transfer()
+    blocks = transfer.blocks(range(NUM_BLOCKS), range(NUM_BLOCKS))
+    read = setup.read(transfer, blocks, faulty=True)
+    assert read.wait_ended() is ReadOutcome.DONE
+    assert setup.has_bytes(transfer, read, blocks)
+
+
+def test_connections_that_are_refused_fail_the_read_and_are_tried_again_by_the_next(setup: Setup) -> None:
+    setup.link.faults.refuse()
+    transfer = setup.transfer()
+    read = setup.read(transfer, transfer.blocks(range(NUM_BLOCKS), range(NUM_BLOCKS)), faulty=True)
+    assert read.wait_failed()
+    assert read.num_landed == 0
+    setup.link.faults.refuse(False)
+    _reads_everything(setup)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 3 * WINDOW_BLOCKS * BLOCK_BYTES + 1500, 100 * BLOCK_BYTES + 7])
+def test_i3_reset_in_the_middle_of_a_block(setup: Setup, num_bytes: int) -> None:
+    setup.link.faults.reset_after(num_bytes)
+    transfer = setup.transfer()
+    blocks = transfer.blocks(range(NUM_BLOCKS), range(NUM_BLOCKS))
+    read = setup.read(transfer, blocks, faulty=True)
+    assert read.wait_failed()
+    assert read.num_landed < NUM_BLOCKS
+    assert setup.has_bytes(transfer, read, blocks), "what landed before the reset is not right"
+    _reads_everything(setup)
+
+
+def test_a_link_of_a_megabyte_a_second_is_slow_and_not_dead(setup: Setup) -> None:
+    """A read stalls when nothing comes for a while, however long the whole takes."""
+    assert NUM_BLOCKS * BLOCK_BYTES / MEGABYTE > 2 * STALL_S
+    setup.link.faults.slow_to(MEGABYTE)
+    _reads_everything(setup)
