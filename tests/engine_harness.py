@@ -85,6 +85,9 @@ class Harness:
         self.core = EngineCore(config, model, kv_cache, self.hasher, vocab_size, self.outbox)
         self.scheduler = self.core.scheduler
         self.answers: dict[str, Answer] = {}
+        """By request; by `request/index` where it has several sequences."""
+        self.wide: set[str] = set()
+        """Requests with several sequences."""
         self.turns: dict[str, list[Answer]] = {}
         """Of sessions: the turns that have ended."""
         self.must_be_idle = True
@@ -117,7 +120,11 @@ class Harness:
         return request
 
     def add(self, prompt: Sequence[int], request_id: str | None = None, **fields: Any) -> str:
-        request = self.request(prompt, request_id, **fields)
+        return self.submit(self.request(prompt, request_id, **fields))
+
+    def submit(self, request: EngineCoreRequest) -> str:
+        if request.n > 1:
+            self.wide.add(request.request_id)
         self.core.add_request(request)
         return request.request_id
 
@@ -137,9 +144,13 @@ class Harness:
 
     def _book(self, outputs: list[EngineCoreOutput]) -> None:
         for output in outputs:
-            self.answers.setdefault(output.request_id, Answer()).add(output)
+            self.answers.setdefault(self.key(output.request_id, output.index), Answer()).add(output)
             if output.awaits_input:
                 self.turns.setdefault(output.request_id, []).append(self.answers.pop(output.request_id))
+
+    def key(self, request_id: str, index: int) -> str:
+        """Of `answers`."""
+        return f"{request_id}/{index}" if request_id in self.wide else request_id
 
     def run(self, max_steps: int = 2000) -> dict[str, Answer]:
         """Step until there is nothing to do."""
@@ -158,6 +169,12 @@ class Harness:
         """One request, to its end."""
         request_id = self.add(prompt, **fields)
         return self.run()[request_id]
+
+    def ask_many(self, prompt: Sequence[int], n: int, **fields: Any) -> list[Answer]:
+        """One request with n sequences, to its end."""
+        request_id = self.add(prompt, n=n, **fields)
+        answers = self.run()
+        return [answers[self.key(request_id, index)] for index in range(n)]
 
     def running(self) -> list[str]:
         return list(self.scheduler.running)

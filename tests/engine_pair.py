@@ -38,12 +38,14 @@ class Transfer:
     """One request on its way from P to D."""
 
     prompt: list[int]
+    n: int = 1
     source_holds: list[BlockHold] = field(default_factory=list)
     published: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     """index -> P's block and its content when it was published."""
     room: ReceiveInto | None = None
     landed: set[int] = field(default_factory=set)
-    first_token: int | None = None
+    first_tokens: dict[int, int] = field(default_factory=dict)
+    """Sequence -> token."""
     said_finished: bool = False
     wanted: bool = False
     runs_again: bool = False
@@ -70,11 +72,10 @@ class Pair:
         """No delays: everything that can happen happens in each round."""
         self.transfers: dict[str, Transfer] = {}
         self._mail: dict[str, deque[IntoEngine]] = {"p": deque(), "d": deque()}
-        self._heard: dict[str, int] = {}
 
     def add(self, prompt: list[int], request_id: str, **fields: object) -> None:
         """Both legs of one attempt."""
-        self.transfers[request_id] = Transfer(prompt)
+        self.transfers[request_id] = Transfer(prompt, int(str(fields.get("n", 1))))
         self.d.add(prompt, request_id, remote_prefill=True, **fields)
         self.p.add(prompt, request_id, transfer_source=True, **fields)
 
@@ -128,13 +129,10 @@ class Pair:
     def _step_p(self) -> None:
         self.p.step()
         for request_id, transfer in self.transfers.items():
-            for name in (request_id, request_id + _AGAIN):
-                answer = self.p.answers.get(name)
-                if answer is None or self._heard.get(name, 0) == answer.num_outputs:
-                    continue
-                self._heard[name] = answer.num_outputs
-                if answer.token_ids and transfer.first_token is None:
-                    transfer.first_token = answer.token_ids[0]
+            for index in range(transfer.n):
+                answer = self.p.answers.get(self._key(request_id, index))
+                if answer is not None and answer.token_ids:
+                    transfer.first_tokens[index] = answer.token_ids[0]
         for message in self.p.outbox.take():
             if isinstance(message, Missed):
                 self._again(message.request_id, self.transfers[message.request_id])
@@ -167,10 +165,8 @@ class Pair:
         if not transfer.runs_again and not transfer.over:
             assert transfer.room is not None
             transfer.runs_again = True
-            request = self.p.request(transfer.prompt, request_id + _AGAIN, params={"max_tokens": 99})
-            self.p.core.add_request(
-                msgspec.structs.replace(request, transfer_source=True, wanted_from=transfer.room.first_index)
-            )
+            request = self.p.request(transfer.prompt, request_id + _AGAIN, n=transfer.n, params={"max_tokens": 99})
+            self.p.submit(msgspec.structs.replace(request, transfer_source=True, wanted_from=transfer.room.first_index))
 
     def _move(self) -> None:
         for request_id, transfer in self.transfers.items():
@@ -202,12 +198,13 @@ class Pair:
             self._post("d", Landed(request_id, transfer.num_landed))
         done = transfer.num_landed == len(room.hold)
         if (
-            transfer.first_token is not None
+            len(transfer.first_tokens) == transfer.n
             and not transfer.said_finished
             and len(transfer.published) >= len(room.hold)
         ):
             transfer.said_finished = True
-            self._post("d", SourceFinished(request_id, len(transfer.prompt), (transfer.first_token,)))
+            tokens = tuple(transfer.first_tokens[index] for index in range(transfer.n))
+            self._post("d", SourceFinished(request_id, len(transfer.prompt), tokens))
         if done and transfer.said_finished:
             self._return_room(request_id, transfer)
             self._end_source(transfer)
@@ -251,9 +248,13 @@ class Pair:
 
     # ---- answers
 
-    def answer(self, request_id: str) -> Answer:
-        """What the client sees: the first token from P, the rest from D."""
-        first, rest = self.p.answers.get(request_id, Answer()), self.d.answers.get(request_id, Answer())
+    def _key(self, request_id: str, index: int) -> str:
+        return self.p.key(request_id, index) if request_id in self.p.wide else self.d.key(request_id, index)
+
+    def answer(self, request_id: str, index: int = 0) -> Answer:
+        """What the client sees of a sequence: the first token from P, the rest from D."""
+        key = self._key(request_id, index)
+        first, rest = self.p.answers.get(key, Answer()), self.d.answers.get(key, Answer())
         return Answer(
             token_ids=first.token_ids + rest.token_ids,
             finish_reason=rest.finish_reason,

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.engine.sampler import Sampler, SamplingMetadata
 from pdserve.kernels.attention_batch import AttentionBatch
 
 VOCAB_SIZE = 64
@@ -55,6 +56,24 @@ def greedy_answer(prompt: Sequence[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(next_logits(tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+def sampled_answer(prompt: Sequence[int], count: int, *, seed: int, index: int = 0) -> list[int]:
+    """The reference for a sampled sequence: one token at a time, in no batch and without a cache. Temperature 1."""
+    tokens = list(prompt)
+    for position in range(count):
+        metadata = SamplingMetadata(
+            temperature=np.ones(1, dtype=np.float32),
+            top_p=np.ones(1, dtype=np.float32),
+            top_k=np.array([VOCAB_SIZE]),
+            min_p=np.zeros(1, dtype=np.float32),
+            seeds=np.array([seed]),
+            indexes=np.array([index]),
+            positions=np.array([position]),
+        )
+        logits = torch.from_numpy(next_logits(tokens)).unsqueeze(0)
+        tokens.append(int(Sampler()(logits, metadata).sampled_token_ids[0]))
     return tokens[len(prompt) :]
 
 

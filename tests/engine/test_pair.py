@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from engine_harness import MakeEngine
 from engine_pair import Pair
-from hash_model import greedy_answer
+from hash_model import greedy_answer, sampled_answer
 
 from pdserve.common.engine_types import FinishReason
 from pdserve.engine.remote_kv import Settled
+
+SAMPLED = {"temperature": 1.0, "seed": 3}
 
 
 def test_i1_a_request_through_p_and_d_gives_one_engines_answer(make_engine: MakeEngine) -> None:
@@ -21,6 +23,59 @@ def test_i1_a_request_through_p_and_d_gives_one_engines_answer(make_engine: Make
     for request_id, prompt in prompts.items():
         answer = pair.answer(request_id)
         assert (answer.token_ids, answer.finish_reason) == (greedy_answer(prompt, 9), FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+def test_i5_one_transfer_serves_every_sequence(make_engine: MakeEngine, length: int) -> None:
+    p, d = make_engine(block_size=16, max_num_batched_tokens=9), make_engine(block_size=16)
+    pair = Pair(p, d)
+    prompt = [(n * 7 + length) % 60 for n in range(length)]
+    pair.add(prompt, "r", n=4, params={"max_tokens": 9} | SAMPLED)
+    pair.run()
+    answers = [pair.answer("r", index) for index in range(4)]
+    assert [a.token_ids for a in answers] == [sampled_answer(prompt, 9, seed=3, index=index) for index in range(4)]
+    assert all(answer.finish_reason is FinishReason.LENGTH for answer in answers)
+    assert p.model.num_tokens == length
+    assert d.model.num_tokens == 4 * 8, "decode computed a part of the prompt"
+
+
+def test_sequences_that_end_at_the_source_never_begin_at_the_receiver(make_engine: MakeEngine) -> None:
+    prompt = list(range(18))
+    firsts = [sampled_answer(prompt, 1, seed=3, index=index)[0] for index in range(4)]
+    assert firsts[0] not in firsts[1:]
+    for stops in ({firsts[0]}, {*firsts[1:]}, {*firsts}):
+        p, d = make_engine(), make_engine()
+        pair = Pair(p, d)
+        params = {"max_tokens": 9, "stop_token_ids": tuple(stops)} | SAMPLED
+        pair.add(prompt, "r", n=4, params=params)
+        if stops == {*firsts}:
+            pair.round()
+            assert not p.scheduler.requests, "all have ended, and the source goes on"
+            pair.abort("r")
+        pair.run()
+        for index, first in enumerate(firsts):
+            at_source, answer = p.answers[f"r/{index}"], pair.answer("r", index)
+            assert at_source.finish_reason is (FinishReason.STOP if first in stops else None)
+            if first in stops:
+                assert answer.token_ids == [first]
+            else:
+                assert answer.token_ids == make_engine().ask(prompt, index=index, params=params).token_ids
+
+
+def test_a_sequence_that_has_ended_before_its_blocks_landed_never_begins(make_engine: MakeEngine) -> None:
+    p, d = make_engine(), make_engine()
+    pair = Pair(p, d)
+    prompt = list(range(18))
+    pair.add(prompt, "r", n=3, params={"max_tokens": 9} | SAMPLED)
+    pair.round()
+    for index in (0, 2):
+        d.core.end_sequence("r", index)
+    pair.run()
+    assert pair.answer("r", 1).token_ids == sampled_answer(prompt, 9, seed=3, index=1)
+    for index in (0, 2):
+        assert pair.answer("r", index).token_ids == sampled_answer(prompt, 1, seed=3, index=index)
+        assert pair.answer("r", index).finish_reason is FinishReason.STOP
+    assert d.model.num_tokens == 8
 
 
 def test_the_same_prompt_again_is_cache_on_both_sides(make_engine: MakeEngine) -> None:

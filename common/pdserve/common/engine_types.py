@@ -31,7 +31,7 @@ class LoRARequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
-    """One sequence, as an engine is asked to continue it.
+    """A prompt, and one or more sequences that an engine is asked to continue it with.
 
     request_id is `request.attempt.index`: unique per attempt, so that a late event can never meet a later life.
     """
@@ -63,7 +63,9 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     cache_salt: str | None = None
     """As the client gave it; its effect is in `hash_root`."""
     index: int = 0
-    """Which of the request's n sequences this is; enters the noise."""
+    """Which of the request's sequences this is; enters the noise."""
+    n: int = 1
+    """Sequences that continue this prompt, from `index` on: it is computed once, then each goes its own way."""
     trace_headers: dict[str, str] = {}
     mm_features: list[bytes] | None = None
     prompt_embeds: bytes | None = None
@@ -79,6 +81,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
                 raise InvalidRequest(f"{name} is set, and this engine does not support it", name)
         if self.resumable and (self.remote_prefill or self.transfer_source):
             raise InvalidRequest("resumable is set, but KV of a session is never transferred", "resumable")
+        if self.resumable and self.n > 1:
+            raise InvalidRequest(f"n is {self.n}, but a session has one sequence", "n")
 
 
 _NOT_BUILT: dict[str, int | None] = {
@@ -150,6 +154,7 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     """What one step did for one sequence."""
 
     request_id: str
+    """As the request was called that the sequence belongs to."""
     new_token_ids: list[int] = []
     first_position: int = 0
     """Output position of the first new token; position 0 is the first token after the prompt."""
@@ -178,6 +183,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     """What the scheduler did with it since its last output."""
     trace_headers: dict[str, str] = {}
     """Those of its request, with the last output."""
+    index: int = 0
+    """Which of the request's sequences."""
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):

@@ -21,6 +21,8 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_PENALTY = 2.0
 MAX_LOGPROBS = 20
+MAX_SEQUENCES = 16
+"""Of one request, `n` or `best_of`: each is a row of every step, and up to a block more than it shares."""
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_MAX_TOKENS = 2**32 - 1
@@ -71,6 +73,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     """Whether a tokenizer that sets spaces between tokens does so between special ones too."""
     logprobs: int | None = None
     """With each token its log-probability and those of so many most likely ones; at most 20, None for none."""
+    n: int = 1
+    """So many sequences continue the prompt, each with noise of its own; at most 16."""
+    best_of: int | None = None
+    """So many are made, and the n with the highest cumulative log-probability answered; None is n. Engines know only n."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are made."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def greedy(self) -> bool:
@@ -117,6 +128,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         self._verify_token_rules()
         if self.logprobs is not None:
             _require(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
+        _require(1 <= self.n <= MAX_SEQUENCES, "n", self.n, f"from 1 to {MAX_SEQUENCES}")
+        if self.best_of is not None:
+            _require(
+                self.n <= self.best_of <= MAX_SEQUENCES,
+                "best_of",
+                self.best_of,
+                f"at least n ({self.n}) and at most {MAX_SEQUENCES}",
+            )
         if vocab_size is not None:
             verify_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
             verify_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)

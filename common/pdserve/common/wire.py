@@ -28,6 +28,8 @@ _SAMPLING_OPTIONAL = (
     "repetition_penalty",
     "spaces_between_special_tokens",
     "logprobs",
+    "n",
+    "best_of",
 )
 _SAMPLING_PLAIN = ("include_stop_str_in_output", "ignore_eos")
 _FINISH_TO_WIRE = {
@@ -171,6 +173,7 @@ def outputs_to_wire(output: EngineCoreOutput, moment_names: Mapping[str, tuple[s
     """moment_names: the engine's moment -> those of the timeline that it stands for."""
     moments = {wire: at for name, at in output.moments.items() for wire in moment_names.get(name, ())}
     return request_pb2.Outputs(
+        index=output.index,
         first_position=output.first_position,
         token_ids=output.new_token_ids,
         finish_reason=finish_reason_to_wire(output.finish_reason),

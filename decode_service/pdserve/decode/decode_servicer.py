@@ -19,7 +19,7 @@ from pdserve.decode.session_servicer import LOCAL_MOMENTS, SessionServicer
 from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
-from pdserve.worker.engine_request import make_engine_request
+from pdserve.worker.engine_request import engine_request_id, make_engine_request
 
 TRANSFER_ID_BYTES = 16
 _REMOTE_MOMENTS = {
@@ -75,6 +75,14 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
                 worker.adapter.stop_receiving(engine_request.request_id)
                 record.close()
 
+    async def EndSequences(
+        self, request: decode_pb2.EndSequencesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.EndSequencesResponse:
+        request_id = engine_request_id(request.request_id, request.attempt, 0)
+        for index in request.indexes:
+            self._worker.engine.end_sequence(request_id, index)
+        return decode_pb2.EndSequencesResponse()
+
     def _receive(
         self, source: decode_pb2.Source, prepared: PreparedRequest, engine_request: EngineCoreRequest
     ) -> asyncio.Future[ReceiverTransfer]:
@@ -117,8 +125,6 @@ async def _events(
             if not output.new_token_ids and output.finish_reason is None:
                 output = await anext(outputs)
         yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))
-        if output.finish_reason is not None:
-            return
     async for output in outputs:
         yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))
 

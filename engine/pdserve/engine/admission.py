@@ -102,10 +102,12 @@ class Admission:
         return sorted(each_once, key=lambda request: request.priority)
 
     def try_admit(
-        self, request: Request, budget: int, running: RunningBatch, num_parked: int
+        self, request: Request, budget: int, running: RunningBatch, num_growing: int
     ) -> int | Refusal | PdServeError:
         """Give a sequence its blocks and take it off the queue.
 
+        num_growing: sequences that run or are being received: one block stays free for each, and for each ready one;
+        beside others, a prompt that several sequences will continue comes in only with one for each further of them.
         Returns how many tokens it computes in this step, or why it cannot come in, or what ends it.
         """
         if request in self._ready:
@@ -123,7 +125,8 @@ class Admission:
         room = request.num_tokens if self._config.reserve_whole_prompt else cached + num_tokens
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
             return Refusal.RUN_AHEAD
-        keep_free = 0 if request.core.transfer_source else len(running) + num_parked + self.num_ready
+        keep_free = 0 if request.core.transfer_source else num_growing + self.num_ready
+        keep_free += request.num_forks if keep_free else 0
         if self._kv.allocate_slots(request, room, computed, keep_free) is None:
             return Refusal.NO_ROOM
         self.remove(request)

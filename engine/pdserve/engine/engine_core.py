@@ -55,6 +55,10 @@ class EngineCore:
                 "prompt_token_ids",
             )
         verify_token_ids("prompt_token_ids", request.prompt_token_ids, self.vocab_size)
+        if request.n > self.config.max_num_seqs and not request.transfer_source:
+            raise InvalidRequest(
+                f"n is {request.n}, at most {self.config.max_num_seqs} sequences run here at a time (max_num_seqs)", "n"
+            )
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Take in a request that `verify` has passed."""
@@ -75,10 +79,16 @@ class EngineCore:
         """End it; returns what it was, or None when it had ended."""
         return self.scheduler.abort_request(request_id)
 
+    def end_sequence(self, request_id: str, index: int) -> None:
+        """One of its sequences has ended where its text is made. Harmless when it had ended."""
+        self.scheduler.end_sequence(request_id, index)
+
     def apply(self, event: IntoEngine) -> None:
         """An event from the transfer side. A token that the model does not have would end the engine, not the request."""
         if isinstance(event, SourceFinished) and any(not 0 <= token < self.vocab_size for token in event.token_ids):
-            cause = TransferFailed(f"the source's first token is outside the vocabulary of {self.vocab_size} tokens")
+            cause = TransferFailed(
+                f"a first token from the source is outside the vocabulary of {self.vocab_size} tokens"
+            )
             event = ReceiveFailed(event.request_id, cause)
         self.scheduler.apply(event)
 

@@ -38,6 +38,8 @@ class InputBatch:
         self._min_p = np.zeros(rows, dtype=np.float32)
         self._seeds = np.zeros(rows, dtype=np.int64)
         self._indexes = np.zeros(rows, dtype=np.int64)
+        self.num_sequences = np.ones(rows, dtype=np.int64)
+        """Tokens to sample when the row is next complete: one for each sequence that continues a prompt, then 1."""
         self._num_logprobs = np.full(rows, -1, dtype=np.int64)
         self._token_rules = TokenRuleTable(rows, vocab_size)
         self._penalties = PenaltyTable(rows)
@@ -58,7 +60,8 @@ class InputBatch:
         self._top_k[row] = params.top_k if params.top_k > 0 else self._vocab_size
         self._min_p[row] = params.min_p
         self._seeds[row] = params.seed or 0
-        self._indexes[row] = request.core.index
+        self._indexes[row] = request.index
+        self.num_sequences[row] = request.num_sequences
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._token_rules.add(row, request)
         self._penalties.set(row, params)
@@ -78,12 +81,16 @@ class InputBatch:
         self.num_blocks[row] += len(block_ids)
 
     def append_tokens(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """One new token for each row."""
+        """One new token for each row; a row that stood for several sequences is the first of them from now on."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
+        self.num_sequences[rows] = 1
 
-    def sampling_metadata(self, rows: NDArray[np.int64]) -> SamplingMetadata:
-        """The parameters of the rows that are sampled now."""
+    def sampling_metadata(self, rows: NDArray[np.int64], offsets: NDArray[np.int64] | int = 0) -> SamplingMetadata:
+        """The parameters of the rows that are sampled now.
+
+        offsets: added to their indexes, where a row is sampled for several sequences.
+        """
         num_logprobs = self._num_logprobs[rows]
         return SamplingMetadata(
             temperature=self._temperature[rows],
@@ -91,7 +98,7 @@ class InputBatch:
             top_k=self._top_k[rows],
             min_p=self._min_p[rows],
             seeds=self._seeds[rows],
-            indexes=self._indexes[rows],
+            indexes=self._indexes[rows] + offsets,
             positions=self.num_tokens[rows] - self.num_prompt[rows],
             token_rules=self._token_rules.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
             penalties=self._penalties.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),

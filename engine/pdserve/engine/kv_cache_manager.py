@@ -15,7 +15,7 @@ The manager allocates every block and frees them all at once, in `free`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from pdserve.common.block_hash import BlockHasher
@@ -59,6 +59,8 @@ class KVCacheManager:
         self._num_remembered: dict[str, int] = {}
         self._idle: OrderedDict[str, Request] = OrderedDict()
         """Sequences whose blocks may be taken, longest idle first."""
+        self._copies: dict[str, tuple[KVCacheBlock, KVCacheBlock]] = {}
+        """request_id -> (from, to) of a fork whose last block is still to be copied; the first has a reference more."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -126,6 +128,34 @@ class KVCacheManager:
                 return True
         return False
 
+    def fork(self, request: Request, other: Request) -> bool:
+        """A table for a sequence that goes on where another's prompt ends, with room for its first token.
+
+        Full blocks are shared; a partial last one is copied before the next step computes (`take_copies`).
+        False means that there is no room, and nothing has changed.
+        """
+        while self.pool.num_available < 1:
+            if not self._take_from_idle(request):
+                return False
+        num_full, num_in_last = divmod(request.num_prompt_tokens, self.block_size)
+        table = self._tables[request.request_id]
+        [own] = self.pool.allocate(1)
+        if num_in_last:
+            self.pool.touch((table[num_full],))
+            self._copies[other.request_id] = (table[num_full], own)
+        self.pool.touch(table[:num_full])
+        self._tables[other.request_id] = [*table[:num_full], own]
+        self._num_remembered[other.request_id] = num_full
+        return True
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """(from, to) block ids that are to be copied before anything is computed or allocated."""
+        copies = [(source.block_id, target.block_id) for source, target in self._copies.values()]
+        for source, _ in self._copies.values():
+            self.pool.release((source,))
+        self._copies.clear()
+        return copies
+
     def count_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
         """Prefix cache statistics, once per admission."""
         self.num_queried_tokens += queried_tokens
@@ -184,6 +214,8 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Give up the sequence's references; holds keep theirs. Harmless when it has none."""
+        if (copy := self._copies.pop(request.request_id, None)) is not None:
+            self.pool.release(copy[:1])
         table = self._tables.pop(request.request_id, None)
         self._idle.pop(request.request_id, None)
         if table is not None:
@@ -208,9 +240,9 @@ class KVCacheManager:
         return True
 
     def references(self) -> dict[int, int]:
-        """Block id -> references by block tables; for the pool check."""
-        counts: dict[int, int] = {}
+        """Block id -> references by block tables and by copies to come; for the pool check."""
+        counts = Counter(source.block_id for source, _ in self._copies.values())
         for table in self._tables.values():
             for block in table:
-                counts[block.block_id] = counts.get(block.block_id, 0) + 1
+                counts[block.block_id] += 1
         return counts

@@ -13,9 +13,10 @@ from torch import Tensor
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.input_batch import InputBatch
 from pdserve.engine.request import Request
-from pdserve.engine.sampler import Sampler
+from pdserve.engine.sampler import Sampler, SamplerOutput
 from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pdserve.kernels.attention_batch import AttentionBatch, PrefillChunk
+from pdserve.kernels.block_copies import copy_blocks
 
 
 class DecoderModel(Protocol):
@@ -56,6 +57,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput, block_ids_of: Callable[[Request], list[int]]) -> ModelRunnerOutput:
         """Compute one step. block_ids_of: the whole block table of a sequence that enters the batch."""
+        if scheduled.block_copies:
+            copy_blocks(self._kv_cache, scheduled.block_copies)
         self._update_batch(scheduled, block_ids_of)
         rows, counts = self._decodes_first(scheduled)
         token_ids, attention = self._inputs(rows, counts)
@@ -69,17 +72,29 @@ class ModelRunner:
             return ModelRunnerOutput([], [], device_event=written)
         logits = self._model.compute_logits(hidden[torch.from_numpy(ends[complete]).to(self._device)])
         sampled_rows = rows[complete]
-        output = self._sampler(logits, self.batch.sampling_metadata(sampled_rows))
-        self.batch.append_tokens(sampled_rows, output.sampled_token_ids)
+        num_sequences = self.batch.num_sequences[sampled_rows]
+        output = self._sample(logits, sampled_rows, num_sequences)
         requests = self.batch.requests
-        req_ids = [requests[row].request_id for row in sampled_rows.tolist()]
-        logprobs = output.logprobs.lists() if output.logprobs is not None else {}
         return ModelRunnerOutput(
-            req_ids,
+            [requests[row].request_id for row in np.repeat(sampled_rows, num_sequences).tolist()],
             output.sampled_token_ids.tolist(),
-            {req_ids[row]: lists for row, lists in logprobs.items()},
+            output.logprobs.lists() if output.logprobs is not None else {},
             device_event=written,
         )
+
+    def _sample(self, logits: Tensor, rows: NDArray[np.int64], num_sequences: NDArray[np.int64]) -> SamplerOutput:
+        """One token for each sequence. logits `[N, V]`, rows and num_sequences `[N]`."""
+        if (num_sequences == 1).all():
+            output = self._sampler(logits, self.batch.sampling_metadata(rows))
+            self.batch.append_tokens(rows, output.sampled_token_ids)
+            return output
+        firsts = np.cumsum(num_sequences) - num_sequences
+        places = np.repeat(np.arange(len(rows)), num_sequences)
+        offsets = np.arange(len(places)) - firsts[places]
+        logits = logits[torch.from_numpy(places).to(self._device)]
+        output = self._sampler(logits, self.batch.sampling_metadata(rows[places], offsets))
+        self.batch.append_tokens(rows, output.sampled_token_ids[firsts])
+        return output
 
     def _device_event(self) -> torch.cuda.Event | None:
         """Completes when the device has done everything it was given so far; None on a processor, which has."""

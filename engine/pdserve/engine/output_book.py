@@ -20,7 +20,7 @@ class OutputBook:
 
     def prefills_locally(self, request: Request) -> None:
         """Nothing is awaited from the source: its router may stop the prefill leg."""
-        self._outputs.append(EngineCoreOutput(request_id=request.request_id, prefills_locally=True))
+        self._outputs.append(EngineCoreOutput(request_id=request.core.request_id, prefills_locally=True))
 
     def tokens(
         self,
@@ -38,7 +38,8 @@ class OutputBook:
         request.has_emitted = True
         self._outputs.append(
             EngineCoreOutput(
-                request_id=request.request_id,
+                request_id=request.core.request_id,
+                index=request.index,
                 new_token_ids=new_token_ids,
                 first_position=request.num_output_tokens - len(new_token_ids),
                 finish_reason=None if status is None else FINISH_REASONS[status],

@@ -12,11 +12,19 @@ from pdserve.common.errors import PdServeError, from_code
 
 
 class OutputStream:
-    """The outputs of one request, until its last."""
+    """The outputs of one request, until the last of its last sequence."""
 
-    def __init__(self, request_id: str, observer: Callable[[EngineCoreOutput], None] | None = None) -> None:
-        """observer: hears each output when it comes, read or not."""
+    def __init__(
+        self,
+        request_id: str,
+        observer: Callable[[EngineCoreOutput], None] | None = None,
+        *,
+        num_sequences: int = 1,
+    ) -> None:
+        """observer: hears each output when it comes, read or not. num_sequences: so many will say that they end."""
         self.request_id = request_id
+        self._num_sequences = num_sequences
+        self._num_open = num_sequences
         self._observer = observer
         self._outputs: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
 
@@ -33,17 +41,22 @@ class OutputStream:
         return output
 
     async def __aiter__(self) -> AsyncIterator[EngineCoreOutput]:
-        """Until the last output, of a session: of its turn; what came while the reader was busy comes as one."""
-        while True:
+        """Until the last output, of a session: of its turn.
+
+        What came of a sequence while the reader was busy comes as one.
+        """
+        self._num_open = self._num_sequences
+        while self._num_open > 0:
             output = await self.get()
+            unread = {output.index: output}
             while not self._outputs.empty():
                 more = self._outputs.get_nowait()
                 if more.error_code:
                     raise engine_error(more)
-                output = _merged(output, more)
-            yield output
-            if output.finish_reason is not None:
-                return
+                unread[more.index] = _merged(unread[more.index], more) if more.index in unread else more
+            for output in unread.values():
+                self._num_open -= output.finish_reason is not None
+                yield output
 
 
 def _merged(first: EngineCoreOutput, then: EngineCoreOutput) -> EngineCoreOutput:

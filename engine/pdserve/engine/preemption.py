@@ -38,11 +38,15 @@ class Preemption:
         return bool(unwanted)
 
     def _preempt(self, step: Step, request: Request) -> None:
+        step.take_out(request)
+        self._running.leave(request)
+        self.lose_blocks(request)
+
+    def lose_blocks(self, request: Request) -> None:
+        """It ran, but has no part in a step: it waits for room, to be computed again."""
         self.num_preemptions += 1
         request.num_preemptions += 1
         request.note(EngineCoreEventType.PREEMPTED)
-        step.take_out(request)
-        self._running.leave(request)
         self._kv.free(request)
         request.num_computed_tokens = 0
         request.move_to(RequestStatus.PREEMPTED)

@@ -75,7 +75,7 @@ class SourceFinished:
     request_id: str
     num_tokens: int
     token_ids: tuple[int, ...]
-    """The first output token, sampled at the source."""
+    """The first output token of each of the request's sequences, sampled at the source."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from pdserve.engine.request import Request
 from pdserve.engine.request_queue import RequestQueue
 from pdserve.engine.turns import Turns
 
-Ready = tuple[Request, int]
-"""A request that has everything it waited for, and its first output token, sampled at the source."""
+Ready = tuple[Request, tuple[int, ...]]
+"""A request that has everything it waited for, and the first token of each of its sequences, sampled at the source."""
 
 
 @dataclass(slots=True)
@@ -64,6 +64,8 @@ class RemoteReceives:
         self._turns = turns
         self._unreserved = turns.watch(RequestQueue())
         self._receiving: dict[str, Receive] = {}
+        self.num_parked = 0
+        """Sequences of prompts that hold blocks; each will want to grow."""
 
     def __len__(self) -> int:
         return len(self._unreserved) + len(self._receiving)
@@ -71,11 +73,6 @@ class RemoteReceives:
     @property
     def num_unreserved(self) -> int:
         return len(self._unreserved)
-
-    @property
-    def num_parked(self) -> int:
-        """Sequences that hold blocks and will want to grow."""
-        return len(self._receiving)
 
     def add(self, request: Request) -> None:
         self._unreserved.append(request)
@@ -88,15 +85,16 @@ class RemoteReceives:
         """Reserve room in the queue's order, passing over at most `look_ahead` sequences that do not fit yet.
 
         num_growing: sequences outside this class that may need a further block; one is kept free for each, and for
-        each parked one, so that what was promised to them cannot be given away here.
+        each parked one, so that what was promised to them cannot be given away here. Beside others, a prompt that
+        several sequences will continue takes its room only with one for each further of them.
         """
         for request in self._unreserved.first(self._config.look_ahead + 1):
             if self._turns.keep_waiting(request):
                 continue
             computed = self._kv.get_computed_blocks(request, request.num_prompt_tokens)
-            room = self._kv.allocate_slots(
-                request, request.num_prompt_tokens, computed, keep_free=num_growing + self.num_parked
-            )
+            keep_free = num_growing + self.num_parked
+            keep_free += request.num_forks if keep_free else 0
+            room = self._kv.allocate_slots(request, request.num_prompt_tokens, computed, keep_free)
             if room is None:
                 continue
             self._unreserved.remove(request)
@@ -106,6 +104,7 @@ class RemoteReceives:
             request.mark("kv_reserved")
             hold = self._holds.out(self._kv.hold(request, len(computed), len(room)))
             self._receiving[request.request_id] = Receive(request, len(computed), len(hold), set(hold.block_ids))
+            self.num_parked += request.num_sequences
             self._connector.send(ReceiveInto(request.request_id, len(computed), hold))
 
     def expects(self, event: Landed | SourceFinished | NeedBlocks) -> bool:
@@ -136,8 +135,12 @@ class RemoteReceives:
         receive = self._receiving.get(event.request_id)
         if receive is None:
             return None
-        if event.num_tokens != receive.request.num_prompt_tokens or len(event.token_ids) != 1:
-            text = f"the source computed {event.num_tokens} tokens, the prompt has {receive.request.num_prompt_tokens}"
+        request = receive.request
+        if event.num_tokens != request.num_prompt_tokens or len(event.token_ids) != request.num_sequences:
+            text = (
+                f"the source computed {event.num_tokens} tokens and sampled {len(event.token_ids)}, "
+                f"the prompt has {request.num_prompt_tokens} and {request.num_sequences} sequences"
+            )
             return ReceiveFailed(event.request_id, DigestMismatch(text))
         receive.finished = event
         return self._ready(receive)
@@ -173,6 +176,7 @@ class RemoteReceives:
             self._unreserved.remove(request)
             self._turns.ended(request)
         else:
+            self.num_parked -= request.num_sequences
             self._holds.quarantine(receive.held)
             if isinstance(cause, TransferFailed) and not isinstance(cause, DigestMismatch):
                 self._kv.remember_received(request, receive.first_index + receive.num_landed)
@@ -183,7 +187,8 @@ class RemoteReceives:
             return None
         request = receive.request
         del self._receiving[request.request_id]
+        self.num_parked -= request.num_sequences
         request.mark("kv_landed")
         request.num_computed_tokens = request.num_prompt_tokens
         self._kv.remember_received(request, receive.first_index + receive.num_blocks)
-        return request, receive.finished.token_ids[0]
+        return request, receive.finished.token_ids

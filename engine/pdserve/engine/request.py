@@ -75,6 +75,10 @@ class Request:
     def __init__(self, core: EngineCoreRequest) -> None:
         self.core = core
         self.request_id = core.request_id
+        """Unique in this engine; what leaves it names the request by `core.request_id` and the sequence by `index`."""
+        self.index = core.index
+        self.ended_elsewhere: set[int] = set()
+        """Before the fork: sequences that whoever reads their text has ended already."""
         self.sampling_params = core.sampling_params
         self.priority = core.priority
         """Lower runs first; 0 for all where the policy is first come, first served."""
@@ -125,6 +129,33 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences this one stands for: the request's n until its prompt is computed, then itself alone."""
+        return 1 if self.num_output_tokens else self.core.n
+
+    @property
+    def num_forks(self) -> int:
+        """Sequences that will part from this one, in this engine."""
+        return 0 if self.core.transfer_source else self.num_sequences - 1
+
+    def fork(self) -> list[Request]:
+        """The request's other sequences, each where this one is: at the end of the prompt."""
+        others = []
+        for index in range(self.index + 1, self.index + self.core.n):
+            other = Request(self.core)
+            other.index = index
+            other.request_id = f"{self.core.request_id.removesuffix(f'.{self.index}')}.{index}"
+            other.waits_for = set()
+            other.status = RequestStatus.WAITING
+            other.num_computed_tokens = self.num_computed_tokens
+            other.num_cached_tokens = self.num_cached_tokens
+            other.moments = dict(self.moments)
+            other.prefill_chunks = self.prefill_chunks
+            other.wanted_from = self.wanted_from
+            others.append(other)
+        return others
 
     @property
     def is_unwanted_source(self) -> bool:

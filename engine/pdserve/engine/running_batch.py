@@ -12,6 +12,8 @@ class RunningBatch(Mapping[str, Request]):
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
+        self._forking: dict[str, Request] = {}
+        """Those whose prompt several sequences will continue here."""
         self._left: list[str] = []
 
     def __getitem__(self, request_id: str) -> Request:
@@ -25,9 +27,12 @@ class RunningBatch(Mapping[str, Request]):
 
     def enter(self, request: Request) -> None:
         self._requests[request.request_id] = request
+        if request.num_forks:
+            self._forking[request.request_id] = request
 
     def leave(self, request: Request) -> None:
         """Harmless when it is not in the batch."""
+        self._forking.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None) is not None:
             self._left.append(request.request_id)
 
@@ -60,6 +65,11 @@ class RunningBatch(Mapping[str, Request]):
     def unwanted_sources(self) -> list[Request]:
         """Transfers that nobody wants yet."""
         return [request for request in self._requests.values() if request.is_unwanted_source]
+
+    @property
+    def num_growing(self) -> int:
+        """Sequences that may each need a further block: those here, and those that prompts here will fork into."""
+        return len(self._requests) + sum(request.num_forks for request in self._forking.values())
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.engine_types import (
@@ -25,6 +26,7 @@ from pdserve.engine.remote_receives import Ready, RemoteReceives
 from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.running_batch import RunningBatch
 from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.siblings import Siblings
 from pdserve.engine.source_publishing import SourcePublishing
 from pdserve.engine.step import Step
 from pdserve.engine.transfer_events import End, TransferEvents
@@ -61,6 +63,8 @@ class Scheduler:
         self.admission = Admission(config, self.kv, self.turns)
         self.outputs = OutputBook()
         self.requests: dict[str, Request] = {}
+        """Living sequences, by their own ids."""
+        self.siblings = Siblings()
         self.running = RunningBatch()
         self.preemption = Preemption(self.kv, self.running, self.admission)
         self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.admission)
@@ -72,7 +76,7 @@ class Scheduler:
 
     def add_request(self, core: EngineCoreRequest) -> None:
         """Take a validated request in. A second one of the same id is dropped and counted."""
-        if core.request_id in self.requests:
+        if core.request_id in self.requests or self.siblings.of(core.request_id):
             self.events.num_dropped += 1
             return
         request = Request(core)
@@ -109,11 +113,26 @@ class Scheduler:
         self.admission.add(request)
 
     def abort_request(self, request_id: str) -> Request | None:
-        """End a request in whatever state it is; returns it, or None when it had ended."""
+        """End a request in whatever state it is; returns one of its sequences, or None when all had ended."""
         self.sources.forget(request_id)
-        if (request := self.requests.get(request_id)) is not None:
+        living = self._living(request_id)
+        for request in living:
             self._finish(request, RequestStatus.FINISHED_ABORTED)
-        return request
+        return living[0] if living else None
+
+    def end_sequence(self, request_id: str, index: int) -> None:
+        """A sequence has ended where its text is made; the request's others go on. Harmless when it had ended here."""
+        for request in self._living(request_id):
+            if request.num_sequences > 1:
+                request.ended_elsewhere.add(index)
+            elif request.index == index:
+                self._finish(request, RequestStatus.FINISHED_STOPPED)
+
+    def _living(self, request_id: str) -> list[Request]:
+        if siblings := self.siblings.of(request_id):
+            return siblings
+        request = self.requests.get(request_id)
+        return [] if request is None else [request]
 
     def fail_all(self, cause: PdServeError) -> None:
         """End every request with an error."""
@@ -144,26 +163,28 @@ class Scheduler:
     def _run_if_ready(self, ready: Ready | None) -> None:
         if ready is None:
             return
-        request, first_token = ready
+        request, first_tokens = ready
         request.settle_wait(Wait.REMOTE_KV)
-        ended_with = request.append_output(first_token, self.config.max_model_len)
-        if ended_with is not None:
-            self._finish(request, ended_with)
-        else:
-            self.admission.add_ready(request)
+        for sequence, ended_with in self._branch(request, first_tokens):
+            if ended_with is not None:
+                self._finish(sequence, ended_with)
+            elif sequence is request:
+                self.admission.add_ready(request)
 
     # ---- one step
 
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. Changes block tables; `update_from_output` must follow a step."""
         step = Step(self.config.max_num_batched_tokens)
-        self.receives.reserve(num_growing=len(self.running) + self.admission.num_ready)
+        self.receives.reserve(num_growing=self.running.num_growing + self.admission.num_ready)
         ahead = self.running.running_ahead()
         # sequences that decode come before those that still prefill: a long prompt must not stall every stream
         self._schedule_running(step, [*self.running.decoding(), *self.running.prefilling()])
         self._schedule_waiting(step)
         self._schedule_running(step, ahead)
         step.output.finished_req_ids = self.running.take_left()
+        if step.output.num_scheduled_tokens:
+            step.output.block_copies = self.kv.take_copies()
         return step.output
 
     def _schedule_running(self, step: Step, requests: list[Request]) -> None:
@@ -183,9 +204,9 @@ class Scheduler:
         for request in self.admission.candidates(after_preemption=step.preempted):
             if self._is_full(step):
                 return
-            admitted = self.admission.try_admit(request, step.budget, self.running, self.receives.num_parked)
+            admitted = self._try_admit(step, request)
             if admitted is Refusal.NO_ROOM and request.is_pinned_source and self.preemption.give_way(step):
-                admitted = self.admission.try_admit(request, step.budget, self.running, self.receives.num_parked)
+                admitted = self._try_admit(step, request)
             if isinstance(admitted, PdServeError):
                 self._finish(request, RequestStatus.FINISHED_ERROR, cause=admitted)
             elif not isinstance(admitted, Refusal):
@@ -195,6 +216,10 @@ class Scheduler:
                 self.running.enter(request)
                 step.put_new(request, admitted)
                 self.sources.publish(request)
+
+    def _try_admit(self, step: Step, request: Request) -> int | Refusal | PdServeError:
+        num_growing = self.running.num_growing + self.receives.num_parked
+        return self.admission.try_admit(request, step.budget, self.running, num_growing)
 
     def _is_full(self, step: Step) -> bool:
         return step.budget <= 0 or len(self.running) >= self.config.max_num_seqs
@@ -214,27 +239,64 @@ class Scheduler:
             self.kv.remember_computed(request)
             if request.is_pinned_source:
                 self.sources.publish(request)
-        for request_id, token_id in zip(computed.req_ids, computed.sampled_token_ids, strict=True):
-            self._append(self.requests[request_id], token_id, computed.logprobs.get(request_id))
+        place = 0
+        while place < len(computed.req_ids):
+            request = self.requests[computed.req_ids[place]]
+            places = range(place, place + request.num_sequences)
+            place = places.stop
+            token_ids = [computed.sampled_token_ids[place] for place in places]
+            self._append(request, token_ids, [computed.logprobs.get(place) for place in places])
 
-    def _append(self, request: Request, token_id: int, logprobs: LogprobsLists | None) -> None:
-        if token_id == NO_TOKEN:
+    def _append(self, request: Request, token_ids: list[int], logprobs: list[LogprobsLists | None]) -> None:
+        """A sequence's new token; at the end of a prompt the first one of each sequence that continues it."""
+        if NO_TOKEN in token_ids:
             self._finish(request, RequestStatus.FINISHED_ERROR, cause=_no_token_left(request))
             return
-        ended_with = request.append_output(token_id, self.config.max_model_len)
         request.mark("first_token")
-        if ended_with is not None and request.core.resumable:
-            self._end_turn(request, ended_with, token_id, logprobs)
-        elif ended_with is not None:
-            self._finish(request, ended_with, new_token_ids=[token_id], new_logprobs=logprobs)
-        elif request.core.transfer_source:
-            # the rest is decoded elsewhere: for this engine the sequence is done, though its text is not
-            self.outputs.tokens(request, [token_id], None, logprobs)
-            if request.is_unwanted_source:
+        sequences = self._branch(request, token_ids)
+        for (sequence, ended_with), token_id, of_token in zip(sequences, token_ids, logprobs, strict=True):
+            if ended_with is None or request.core.transfer_source:
+                self.outputs.tokens(sequence, [token_id], ended_with, of_token)
+            elif request.core.resumable:
+                self._end_turn(sequence, ended_with, token_id, of_token)
+            else:
+                self._finish(sequence, ended_with, new_token_ids=[token_id], new_logprobs=of_token)
+        if request.core.transfer_source:
+            # the rest is decoded elsewhere: for this engine the sequences are done, though their texts are not
+            statuses = [ended_with for _, ended_with in sequences]
+            if None in statuses and request.is_unwanted_source:
                 self.sources.rest(request)
-            self._forget(request, RequestStatus.FINISHED_STOPPED)
-        else:
-            self.outputs.tokens(request, [token_id], None, logprobs)
+            self._forget(request, statuses[0] or RequestStatus.FINISHED_STOPPED)
+
+    def _branch(self, request: Request, token_ids: Sequence[int]) -> list[tuple[Request, RequestStatus | None]]:
+        """Append a token to a sequence, or the first ones to all that continue its prompt.
+
+        Returns them, in the order of their indexes, with what each has ended with; those that go on have their place.
+        """
+        sequences = [request] if request.num_sequences == 1 else [request, *request.fork()]
+        ends = [
+            sequence.append_output(token_id, self.config.max_model_len)
+            for sequence, token_id in zip(sequences, token_ids, strict=True)
+        ]
+        for place, sequence in enumerate(sequences):
+            if sequence.index in request.ended_elsewhere:
+                ends[place] = RequestStatus.FINISHED_STOPPED
+        if len(sequences) > 1 and not request.core.transfer_source:
+            for sequence, ended_with in zip(sequences, ends, strict=True):
+                self.requests[sequence.request_id] = sequence
+                self.siblings.add(sequence)
+                if sequence is not request and ended_with is None:
+                    self._enter(sequence, request)
+        return list(zip(sequences, ends, strict=True))
+
+    def _enter(self, sequence: Request, begins_as: Request) -> None:
+        """A sequence that has just parted from another waits for its place in the batch."""
+        if self.kv.fork(begins_as, sequence):
+            self.admission.add_ready(sequence)
+            return
+        # no block is left for it: as if it had run and lost its blocks
+        sequence.move_to(RequestStatus.RUNNING)
+        self.preemption.lose_blocks(sequence)
 
     def _end_turn(
         self, request: Request, ended_with: RequestStatus, token_id: int, logprobs: LogprobsLists | None
@@ -264,6 +326,9 @@ class Scheduler:
         cause: PdServeError | None = None,
     ) -> None:
         self.outputs.tokens(request, new_token_ids or [], status, new_logprobs, cause)
+        if request.num_sequences > 1:
+            for sequence in request.fork():
+                self.outputs.tokens(sequence, [], status, cause=cause)
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.receives.stop(request, cause)
         self._forget(request, status)
@@ -273,6 +338,8 @@ class Scheduler:
         self.running.leave(request)
         self.kv.free(request)
         del self.requests[request.request_id]
+        if request.core.n > 1:
+            self.siblings.remove(request)
         request.move_to(status)
 
     # ---- how it does

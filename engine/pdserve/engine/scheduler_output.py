@@ -23,6 +23,8 @@ class SchedulerOutput:
     """request_id -> tokens to compute, at least 1 each."""
     finished_req_ids: list[str] = field(default_factory=list)
     """Sequences that left the batch since the last step: finished or preempted."""
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(from, to) block ids: copied before anything is computed, for sequences that begin in the middle of a block."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -34,10 +36,11 @@ class ModelRunnerOutput:
     """One step's result."""
 
     req_ids: list[str]
-    """Sequences whose last known token was computed: each has one new token."""
+    """Sequences whose last known token was computed: each has one new token. A prompt that n sequences continue stands
+    here n times in a row, in the order of their indexes."""
     sampled_token_ids: list[int]
     """`NO_TOKEN` for a sequence whose rules leave none."""
-    logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
-    """request_id -> of its new token; only of those that ask."""
+    logprobs: dict[int, LogprobsLists] = field(default_factory=dict)
+    """Place in `req_ids` -> of the new token; only of those that ask."""
     device_event: object | None = None
     """On a GPU: recorded after the step's last kernel that writes KV."""

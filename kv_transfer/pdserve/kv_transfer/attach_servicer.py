@@ -91,9 +91,9 @@ class _EventQueue:
             self.messages.put_nowait(kv_source_pb2.AttachEvent(published=message))
 
     def finished(self, result: SourceResult, request_digest: bytes) -> None:
-        outputs = request_pb2.Outputs(token_ids=result.token_ids)
+        outputs = [request_pb2.Outputs(index=index, token_ids=[token]) for index, token in enumerate(result.token_ids)]
         message = kv_source_pb2.Finished(
-            num_tokens=result.num_tokens, request_digest=request_digest, first_outputs=[outputs]
+            num_tokens=result.num_tokens, request_digest=request_digest, first_outputs=outputs
         )
         self.messages.put_nowait(kv_source_pb2.AttachEvent(finished=message))
 

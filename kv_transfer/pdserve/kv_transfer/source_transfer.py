@@ -70,7 +70,7 @@ class SourceResult:
 
     num_tokens: int
     token_ids: tuple[int, ...]
-    """The first output token."""
+    """The first output token of each of the request's sequences, in the order of their indexes."""
 
 
 class SourceStream(Protocol):

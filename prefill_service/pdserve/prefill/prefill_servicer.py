@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -12,10 +12,10 @@ from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import metadata_of
-from pdserve.common.wire import finish_reason_to_wire, logprobs_to_wire, moments_to_wire, prepared_from_wire
+from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire
 from pdserve.kv_transfer.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
 from pdserve.kv_transfer.transfer_state import SourceState
-from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
+from pdserve.v1 import prefill_pb2, prefill_pb2_grpc
 from pdserve.worker.engine_request import make_engine_request
 from pdserve.worker.worker import Worker
 
@@ -58,9 +58,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             with record:
                 stream = worker.engine.submit(engine_request, record.take)
                 yield prefill_pb2.PrefillEvent(admitted=_admitted(engine_request))
-                output = await stream.get()
-                if output.new_token_ids:
-                    yield prefill_pb2.PrefillEvent(computed=_computed(prepared, output))
+                outputs = [await stream.get() for _ in range(engine_request.n)]
+                if outputs[0].new_token_ids:
+                    yield prefill_pb2.PrefillEvent(computed=_computed(prepared, outputs))
                 if transfer is not None:
                     state = await transfer.over
                     if transfer.cause is not None and state not in _ENDED:
@@ -95,19 +95,11 @@ def _admitted(request: EngineCoreRequest) -> prefill_pb2.Admitted:
     return prefill_pb2.Admitted(moments=moments_to_wire({timeline.PREFILL_QUEUED: request.arrival_time}))
 
 
-def _computed(prepared: PreparedRequest, output: EngineCoreOutput) -> prefill_pb2.Computed:
-    moments = {_MOMENTS[name]: at for name, at in output.moments.items() if name in _MOMENTS}
-    outputs = request_pb2.Outputs(
-        first_position=output.first_position,
-        token_ids=output.new_token_ids,
-        finish_reason=finish_reason_to_wire(output.finish_reason),
-        stop_token_id=output.stop_reason if isinstance(output.stop_reason, int) else None,
-        num_cached_tokens=output.num_cached_tokens,
-        logprobs=logprobs_to_wire(output.new_logprobs),
-    )
+def _computed(prepared: PreparedRequest, outputs: Sequence[EngineCoreOutput]) -> prefill_pb2.Computed:
+    moments = {_MOMENTS[name]: at for name, at in outputs[0].moments.items() if name in _MOMENTS}
     return prefill_pb2.Computed(
         num_tokens=len(prepared.prompt_token_ids),
         request_digest=prepared.request_digest,
-        first_outputs=[outputs],
+        first_outputs=[outputs_to_wire(output, {}) for output in outputs],
         moments=moments_to_wire(moments),
     )

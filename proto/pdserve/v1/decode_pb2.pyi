@@ -95,6 +95,43 @@ class NextTurn(google.protobuf.message.Message):
 Global___NextTurn: typing_extensions.TypeAlias = NextTurn
 
 @typing.final
+class EndSequencesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    INDEXES_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """of PreparedRequest"""
+    attempt: builtins.int
+    """Attempt.number"""
+    @property
+    def indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of the sequences"""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        attempt: builtins.int = ...,
+        indexes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "indexes", b"indexes", "request_id", b"request_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___EndSequencesRequest: typing_extensions.TypeAlias = EndSequencesRequest
+
+@typing.final
+class EndSequencesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___EndSequencesResponse: typing_extensions.TypeAlias = EndSequencesResponse
+
+@typing.final
 class DecodeRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

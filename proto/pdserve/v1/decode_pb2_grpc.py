@@ -44,6 +44,11 @@ class DecodeServiceStub(object):
                 request_serializer=pdserve_dot_v1_dot_decode__pb2.DecodeTurn.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_decode__pb2.DecodeEvent.FromString,
                 _registered_method=True)
+        self.EndSequences = channel.unary_unary(
+                '/pdserve.v1.DecodeService/EndSequences',
+                request_serializer=pdserve_dot_v1_dot_decode__pb2.EndSequencesRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_decode__pb2.EndSequencesResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer(object):
@@ -69,6 +74,14 @@ class DecodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EndSequences(self, request, context):
+        """Some sequences of a running request have ended where their text is made, by a stop string: they are not computed
+        any further, and end in the stream of Generate; the others go on. What is not running here is passed over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -81,6 +94,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=pdserve_dot_v1_dot_decode__pb2.DecodeTurn.FromString,
                     response_serializer=pdserve_dot_v1_dot_decode__pb2.DecodeEvent.SerializeToString,
+            ),
+            'EndSequences': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndSequences,
+                    request_deserializer=pdserve_dot_v1_dot_decode__pb2.EndSequencesRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_decode__pb2.EndSequencesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,6 +155,33 @@ class DecodeService(object):
             '/pdserve.v1.DecodeService/Session',
             pdserve_dot_v1_dot_decode__pb2.DecodeTurn.SerializeToString,
             pdserve_dot_v1_dot_decode__pb2.DecodeEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndSequences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.DecodeService/EndSequences',
+            pdserve_dot_v1_dot_decode__pb2.EndSequencesRequest.SerializeToString,
+            pdserve_dot_v1_dot_decode__pb2.EndSequencesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class DecodeServiceStub:
     The session lives as long as the call: DEADLINE_EXCEEDED when it is idle for session_idle_timeout_s,
     RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining) between turns when the worker leaves.
     """
+    EndSequences: grpc.UnaryUnaryMultiCallable[pdserve.v1.decode_pb2.EndSequencesRequest, pdserve.v1.decode_pb2.EndSequencesResponse]
+    """Some sequences of a running request have ended where their text is made, by a stop string: they are not computed
+    any further, and end in the stream of Generate; the others go on. What is not running here is passed over.
+    """
 
 @typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -52,6 +56,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     each turn. The worker keeps the KV between turns, or finds again what others did not need in the meantime.
     The session lives as long as the call: DEADLINE_EXCEEDED when it is idle for session_idle_timeout_s,
     RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining) between turns when the worker leaves.
+    """
+    EndSequences: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.decode_pb2.EndSequencesRequest, pdserve.v1.decode_pb2.EndSequencesResponse]  # type: ignore[assignment]
+    """Some sequences of a running request have ended where their text is made, by a stop string: they are not computed
+    any further, and end in the stream of Generate; the others go on. What is not running here is passed over.
     """
 
 class DecodeServiceServicer(metaclass=abc.ABCMeta):
@@ -77,6 +85,16 @@ class DecodeServiceServicer(metaclass=abc.ABCMeta):
         each turn. The worker keeps the KV between turns, or finds again what others did not need in the meantime.
         The session lives as long as the call: DEADLINE_EXCEEDED when it is idle for session_idle_timeout_s,
         RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining) between turns when the worker leaves.
+        """
+
+    @abc.abstractmethod
+    def EndSequences(
+        self,
+        request: pdserve.v1.decode_pb2.EndSequencesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pdserve.v1.decode_pb2.EndSequencesResponse, collections.abc.Awaitable[pdserve.v1.decode_pb2.EndSequencesResponse]]:
+        """Some sequences of a running request have ended where their text is made, by a stop string: they are not computed
+        any further, and end in the stream of Generate; the others go on. What is not running here is passed over.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -108,7 +108,7 @@ class GenerateRequest(google.protobuf.message.Message):
     cache_salt: builtins.str
     """requests with different salts never share prefix cache"""
     stream: builtins.bool
-    """false: one message with everything"""
+    """false: one message a sequence, with everything"""
     priority: builtins.int
     """lower goes first, where scheduling_policy is `priority`"""
     @property
@@ -158,6 +158,7 @@ class GenerateResponse(google.protobuf.message.Message):
     CUMULATIVE_LOGPROB_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     index: builtins.int
+    """which of the n sequences; with best_of the likeliest is 0"""
     text: builtins.str
     """what is new since the last message"""
     finish_reason: pdserve.v1.request_pb2.FinishReason.ValueType
@@ -165,18 +166,18 @@ class GenerateResponse(google.protobuf.message.Message):
     stop_reason: builtins.str
     """the stop string, or the stop token id in decimal"""
     cumulative_logprob: builtins.float
-    """likewise, in the last message: the sum over all sampled tokens"""
+    """likewise, in the last message of a sequence: the sum over its tokens"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """likewise"""
 
     @property
     def usage(self) -> Global___Usage:
-        """in the last message"""
+        """in the last message of all"""
 
     @property
     def moments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pdserve.v1.request_pb2.Moment]:
-        """in the last message: the request's timeline, over all services"""
+        """likewise: the request's timeline, over all services"""
 
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:

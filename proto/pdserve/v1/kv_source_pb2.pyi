@@ -290,7 +290,9 @@ class Finished(google.protobuf.message.Message):
     num_tokens: builtins.int
     request_digest: builtins.bytes
     @property
-    def first_outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pdserve.v1.request_pb2.Outputs]: ...
+    def first_outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pdserve.v1.request_pb2.Outputs]:
+        """one token for each of the request's sequences, in the order of their indexes"""
+
     def __init__(
         self,
         *,

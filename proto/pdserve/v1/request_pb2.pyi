@@ -92,6 +92,8 @@ class SamplingParams(google.protobuf.message.Message):
     BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     SPACES_BETWEEN_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    N_FIELD_NUMBER: builtins.int
+    BEST_OF_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """default 1; 0 is greedy"""
     top_p: builtins.float
@@ -120,6 +122,10 @@ class SamplingParams(google.protobuf.message.Message):
     """default true"""
     logprobs: builtins.int
     """so many most likely tokens beside the sampled one; at most 20; absent: none"""
+    n: builtins.int
+    """default 1; sequences that continue the prompt; at most 16"""
+    best_of: builtins.int
+    """default n; so many are made, the n likeliest answered; never sent to workers"""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """applied by the router, where text is made"""
@@ -164,11 +170,15 @@ class SamplingParams(google.protobuf.message.Message):
         bad_words_token_ids: collections.abc.Iterable[Global___TokenSequence] | None = ...,
         spaces_between_special_tokens: builtins.bool | None = ...,
         logprobs: builtins.int | None = ...,
+        n: builtins.int | None = ...,
+        best_of: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bad_words_token_ids", b"bad_words_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bad_words_token_ids", b"bad_words_token_ids", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__best_of: typing_extensions.TypeAlias = typing.Literal["best_of"]
+    _WhichOneofArgType__best_of: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of"]
     _WhichOneofReturnType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["frequency_penalty"]
     _WhichOneofArgType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty"]
     _WhichOneofReturnType__logprobs: typing_extensions.TypeAlias = typing.Literal["logprobs"]
@@ -179,6 +189,8 @@ class SamplingParams(google.protobuf.message.Message):
     _WhichOneofArgType__min_p: typing_extensions.TypeAlias = typing.Literal["_min_p", b"_min_p"]
     _WhichOneofReturnType__min_tokens: typing_extensions.TypeAlias = typing.Literal["min_tokens"]
     _WhichOneofArgType__min_tokens: typing_extensions.TypeAlias = typing.Literal["_min_tokens", b"_min_tokens"]
+    _WhichOneofReturnType__n: typing_extensions.TypeAlias = typing.Literal["n"]
+    _WhichOneofArgType__n: typing_extensions.TypeAlias = typing.Literal["_n", b"_n"]
     _WhichOneofReturnType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["presence_penalty"]
     _WhichOneofArgType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["_presence_penalty", b"_presence_penalty"]
     _WhichOneofReturnType__repetition_penalty: typing_extensions.TypeAlias = typing.Literal["repetition_penalty"]
@@ -196,6 +208,8 @@ class SamplingParams(google.protobuf.message.Message):
     _WhichOneofReturnType__top_p: typing_extensions.TypeAlias = typing.Literal["top_p"]
     _WhichOneofArgType__top_p: typing_extensions.TypeAlias = typing.Literal["_top_p", b"_top_p"]
     @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
@@ -205,6 +219,8 @@ class SamplingParams(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @typing.overload

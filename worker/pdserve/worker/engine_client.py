@@ -84,7 +84,8 @@ class EngineClient:
         self._core.verify(request)
         if request.request_id in self._streams:
             raise InvalidRequest(f"request {request.request_id} is here already", "request_id")
-        stream = self._streams[request.request_id] = OutputStream(request.request_id, observer)
+        stream = OutputStream(request.request_id, observer, num_sequences=request.n)
+        self._streams[request.request_id] = stream
         self._thread.post(lambda core: core.add_request(request))
         return stream
 
@@ -124,6 +125,10 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         self._thread.post(lambda core: core.abort_request(request_id))
+
+    def end_sequence(self, request_id: str, index: int) -> None:
+        """One of its sequences has ended where its text is made. Harmless when it had ended."""
+        self._thread.post(lambda core: core.end_sequence(request_id, index))
 
     def apply(self, event: IntoEngine) -> None:
         """Pass an event of the transfer side on."""

@@ -24,7 +24,7 @@ def make_engine_request(
     local_prefill_tokens: int | None = None,
     resumable: bool = False,
 ) -> EngineCoreRequest:
-    """The engine's view of one sequence of a request."""
+    """The engine's view of a request: all of its sequences, or some from `index` on."""
     return EngineCoreRequest(
         request_id=engine_request_id(request.request_id, attempt, index),
         prompt_token_ids=request.prompt_token_ids,
@@ -40,5 +40,6 @@ def make_engine_request(
         resumable=resumable,
         priority=request.priority,
         index=index,
+        n=request.sampling_params.n,
         trace_headers=request.trace_headers,
     )

@@ -55,6 +55,8 @@ class _Source:
         self.transfer = transfer
         self.holds: list[BlockHold] = []
         self.wanted_from: int | None = None
+        self.first_tokens: dict[int, int] = {}
+        """Sequence -> token."""
         self.runs_again = False
 
 
@@ -177,8 +179,10 @@ class SeamAdapter:
         if output.error_code:
             source.transfer.fail(engine_error(output))
         elif output.new_token_ids and not again:
-            result = SourceResult(len(source.request.prompt_token_ids), tuple(output.new_token_ids))
-            source.transfer.computed(result)
+            source.first_tokens[output.index] = output.new_token_ids[0]
+            if len(source.first_tokens) == source.request.n:
+                tokens = tuple(token_id for _, token_id in sorted(source.first_tokens.items()))
+                source.transfer.computed(SourceResult(len(source.request.prompt_token_ids), tokens))
 
     def _prefill_again(self, source: _Source) -> None:
         """Wanted, but computed and gone before: most of it is cache. Its second first token is dropped."""

@@ -1,0 +1,20 @@
+"""Blocks of the paged KV cache copied within it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def copy_blocks(kv_cache: Tensor, copies: Sequence[tuple[int, int]]) -> None:
+    """kv_cache[target] = kv_cache[source] for each (source, target), as if all were read before any is written.
+
+    kv_cache: `[num_blocks, ...]`. No target may stand there twice. Raises: ValueError if one does.
+    """
+    sources, targets = zip(*copies, strict=True)
+    if len({*targets}) < len(targets):
+        raise ValueError(f"a block is copied to twice: {copies}")
+    device = kv_cache.device
+    kv_cache[torch.tensor(targets, device=device)] = kv_cache[torch.tensor(sources, device=device)]
