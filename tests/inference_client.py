@@ -64,5 +64,12 @@ class InferenceClient:
                 answer.moments = {moment.name for moment in message.moments}
         return answer
 
+    async def ask_choices(self, prompt: Sequence[int], n: int, **sampling: object) -> list[list[int]]:
+        """Token ids of each of n sequences."""
+        token_ids: list[list[int]] = [[] for _ in range(n)]
+        async for message in self.start(prompt, n=n, **sampling):
+            token_ids[message.index] += message.token_ids
+        return token_ids
+
     async def ask_all(self, prompts: Sequence[Sequence[int]], **sampling: object) -> list[Answer]:
         return await asyncio.gather(*(self.ask(prompt, **sampling) for prompt in prompts))

@@ -37,6 +37,9 @@ GOOD: list[dict[str, Any]] = [
     {"bad_words": ("x" * 256,) * 128, "bad_words_token_ids": ((0, 9),)},
     {"logprobs": 0},
     {"logprobs": 20},
+    {"n": 16},
+    {"n": 3, "best_of": 3},
+    {"best_of": 16},
 ]
 BAD: list[tuple[str, dict[str, Any]]] = [
     *(("temperature", {"temperature": value}) for value in (-0.1, 100.1, NAN, INF, -INF)),
@@ -67,6 +70,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("bad_words", {"bad_words_token_ids": ((1, 10),)}),
     ("bad_words_token_ids", {"bad_words_token_ids": ((1,), ())}),
     *(("logprobs", {"logprobs": value}) for value in (-1, 21)),
+    *(("n", {"n": value}) for value in (0, -1, 17)),
+    *(("best_of", {"n": 2, "best_of": value}) for value in (0, 1, 17)),
 ]
 
 

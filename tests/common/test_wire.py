@@ -58,6 +58,8 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         bad_words=tuple(draw(st.lists(st.text(min_size=1, max_size=9), max_size=4))),
         bad_words_token_ids=tuple(draw(st.lists(st.lists(TOKENS, min_size=1, max_size=3).map(tuple), max_size=3))),
         logprobs=draw(st.none() | st.integers(0, 20)),
+        n=draw(st.integers(1, 8)),
+        best_of=draw(st.none() | st.integers(8, 16)),
     )
 
 

@@ -57,9 +57,9 @@ def tokens(text: str) -> list[int]:
     return [token(char) for char in text]
 
 
-def said(num_tokens: int) -> str:
-    """The first `num_tokens` characters of what fake workers say."""
-    return "".join(itertools.islice(itertools.cycle(TEXT), num_tokens))
+def said(num_tokens: int, index: int = 0) -> str:
+    """The first `num_tokens` characters of what fake workers say; sequence 1 begins with b."""
+    return "".join(itertools.islice(itertools.cycle(TEXT), index, index + num_tokens))
 
 
 def outputs(
@@ -69,9 +69,11 @@ def outputs(
     token_ids: list[int] | None = None,
     cached: int = 0,
     logprobs: request_pb2.Logprobs | None = None,
+    index: int = 0,
 ) -> request_pb2.Outputs:
     reason = request_pb2.FinishReason.Value(f"FINISH_REASON_{finish.upper() if finish else 'UNSPECIFIED'}")
     return request_pb2.Outputs(
+        index=index,
         first_position=position,
         token_ids=tokens(text) if token_ids is None else token_ids,
         finish_reason=reason,
@@ -84,13 +86,13 @@ def decode_outputs(*args: object, **kwargs: object) -> decode_pb2.DecodeEvent:
     return decode_pb2.DecodeEvent(outputs=outputs(*args, **kwargs))
 
 
-def computed(request: prefill_pb2.PrefillRequest, first: request_pb2.Outputs) -> prefill_pb2.PrefillEvent:
+def computed(request: prefill_pb2.PrefillRequest, *first: request_pb2.Outputs) -> prefill_pb2.PrefillEvent:
     prepared = request.request
     return prefill_pb2.PrefillEvent(
         computed=prefill_pb2.Computed(
             num_tokens=len(prepared.prompt_token_ids),
             request_digest=prepared.request_digest,
-            first_outputs=[first],
+            first_outputs=first,
             moments=[request_pb2.Moment(name="prefill_computed", unix_ns=1)],
         )
     )
@@ -130,7 +132,9 @@ async def prefill_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
     yield PREFILL_ADMITTED
     only = call.request.request.sampling.max_tokens == 1
     await asyncio.sleep(worker.step_s)
-    yield computed(call.request, outputs(0, TEXT[0], "length" if only else None, cached=3))
+    finish = "length" if only else None
+    n = call.request.request.sampling.n
+    yield computed(call.request, *(outputs(0, said(1, index), finish, cached=3, index=index) for index in range(n)))
     if call.request.transfer_id:
         await asyncio.sleep(worker.step_s)
         yield RELEASED
@@ -145,7 +149,9 @@ async def decode_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
     max_tokens = call.request.request.sampling.max_tokens
     for position in range(1 if remote else 0, max_tokens):
         await asyncio.sleep(worker.step_s)
-        yield decode_outputs(position, TEXT[position % len(TEXT)], "length" if position == max_tokens - 1 else None)
+        finish = "length" if position == max_tokens - 1 else None
+        for index in range(call.request.request.sampling.n):
+            yield decode_outputs(position, said(1, index + position), finish, index=index)
 
 
 async def session_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
@@ -188,6 +194,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.session_script: Script = session_well
         self.scripts: list[Script] = []
         self.calls: list[Call] = []
+        self.ended_sequences: asyncio.Queue[decode_pb2.EndSequencesRequest] = asyncio.Queue()
         self.met: list[worker_pb2.MeetRequest] = []
         self.load = worker_pb2.Load(engine_tick=1)
         self.ticking = True
@@ -282,6 +289,10 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
     async def Session(self, request_iterator, context):
         async for event in self._play(Call(None, request_iterator), self.session_script):
             yield event
+
+    async def EndSequences(self, request, context):
+        self.ended_sequences.put_nowait(request)
+        return decode_pb2.EndSequencesResponse()
 
     async def _play(self, call: Call, script: Script | None = None) -> AsyncIterator[object]:
         self.calls.append(call)

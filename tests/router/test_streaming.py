@@ -252,8 +252,8 @@ async def test_what_waits_is_merged():
         stream.push(output(text, index))
     assert [(o.index, o.text, o.token_ids) for o in await stream.take()] == [(0, "ab", [1, 1]), (1, "x", [1])]
     stream.push(output("c", 0, "stop"))
-    stream.end_choice()
-    stream.end_choice()
+    stream.end_run()
+    stream.end_run()
     assert [(o.text, o.finish_reason) for o in await stream.take()] == [("c", "stop")]
     assert await stream.take() == []
 

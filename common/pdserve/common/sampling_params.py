@@ -128,14 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         self._verify_token_rules()
         if self.logprobs is not None:
             _require(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
-        _require(1 <= self.n <= MAX_SEQUENCES, "n", self.n, f"from 1 to {MAX_SEQUENCES}")
-        if self.best_of is not None:
-            _require(
-                self.n <= self.best_of <= MAX_SEQUENCES,
-                "best_of",
-                self.best_of,
-                f"at least n ({self.n}) and at most {MAX_SEQUENCES}",
-            )
+        self.verify_sequences()
         if vocab_size is not None:
             verify_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
             verify_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
@@ -147,6 +140,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
                     f"(0 to {vocab_size - 1})",
                     "logit_bias",
                 )
+
+    def verify_sequences(self) -> None:
+        """`n` and `best_of`, before anything is made for so many. Raises: InvalidRequest."""
+        _require(1 <= self.n <= MAX_SEQUENCES, "n", self.n, f"from 1 to {MAX_SEQUENCES}")
+        if self.best_of is not None:
+            limit = f"at least n ({self.n}) and at most {MAX_SEQUENCES}"
+            _require(self.n <= self.best_of <= MAX_SEQUENCES, "best_of", self.best_of, limit)
 
     def _verify_penalties(self) -> None:
         for field in ("presence_penalty", "frequency_penalty"):

@@ -28,6 +28,11 @@ class OutputStream:
         self._observer = observer
         self._outputs: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last output of every sequence has been read."""
+        return self._num_open <= 0
+
     def put(self, output: EngineCoreOutput) -> None:
         if self._observer is not None:
             self._observer(output)

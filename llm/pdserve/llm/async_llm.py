@@ -14,6 +14,7 @@ from typing import Any, Self, Unpack
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError, WorkerLost, from_code
 from pdserve.common.sampling_params import SamplingParams
+from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_thread import EngineThread
 from pdserve.engine.output_stream import OutputStream
 from pdserve.llm.local_engine import EngineOptions, LocalEngine
@@ -52,6 +53,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt: each item is the whole answer so far, the last one `finished`.
 
+        With `best_of` above n there is one item alone, since the best are known only at the end.
         Tokens that came while the reader was busy come as one. Leaving the generator aborts the request; use
         `contextlib.aclosing` where it is left early. request_id: a name for `abort`, which no other request has now;
         default: a random one.
@@ -128,20 +130,21 @@ class AsyncLLM:
             raise InvalidRequest(f"request_id is {request_id!r}, which another request has now", "request_id")
         request = self._requests.make(valid, request_id)
         engine_id = request.core.request_id
-        stream = self._streams[engine_id] = OutputStream(engine_id)
+        stream = self._streams[engine_id] = OutputStream(engine_id, num_sequences=request.core.n)
         self._active[request_id] = request
         thread.post(lambda core: core.add_request(request.core))
-        has_ended = False
         try:
             async for output in stream:
-                has_ended = output.finish_reason is not None
-                if request.process(output) is not None:
-                    yield request.processor.request_output()
+                new = request.process(output)
+                if request.ended_here(output):
+                    thread.post(partial(_end_sequence, engine_id, output.index))
+                if new is not None and not request.is_open:
+                    yield request.answer
                 if request.processor.finished:
                     return
         finally:
             del self._streams[engine_id], self._active[request_id]
-            if not has_ended:
+            if not stream.has_ended:
                 thread.post(lambda core: core.abort_request(engine_id))
 
     def _started(self) -> EngineThread:
@@ -186,3 +189,7 @@ class AsyncLLM:
                     error_message=cause.message,
                 )
             )
+
+
+def _end_sequence(engine_id: str, index: int, core: EngineCore) -> None:
+    core.end_sequence(engine_id, index)

@@ -138,7 +138,7 @@ class LLM:
                 raise
             finally:
                 progress.close()
-        return [request.processor.request_output() for request in requests]
+        return [request.answer for request in requests]
 
     def _prepare(
         self,
@@ -183,10 +183,10 @@ def _run(core: EngineCore, requests: Sequence[LocalRequest], progress: Progress)
             if output.error_code:
                 raise engine_error(output)
             answered.process(output)
+            if answered.ended_here(output):
+                core.end_sequence(output.request_id, output.index)
             if answered.processor.finished:
                 del unfinished[output.request_id]
-                if output.finish_reason is None:
-                    core.abort_request(output.request_id)
                 progress.finished(answered.processor.request_output())
 
 

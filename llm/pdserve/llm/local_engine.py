@@ -52,6 +52,10 @@ class LocalEngine:
         return self._settings.num_threads
 
     @property
+    def max_num_seqs(self) -> int:
+        return self._settings.max_num_seqs
+
+    @property
     def vocab_size(self) -> int:
         return self.model.decoder.config.vocab_size
 

@@ -17,7 +17,8 @@ from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.prompts import SaltedPrompt
 from pdserve.text.bad_words import bad_words_token_ids
-from pdserve.text.output_processor import CompletionOutput, OutputProcessor
+from pdserve.text.best_of import best, for_engines
+from pdserve.text.output_processor import CompletionOutput, OutputProcessor, RequestOutput
 from pdserve.text.prompt import EncodedPrompt, TokenInput, encode_prompt, resolve_max_tokens, verify_cache_salt
 
 _SEED_BITS = 63
@@ -39,13 +40,15 @@ class LocalRequest:
     processor: OutputProcessor
     metrics: RequestMetrics
     """Also in every answer of `processor`."""
+    params: SamplingParams
+    """As the caller gave them."""
 
     def process(self, output: EngineCoreOutput) -> CompletionOutput | None:
         """What is new in an engine's output; None if nothing is."""
         self.processor.num_cached_tokens = output.num_cached_tokens
         self.metrics.see(output)
         new = self.processor.process(
-            0,
+            output.index,
             output.first_position,
             output.new_token_ids,
             output.finish_reason,
@@ -55,6 +58,23 @@ class LocalRequest:
         if self.processor.finished:
             self.metrics.end()
         return new
+
+    def ended_here(self, output: EngineCoreOutput) -> bool:
+        """Whether the output's sequence has ended by a stop string, of which the engine knows nothing."""
+        return output.finish_reason is None and self.processor.states[output.index].finished
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not known yet which of its sequences the caller gets."""
+        return self.params.num_sequences > self.params.n and not self.processor.finished
+
+    @property
+    def answer(self) -> RequestOutput:
+        """What the caller gets of it so far."""
+        answer = self.processor.request_output()
+        if self.params.num_sequences > self.params.n:
+            answer.outputs = best(answer.outputs, self.params)
+        return answer
 
 
 class RequestFactory:
@@ -66,6 +86,7 @@ class RequestFactory:
         self._hasher = engine.hasher
         self._model_fingerprint = engine.model.layout.model_fingerprint
         self._max_model_len = engine.model.max_model_len
+        self._max_num_seqs = engine.max_num_seqs
         self._vocab_size = engine.vocab_size
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
@@ -97,6 +118,12 @@ class RequestFactory:
         bad_words = bad_words_token_ids(self._tokenizer, params.bad_words)
         params = msgspec.structs.replace(params, max_tokens=max_tokens, bad_words_token_ids=bad_words)
         params.verify(self._vocab_size)
+        if params.num_sequences > self._max_num_seqs:
+            field = "n" if params.best_of is None else "best_of"
+            raise InvalidRequest(
+                f"{field} is {params.num_sequences}, at most {self._max_num_seqs} sequences run at a time (max_num_seqs)",
+                field,
+            )
         return ValidRequest(encoded, params, prompt.cache_salt)
 
     def make(self, request: ValidRequest, request_id: str | None = None) -> LocalRequest:
@@ -106,12 +133,14 @@ class RequestFactory:
         encoded, params, cache_salt = request
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(_SEED_BITS))
+        engine_params = for_engines(params)
         root = self._hasher.root(self._model_fingerprint, cache_salt)
         core = EngineCoreRequest(
             # a caller may use a name again: its number keeps a late output of the first from the second
             request_id=f"{request_id}.{number}.0",
             prompt_token_ids=encoded.token_ids,
-            sampling_params=params,
+            sampling_params=engine_params,
+            n=engine_params.n,
             eos_token_ids=self._tokenizer.eos_token_ids,
             arrival_time=time.monotonic(),
             block_hashes=self._hasher.extend(root, encoded.token_ids),
@@ -122,10 +151,11 @@ class RequestFactory:
             request_id=request_id,
             prompt=encoded.text,
             prompt_token_ids=encoded.token_ids,
-            sampling_params=params,
+            sampling_params=engine_params,
+            num_sequences=engine_params.n,
         )
         metrics = processor.metrics = RequestMetrics(arrival_time=unix_s(core.arrival_time))
-        return LocalRequest(core, processor, metrics)
+        return LocalRequest(core, processor, metrics, params)
 
 
 def checked(params: object) -> SamplingParams:

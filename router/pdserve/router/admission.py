@@ -29,6 +29,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What may run at the same time."""
 
     num_requests: int
+    """Places: a request takes one for each of its sequences."""
     num_blocks: int | None = None
     """KV blocks of their prompts, together; None: no limit."""
 
@@ -45,6 +46,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Waiter(msgspec.Struct, gc=False, eq=False):
     num_blocks: int
+    num_places: int
     granted: asyncio.Future[None]
 
 
@@ -62,7 +64,7 @@ class Admission:
         self.num_requests = 0
         """That entered and have not left."""
         self.num_running = 0
-        """That have a place."""
+        """Places that are held."""
         self._running_blocks = 0
         self._running_since = 0.0
         """Sum of the moments at which those that run got their places."""
@@ -109,12 +111,13 @@ class Admission:
             self._emptied.set()
 
     @contextlib.asynccontextmanager
-    async def place(self, num_blocks: int = 0, priority: int = 0) -> AsyncIterator[None]:
-        """Hold a place inside the context. num_blocks: KV blocks of the prompt. priority: lower goes first.
+    async def place(self, num_blocks: int = 0, priority: int = 0, num_places: int = 1) -> AsyncIterator[None]:
+        """Hold a place inside the context, or several.
 
+        num_blocks: KV blocks of the prompt. priority: lower goes first.
         Raises: Overloaded after `queue_timeout_s`.
         """
-        waiter = _Waiter(num_blocks, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(num_blocks, num_places, asyncio.get_running_loop().create_future())
         self._queue.append(id(waiter), waiter, priority)
         self.recheck()
         try:
@@ -130,11 +133,11 @@ class Admission:
             self._abandon(waiter)
             raise
         started_at = self._clock()
-        self._running_since += started_at
+        self._running_since += started_at * num_places
         try:
             yield
         finally:
-            self._running_since -= started_at
+            self._running_since -= started_at * num_places
             self._learn(self._clock() - started_at)
             self._give_back(waiter)
 
@@ -144,7 +147,7 @@ class Admission:
         while (waiter := self._queue.peek()) is not None and self._fits(waiter, capacity):
             self._queue.remove(id(waiter))
             if not waiter.granted.done():
-                self.num_running += 1
+                self.num_running += waiter.num_places
                 self._running_blocks += waiter.num_blocks
                 waiter.granted.set_result(None)
 
@@ -215,7 +218,7 @@ class Admission:
     def _fits(self, waiter: _Waiter, capacity: Capacity) -> bool:
         if not self.num_running:
             return True
-        if self.num_running >= capacity.num_requests:
+        if self.num_running + waiter.num_places > capacity.num_requests:
             return False
         return capacity.num_blocks is None or self._running_blocks + waiter.num_blocks <= capacity.num_blocks
 
@@ -237,6 +240,6 @@ class Admission:
             self.recheck()
 
     def _give_back(self, waiter: _Waiter) -> None:
-        self.num_running -= 1
+        self.num_running -= waiter.num_places
         self._running_blocks -= waiter.num_blocks
         self.recheck()

@@ -6,6 +6,7 @@ Whatever way an attempt ends, both of its calls have ended with it.
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import secrets
 from collections.abc import Callable
@@ -46,6 +47,14 @@ log = logging.getLogger(__name__)
 TRANSFER_ID_BYTES = 16
 
 
+class Relayed(enum.Enum):
+    """What has ended with the outputs that were relayed."""
+
+    NOTHING_ENDED = enum.auto()
+    SEQUENCE_ENDED = enum.auto()
+    REQUEST_ENDED = enum.auto()
+
+
 class Attempt:
     """One placement of a request. `run` once."""
 
@@ -55,9 +64,9 @@ class Attempt:
         request: PreparedRequest,
         placement: Placement,
         timeline: Timeline,
-        relay: Callable[[Outputs], bool],
+        relay: Callable[[Outputs], Relayed],
     ) -> None:
-        """relay: takes outputs in the order of their positions, returns whether the request has ended with them, and
+        """relay: takes outputs, each sequence's in the order of their positions, returns what has ended with them, and
         raises PdServeError where they contradict what was relayed before."""
         self.number = number
         self.state = AttemptState.PLACED
@@ -72,6 +81,8 @@ class Attempt:
         self._landed = False
         self._early: list[Outputs] = []
         """Decode's outputs from before the first token was known."""
+        self._told_ended: set[int] = set()
+        """Sequences of which decode was told that they have ended here."""
         self._ended: asyncio.Future[None] | None = None
         self._prefill_leg: PrefillLeg | None = None
         self._decode_leg: DecodeLeg | None = None
@@ -165,7 +176,8 @@ class Attempt:
     @property
     def _decode_finished(self) -> bool:
         """Decode has said its last word, though the first token is not known yet."""
-        return bool(self._early) and self._early[-1].finish_reason is not None
+        num_finished = sum(outputs.finish_reason is not None for outputs in self._early)
+        return num_finished == self.request.sampling_params.n
 
     async def _follow_prefill(self, leg: PrefillLeg, worker: Worker) -> None:
         try:
@@ -265,8 +277,18 @@ class Attempt:
             self._timeline.merge(outputs.moments)
         if outputs.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             raise InternalError(f"the engine ended the request: {outputs.finish_reason}")
-        if self._relay(outputs):
-            self._end()
+        match self._relay(outputs):
+            case Relayed.REQUEST_ENDED:
+                self._end()
+            case Relayed.SEQUENCE_ENDED if outputs.finish_reason is None:
+                self._end_sequence(outputs.index)
+
+    def _end_sequence(self, index: int) -> None:
+        """Its text has ended here, by a stop string: decode need not go on with it."""
+        if index in self._told_ended or self._decode_leg is None:
+            return
+        self._told_ended.add(index)
+        self._tasks.append(asyncio.create_task(self._decode_leg.end_sequence(index)))
 
     def _drop_prefill(self) -> None:
         """Decode goes on without its source."""

@@ -18,9 +18,9 @@ _LOGPROB_BYTES = 64
 class ClientStream:
     """Runs push, one front end takes. Bounded in bytes, not in messages: what waits is merged."""
 
-    def __init__(self, num_choices: int, max_unread_bytes: int | None) -> None:
+    def __init__(self, num_runs: int, max_unread_bytes: int | None) -> None:
         """max_unread_bytes: None for a client that wants everything at once."""
-        self._open_choices = num_choices
+        self._open_runs = num_runs
         self._max_unread_bytes = max_unread_bytes
         self._unread: list[CompletionOutput] = []
         self._unread_bytes = 0
@@ -40,22 +40,22 @@ class ClientStream:
             raise Cancelled(f"the client left more than {self._max_unread_bytes} bytes unread")
         self._wake()
 
-    def end_choice(self) -> None:
-        """One choice has all its outputs."""
-        self._open_choices -= 1
-        if not self._open_choices:
+    def end_run(self) -> None:
+        """One run has pushed all that its choices get."""
+        self._open_runs -= 1
+        if not self._open_runs:
             self._wake()
 
     def fail(self, error: PdServeError) -> None:
         """The whole request ends with an error, after what was pushed; the first one counts."""
-        if self._error is None and self._open_choices:
+        if self._error is None and self._open_runs:
             self._error = error
             self._wake()
 
     @property
     def ended(self) -> bool:
         """No more will be pushed."""
-        return self._error is not None or not self._open_choices
+        return self._error is not None or not self._open_runs
 
     def unread_for_s(self) -> float:
         """How long the front end has been busy with what it took; 0 while it waits for more."""

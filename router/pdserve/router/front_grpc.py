@@ -115,11 +115,13 @@ class InferenceServicer(InferenceServiceServicer):
         if headers:
             # not before the first token: a call that fails without headers may be retried by any proxy
             await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
+        num_open = generation.num_choices
         while outputs:
             for output in outputs:
-                yield _response(generation, output, request.sampling.logprobs)
-                if output.finish_reason is not None:
-                    return
+                num_open -= output.finish_reason is not None
+                yield _response(generation, output, request.sampling.logprobs, last=not num_open)
+            if not num_open:
+                return
             outputs = await take()
 
     async def GetModel(
@@ -175,6 +177,9 @@ def _verify_turn(request: inference_pb2.GenerateRequest, goes_on: bool) -> None:
         raise InvalidRequest(
             "sampling.stop is not supported in a session; use sampling.stop_token_ids", "sampling.stop"
         )
+    for field in ("n", "best_of"):
+        if getattr(request.sampling, field) > 1:
+            raise InvalidRequest(f"sampling.{field} is above 1, but a session has one sequence", f"sampling.{field}")
     for field in _FIRST_TURN_ONLY if goes_on else ():
         if request.HasField("chat") if field == "chat" else getattr(request, field):
             raise InvalidRequest(f"{field} may only come with a session's first message", field)
@@ -199,7 +204,10 @@ def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool) -> Prompt:
             raise InvalidRequest("prompt is missing: one of text, chat and tokens is needed", "prompt")
 
 
-def _response(generation: Generation, output: CompletionOutput, num_logprobs: int) -> inference_pb2.GenerateResponse:
+def _response(
+    generation: Generation, output: CompletionOutput, num_logprobs: int, *, last: bool
+) -> inference_pb2.GenerateResponse:
+    """last: of all the request's messages."""
     response = inference_pb2.GenerateResponse(
         request_id=generation.request_id, index=output.index, text=output.text, token_ids=output.token_ids
     )
@@ -208,9 +216,10 @@ def _response(generation: Generation, output: CompletionOutput, num_logprobs: in
     if output.finish_reason is not None:
         if output.cumulative_logprob is not None:
             response.cumulative_logprob = output.cumulative_logprob
-        usage = generation.usage
         response.finish_reason = _FINISH[output.finish_reason]
         response.stop_reason = "" if output.stop_reason is None else str(output.stop_reason)
+    if last:
+        usage = generation.usage
         response.usage.prompt_tokens = usage.prompt_tokens
         response.usage.completion_tokens = usage.completion_tokens
         response.usage.cached_tokens = usage.cached_tokens

@@ -121,7 +121,7 @@ class HttpFront:
             num_logprobs=body.num_logprobs,
             include_timeline=request.headers.get(TIMELINE_HEADER) == "1",
         )
-        return GenerationResponse(generation, answer, len(requests), stream=stream)
+        return GenerationResponse(generation, answer, stream=stream)
 
     def _model(self) -> dict[str, Any]:
         limits = self._inference.limits()

@@ -77,6 +77,11 @@ class Generation:
         self.stream.fail(error)
 
     @property
+    def num_choices(self) -> int:
+        """Sequences that the client gets."""
+        return sum(run.num_choices for run in self._runs)
+
+    @property
     def usage(self) -> Usage:
         """Summed over the prompts."""
         return Usage(

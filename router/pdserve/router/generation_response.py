@@ -31,11 +31,11 @@ def error_response(error: PdServeError, headers: Mapping[str, str] | None = None
 class GenerationResponse(Response):
     """Runs the generation while it responds; a client that leaves ends it."""
 
-    def __init__(self, generation: Generation, answer: Answer, num_choices: int, *, stream: bool) -> None:
+    def __init__(self, generation: Generation, answer: Answer, *, stream: bool) -> None:
         super().__init__()
         self._generation = generation
         self._answer = answer
-        self._num_open = num_choices
+        self._num_open = generation.num_choices
         self._stream = stream
         self._started = False
 

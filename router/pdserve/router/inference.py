@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import msgspec
 
@@ -90,28 +91,37 @@ class Inference:
         )
 
     def generation(self, requests: Sequence[ClientRequest], *, stream: bool, client: str = "") -> Generation:
-        """A generation with one choice a request; it starts when its context is entered.
+        """A generation with n choices a request; it starts when its context is entered.
 
         client: whose it is, for limits per API key.
         stream: whether the client reads as it goes; otherwise what is unread has no limit but `max_tokens`.
-        Raises: InvalidRequest for too many prompts.
+        Raises: InvalidRequest for too many prompts or sequences.
         """
         if not 0 < len(requests) <= MAX_PROMPTS:
             raise InvalidRequest(f"prompt has {len(requests)} entries, 1 to {MAX_PROMPTS} are allowed", "prompt")
+        for sampling in (request.sampling for request in requests):
+            sampling.verify_sequences()
+            if stream and sampling.num_sequences > sampling.n:
+                raise InvalidRequest(
+                    f"best_of is {sampling.best_of} and n is {sampling.n}: the best are known only at the end, "
+                    "so stream must be false",
+                    "best_of",
+                )
         request_id = uuid.uuid4().hex
         record = self.telemetry.request(request_id, requests[0].trace_headers)
         requests = [msgspec.structs.replace(request, trace_headers=record.headers) for request in requests]
+        first_choices = accumulate((request.sampling.n for request in requests[:-1]), initial=0)
         client_stream = ClientStream(len(requests), self.settings.max_unread_bytes if stream else None)
         runs = [
             self._run(
                 RequestRun,
-                request_id if len(requests) == 1 else f"{request_id}-{choice}",
-                choice,
+                request_id if len(requests) == 1 else f"{request_id}-{place}",
+                first_choice,
                 request,
                 client_stream,
                 record,
             )
-            for choice, request in enumerate(requests)
+            for place, (first_choice, request) in enumerate(zip(first_choices, requests, strict=True))
         ]
         return Generation(request_id, client_stream, runs, self.admission, record, client)
 

@@ -90,6 +90,7 @@ class UnknownEvent(msgspec.Struct, gc=False):
 
 PrefillLegEvent = Admitted | Computed | Ended | UnknownEvent
 DecodeLegEvent = Admitted | NeedsPrefill | PrefillingLocally | Landed | Outputs | UnknownEvent
+END_SEQUENCE_TIMEOUT_S = 1.0
 E = TypeVar("E")
 M = TypeVar("M")
 
@@ -186,6 +187,8 @@ class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
         local_prefill_tokens: int | None,
     ) -> None:
         """Opens the call. source: where the KV blocks come from; None to prefill at `worker`."""
+        self._stub = DecodeServiceStub(worker.channel)
+        self._of_sequences = decode_pb2.EndSequencesRequest(request_id=request.request_id, attempt=number)
         message = decode_pb2.DecodeRequest(
             request=prepared_to_wire(request),
             attempt=request_pb2.Attempt(
@@ -197,10 +200,15 @@ class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
             message.source.address = source.identity.address
             message.source.transfer_id = transfer_id
         super().__init__(
-            DecodeServiceStub(worker.channel).Generate(
-                message, timeout=request.remaining_s, metadata=tuple(request.trace_headers.items())
-            )
+            self._stub.Generate(message, timeout=request.remaining_s, metadata=tuple(request.trace_headers.items()))
         )
+
+    async def end_sequence(self, index: int) -> None:
+        """Decode goes on without this sequence. Not more than a wish: what it still sends of it is dropped."""
+        request = decode_pb2.EndSequencesRequest(indexes=[index])
+        request.MergeFrom(self._of_sequences)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._stub.EndSequences(request, timeout=END_SEQUENCE_TIMEOUT_S)
 
     def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
         return _decode_event(message)

@@ -49,8 +49,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bad_words: list[str] | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    # known, but only with the value that changes nothing
     n: int | None = None
+    # known, but only with the value that changes nothing
     prompt_logprobs: int | None = None
 
     @property
@@ -75,7 +75,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def sampling(self, defaults: Mapping[str, float | int]) -> SamplingParams:
         """Absent fields take `defaults`, then ours; limits are held in `Preparation`, where the lengths are known."""
         given: dict[str, Any] = dict(defaults)
-        given |= {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        given |= {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
         if self.stop is not None:
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.stop_token_ids is not None:
@@ -218,10 +218,10 @@ _SAMPLING = (
     "frequency_penalty",
     "repetition_penalty",
     "include_stop_str_in_output",
+    "n",
+    "best_of",
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "prompt_logprobs": (),

@@ -16,6 +16,7 @@ from pdserve.common.prepared_request import PreparedRequest, verify_priority
 from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.router.worker import Worker
 from pdserve.text.bad_words import bad_words_token_ids
+from pdserve.text.best_of import for_engines
 from pdserve.text.prompt import Prompt, TokenInput, encode_prompt, resolve_max_tokens, verify_cache_salt
 from pdserve.text.tokenizer import Tokenizer
 
@@ -118,7 +119,7 @@ class Preparation:
         verify_cache_salt(request.cache_salt)
         verify_priority(request.priority)
         sampling = msgspec.structs.replace(
-            request.sampling,
+            for_engines(request.sampling),
             # workers know no text
             bad_words=(),
             bad_words_token_ids=bad_words,

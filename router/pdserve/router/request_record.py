@@ -99,7 +99,8 @@ class RunRecord:
         self._metrics = request.metrics
         self._span = request.span
         self._headers = request.headers
-        self._tokens_at = 0.0
+        self._tokens_at: dict[int, float] = {}
+        """Sequence -> when its last tokens went to the client, `time.monotonic()` seconds."""
 
     @property
     def cause(self) -> PdServeError | None:
@@ -166,16 +167,16 @@ class RunRecord:
             span = self._span.start("attempt", started, attributes)
         return AttemptRecord(self, span, self._headers if span is None else span.headers, self._metrics)
 
-    def relayed(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """New tokens went to the client."""
+    def relayed(self, index: int, num_tokens: int, num_cached_tokens: int) -> None:
+        """New tokens of a sequence went to the client."""
         now = time.monotonic()
         if not self.num_output_tokens:
             self.num_cached_tokens = num_cached_tokens
-        elif num_tokens:
-            each = (now - self._tokens_at) / num_tokens
+        if index in self._tokens_at and num_tokens:
+            each = (now - self._tokens_at[index]) / num_tokens
             for _ in range(num_tokens):
                 self._metrics.itl_seconds.observe(each)
-        self._tokens_at = now
+        self._tokens_at[index] = now
         self.num_output_tokens += num_tokens
 
     def count(self, now: int) -> None:
@@ -193,7 +194,8 @@ class RunRecord:
             return
         end = self.end_unix_ns(now)
         metrics.request_seconds.observe((end - self.timeline.moments_unix_ns[moments.ARRIVED]) / 1e9)
-        if (tpot_s := self.timeline.tpot_s(self.num_output_tokens)) is not None:
+        # of several sequences, which are decoded side by side, the mean counts
+        if (tpot_s := self.timeline.tpot_s(self.num_output_tokens // max(1, len(self._tokens_at)))) is not None:
             metrics.tpot_seconds.observe(tpot_s)
         for phase, seconds in self.timeline.critical_path(end).items():
             metrics.phase_seconds.labels(phase).observe(seconds)

@@ -21,7 +21,7 @@ from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.settings import RouterSettings
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.admission import Admission
-from pdserve.router.attempt import Attempt
+from pdserve.router.attempt import Attempt, Relayed
 from pdserve.router.attempt_failure import AttemptFailed, PrefillNeeded
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.fleet import Fleet
@@ -33,7 +33,8 @@ from pdserve.router.preparation import ClientRequest, Limits, Preparation, Token
 from pdserve.router.request_record import RequestRecord
 from pdserve.router.routing_decision import RoutingDecision
 from pdserve.router.worker import WorkerRole
-from pdserve.text.output_processor import OutputProcessor, PositionConflict
+from pdserve.text.best_of import best
+from pdserve.text.output_processor import CompletionOutput, OutputProcessor, PositionConflict
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +54,12 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class RequestRun:
-    """Serves one prompt into one choice of a client's stream. `run` once."""
+    """Serves one prompt into the choices of a client's stream that belong to it. `run` once."""
 
     def __init__(
         self,
         request_id: str,
-        choice: int,
+        first_choice: int,
         request: ClientRequest,
         stream: ClientStream,
         *,
@@ -73,7 +74,7 @@ class RequestRun:
         self.request_id = request_id
         self.usage = Usage()
         self.timeline = Timeline()
-        self._choice = choice
+        self._first_choice = first_choice
         self._request = request
         self._stream = stream
         self._fleet = fleet
@@ -82,6 +83,9 @@ class RequestRun:
         self._preparation = preparation
         self._poison = poison
         self._settings = settings
+        self.num_choices = request.sampling.n
+        """Sequences that the client gets."""
+        self._num_sequences = request.sampling.num_sequences
         self._processor: OutputProcessor | None = None
         self._prepared: dict[tuple[str, int], PreparedRequest] = {}
         self._deaths: set[WorkerKey] = set()
@@ -92,7 +96,7 @@ class RequestRun:
         try:
             async with asyncio.timeout(self._request.timeout_s) as deadline:
                 await self._serve()
-            self._stream.end_choice()
+            self._stream.end_run()
         except TimeoutError:
             expired = deadline.expired()
             self._fail(self._too_late() if expired else InternalError("something timed out in the router"))
@@ -125,11 +129,13 @@ class RequestRun:
             prompt=None,
             prompt_token_ids=[*before, *token_ids] if before else token_ids,
             sampling_params=request.sampling,
+            num_sequences=self._num_sequences,
         )
         self.timeline.mark(moments.TOKENIZED)
         self._record.tokenized(self.usage.prompt_tokens)
         priority = request.priority if self._settings.scheduling_policy == "priority" else 0
-        async with self._admission.place(self._num_blocks(self.usage.prompt_tokens), priority):
+        num_blocks = self._num_blocks(self.usage.prompt_tokens)
+        async with self._admission.place(num_blocks, priority, self._num_sequences):
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
             await self._attempts(request)
@@ -197,7 +203,7 @@ class RequestRun:
                     return Wish.LOCAL
         return Wish.REMOTE if isinstance(error, Evicted) else Wish.ANY
 
-    def _relay(self, outputs: Outputs) -> bool:
+    def _relay(self, outputs: Outputs) -> Relayed:
         """Give the client what is new; see `Attempt`."""
         processor = self._processor
         if processor is None:
@@ -211,19 +217,31 @@ class RequestRun:
             outputs.stop_token_id,
             outputs.logprobs,
         )
+        if processor.finished:
+            relayed = Relayed.REQUEST_ENDED
+        else:
+            ended = processor.states[outputs.index].finished
+            relayed = Relayed.SEQUENCE_ENDED if ended else Relayed.NOTHING_ENDED
         if delta is None:
-            return processor.finished
+            return relayed
         if is_first:
             self.timeline.mark(moments.FIRST_TOKEN)
             self.usage.cached_tokens = outputs.num_cached_tokens
         self.usage.completion_tokens += len(delta.token_ids)
-        self._record.relayed(len(delta.token_ids), outputs.num_cached_tokens)
-        delta.index = self._choice
-        if delta.finish_reason is not None:
+        self._record.relayed(delta.index, len(delta.token_ids), outputs.num_cached_tokens)
+        if processor.finished:
             self.timeline.mark(moments.FINISHED)
             self._record.finish_reason = str(delta.finish_reason)
-        self._stream.push(delta)
-        return delta.finish_reason is not None
+        if self._num_sequences == self.num_choices:
+            self._push(delta)
+        elif processor.finished:
+            for output in best(processor.request_output().outputs, self._request.sampling):
+                self._push(output)
+        return relayed
+
+    def _push(self, output: CompletionOutput) -> None:
+        output.index += self._first_choice
+        self._stream.push(output)
 
     async def _limits(self) -> Limits:
         def look() -> Limits | None:

@@ -1,0 +1,29 @@
+"""`best_of`: more sequences are made than answered, and the likeliest are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.text.output_processor import CompletionOutput
+
+
+def for_engines(params: SamplingParams) -> SamplingParams:
+    """What engines are asked for: all sequences, and the log-probabilities by which they are judged."""
+    if params.num_sequences == params.n:
+        return msgspec.structs.replace(params, best_of=None)
+    logprobs = 0 if params.logprobs is None else params.logprobs
+    return msgspec.structs.replace(params, n=params.num_sequences, best_of=None, logprobs=logprobs)
+
+
+def best(outputs: Sequence[CompletionOutput], params: SamplingParams) -> list[CompletionOutput]:
+    """The n whole sequences with the highest cumulative log-probability, the highest first, numbered anew from 0.
+
+    outputs: all of them, whole. params: as the client gave them; what it did not ask for is left out.
+    Source: vLLM's rule; among equals the lower index comes first.
+    """
+    ranked = sorted(outputs, key=lambda output: -(output.cumulative_logprob or 0.0))
+    hidden = {} if params.logprobs is not None else {"logprobs": None, "cumulative_logprob": None, "text_offsets": None}
+    return [msgspec.structs.replace(output, index=index, **hidden) for index, output in enumerate(ranked[: params.n])]
