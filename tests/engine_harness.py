@@ -101,9 +101,10 @@ class Harness:
         salt: str | None = None,
         eos: tuple[int, ...] = (),
         params: dict[str, Any] | None = None,
+        output: Sequence[int] = (),
         **fields: Any,
     ) -> EngineCoreRequest:
-        """A verified request; greedy, 4 tokens, unless `params` says otherwise."""
+        """A verified request; greedy, 4 tokens, unless `params` says otherwise. output: of earlier attempts."""
         self._num_requests += 1
         root = self.root if salt is None else self.hasher.root("fingerprint", salt)
         given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4} | (params or {})
@@ -112,7 +113,8 @@ class Harness:
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(**given),
             eos_token_ids=eos,
-            block_hashes=self.hasher.extend(root, list(prompt)),
+            output_token_ids=list(output),
+            block_hashes=self.hasher.extend(root, [*prompt, *output]),
             hash_root=root,
             **fields,
         )

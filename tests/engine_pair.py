@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from engine_harness import Answer, Harness
@@ -39,6 +40,8 @@ class Transfer:
 
     prompt: list[int]
     n: int = 1
+    output: list[int] = field(default_factory=list)
+    """Of earlier attempts."""
     source_holds: list[BlockHold] = field(default_factory=list)
     published: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     """index -> P's block and its content when it was published."""
@@ -73,9 +76,9 @@ class Pair:
         self.transfers: dict[str, Transfer] = {}
         self._mail: dict[str, deque[IntoEngine]] = {"p": deque(), "d": deque()}
 
-    def add(self, prompt: list[int], request_id: str, **fields: object) -> None:
+    def add(self, prompt: list[int], request_id: str, **fields: Any) -> None:
         """Both legs of one attempt."""
-        self.transfers[request_id] = Transfer(prompt, int(str(fields.get("n", 1))))
+        self.transfers[request_id] = Transfer(prompt, fields.get("n", 1), fields.get("output", []))
         self.d.add(prompt, request_id, remote_prefill=True, **fields)
         self.p.add(prompt, request_id, transfer_source=True, **fields)
 
@@ -165,7 +168,8 @@ class Pair:
         if not transfer.runs_again and not transfer.over:
             assert transfer.room is not None
             transfer.runs_again = True
-            request = self.p.request(transfer.prompt, request_id + _AGAIN, n=transfer.n, params={"max_tokens": 99})
+            given = {"n": transfer.n, "output": transfer.output, "params": {"max_tokens": 99}}
+            request = self.p.request(transfer.prompt, request_id + _AGAIN, **given)
             self.p.submit(msgspec.structs.replace(request, transfer_source=True, wanted_from=transfer.room.first_index))
 
     def _move(self) -> None:
@@ -204,7 +208,7 @@ class Pair:
         ):
             transfer.said_finished = True
             tokens = tuple(transfer.first_tokens[index] for index in range(transfer.n))
-            self._post("d", SourceFinished(request_id, len(transfer.prompt), tokens))
+            self._post("d", SourceFinished(request_id, len(transfer.prompt) + len(transfer.output), tokens))
         if done and transfer.said_finished:
             self._return_room(request_id, transfer)
             self._end_source(transfer)
@@ -256,6 +260,7 @@ class Pair:
         key = self._key(request_id, index)
         first, rest = self.p.answers.get(key, Answer()), self.d.answers.get(key, Answer())
         return Answer(
+            first_position=first.first_position,
             token_ids=first.token_ids + rest.token_ids,
             finish_reason=rest.finish_reason,
             error_code=rest.error_code,

@@ -39,11 +39,13 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
+    output_token_ids: list[int] = []
+    """Output that the sequence has from earlier attempts: it is computed with the prompt, and counts as output."""
     eos_token_ids: tuple[int, ...] = ()
     arrival_time: float = 0.0
     """`time.monotonic()` of this process when the request came in, seconds."""
     block_hashes: list[bytes] = []
-    """Keyed chained hashes of the prompt's full blocks, 16 bytes each."""
+    """Keyed chained hashes of the full blocks of prompt and earlier output, 16 bytes each."""
     hash_root: bytes = b""
     """What the first block's hash is chained to; decides which cache entries this request may meet."""
     remote_prefill: bool = False

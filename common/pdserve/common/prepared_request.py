@@ -19,6 +19,13 @@ def verify_priority(priority: int) -> None:
         raise InvalidRequest(f"priority must be from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}, not {priority}", "priority")
 
 
+class ResumeState(msgspec.Struct, kw_only=True, frozen=True, gc=False):
+    """One sequence that earlier attempts have begun; what the client has of it."""
+
+    index: int
+    output_token_ids: list[int]
+
+
 class PreparedRequest(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     """One request, ready to be placed."""
 
@@ -27,7 +34,7 @@ class PreparedRequest(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...]
     block_hashes: list[bytes]
-    """16 bytes for each full block of the prompt."""
+    """16 bytes for each full block of `given_token_ids`."""
     hash_root: bytes
     request_digest: bytes
     deadline: float
@@ -35,6 +42,18 @@ class PreparedRequest(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     trace_headers: dict[str, str] = {}
     priority: int = 0
     """Lower runs first, where the worker's `scheduling_policy` is `priority`."""
+    resume: ResumeState | None = None
+    """The one sequence that goes on; None for all of the request's, from their beginning."""
+
+    @property
+    def given_token_ids(self) -> list[int]:
+        """What is computed before the first new token: the prompt, and what the resumed sequence has."""
+        return self.prompt_token_ids if self.resume is None else self.prompt_token_ids + self.resume.output_token_ids
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that engines are asked for."""
+        return self.sampling_params.n if self.resume is None else 1
 
     @property
     def remaining_s(self) -> float:

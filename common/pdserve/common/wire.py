@@ -9,7 +9,7 @@ from pdserve.common.block_hash import HASH_BYTES
 from pdserve.common.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.prepared_request import PreparedRequest, ResumeState
 from pdserve.common.sampling_params import SamplingParams, clamped_logit_bias
 from pdserve.common.timeline import to_unix_ns
 from pdserve.v1 import kv_source_pb2, request_pb2
@@ -88,12 +88,23 @@ def prepared_to_wire(request: PreparedRequest) -> request_pb2.PreparedRequest:
         deadline_s=request.remaining_s,
         trace_headers=request.trace_headers,
         priority=request.priority,
+        resume=None if request.resume is None else _resume_to_wire(request.resume),
     )
+
+
+def _resume_to_wire(resume: ResumeState) -> request_pb2.ResumeState:
+    return request_pb2.ResumeState(index=resume.index, output_token_ids=resume.output_token_ids)
+
+
+def _resume_from_wire(message: request_pb2.PreparedRequest) -> ResumeState | None:
+    if not message.HasField("resume"):
+        return None
+    return ResumeState(index=message.resume.index, output_token_ids=list(message.resume.output_token_ids))
 
 
 def prepared_from_wire(message: request_pb2.PreparedRequest, block_size: int) -> PreparedRequest:
     """Raises: InvalidRequest when lengths do not fit together; a router never sends that, a stranger may."""
-    num_blocks = len(message.prompt_token_ids) // block_size
+    num_blocks = (len(message.prompt_token_ids) + len(message.resume.output_token_ids)) // block_size
     if not message.request_id:
         raise InvalidRequest("request.request_id is empty", "request_id")
     if not message.prompt_token_ids:
@@ -109,10 +120,15 @@ def prepared_from_wire(message: request_pb2.PreparedRequest, block_size: int) ->
         raise InvalidRequest(
             f"request.deadline_s is {message.deadline_s}, above 0 and at most 86400 is needed", "deadline_s"
         )
+    params = sampling_from_wire(message.sampling)
+    if message.resume.index >= params.n:
+        raise InvalidRequest(
+            f"request.resume.index is {message.resume.index}, below n ({params.n}) is needed", "resume"
+        )
     return PreparedRequest(
         request_id=message.request_id,
         prompt_token_ids=list(message.prompt_token_ids),
-        sampling_params=sampling_from_wire(message.sampling),
+        sampling_params=params,
         eos_token_ids=tuple(message.eos_token_ids),
         block_hashes=list(message.block_hashes),
         hash_root=message.hash_root,
@@ -120,6 +136,7 @@ def prepared_from_wire(message: request_pb2.PreparedRequest, block_size: int) ->
         deadline=time.monotonic() + message.deadline_s,
         trace_headers=dict(message.trace_headers),
         priority=message.priority,
+        resume=_resume_from_wire(message),
     )
 
 

@@ -134,7 +134,7 @@ class Admission:
         request.num_computed_tokens = cached
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = cached
-            self._kv.count_lookup(request.num_prompt_tokens, cached)
+            self._kv.count_lookup(request.num_given_tokens, cached)
         return num_tokens
 
     def _admit_ready(self, request: Request, budget: int) -> int | Refusal:
@@ -176,8 +176,8 @@ class Admission:
         limit = request.core.local_prefill_tokens
         if limit is None:
             return False
-        cached = len(self._kv.get_computed_blocks(request, request.num_prompt_tokens - 1)) * self._config.block_size
-        uncached = request.num_prompt_tokens - cached
+        cached = len(self._kv.get_computed_blocks(request, request.num_given_tokens - 1)) * self._config.block_size
+        uncached = request.num_given_tokens - cached
         return cached > 0 and uncached <= limit and not self._too_long_for_here(request, uncached)
 
     def _may_run_ahead(self, request: Request, room: int, running: RunningBatch) -> bool:

@@ -49,6 +49,7 @@ class EngineCore:
         num_tokens = len(request.prompt_token_ids)
         if num_tokens == 0:
             raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")
+        self._verify_resumed(request)
         if num_tokens >= self.config.max_model_len:
             raise InvalidRequest(
                 f"prompt_token_ids has {num_tokens} tokens, at most {self.config.max_model_len - 1} leave room for one more",
@@ -59,6 +60,18 @@ class EngineCore:
             raise InvalidRequest(
                 f"n is {request.n}, at most {self.config.max_num_seqs} sequences run here at a time (max_num_seqs)", "n"
             )
+
+    def _verify_resumed(self, request: EngineCoreRequest) -> None:
+        num_output, max_tokens = len(request.output_token_ids), request.sampling_params.max_tokens
+        if not num_output:
+            return
+        room = min(max_tokens, self.config.max_model_len - len(request.prompt_token_ids))
+        if num_output >= room:
+            raise InvalidRequest(
+                f"output_token_ids has {num_output} tokens, at most {room - 1} leave room for one more",
+                "output_token_ids",
+            )
+        verify_token_ids("output_token_ids", request.output_token_ids, self.vocab_size)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Take in a request that `verify` has passed."""

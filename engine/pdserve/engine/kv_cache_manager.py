@@ -137,7 +137,7 @@ class KVCacheManager:
         while self.pool.num_available < 1:
             if not self._take_from_idle(request):
                 return False
-        num_full, num_in_last = divmod(request.num_prompt_tokens, self.block_size)
+        num_full, num_in_last = divmod(request.num_given_tokens, self.block_size)
         table = self._tables[request.request_id]
         [own] = self.pool.allocate(1)
         if num_in_last:
@@ -175,7 +175,7 @@ class KVCacheManager:
 
     def remember_received(self, request: Request, num_blocks: int) -> None:
         """Let the prefix cache know the first `num_blocks` blocks, full ones only: their bytes are verified (I3)."""
-        full = min(num_blocks, request.num_prompt_tokens // self.block_size)
+        full = min(num_blocks, request.num_given_tokens // self.block_size)
         table = self._tables[request.request_id]
         for index in range(self._num_remembered[request.request_id], full):
             self.pool.remember(table[index], request.block_hashes[index])

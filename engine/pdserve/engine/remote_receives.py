@@ -91,15 +91,15 @@ class RemoteReceives:
         for request in self._unreserved.first(self._config.look_ahead + 1):
             if self._turns.keep_waiting(request):
                 continue
-            computed = self._kv.get_computed_blocks(request, request.num_prompt_tokens)
+            computed = self._kv.get_computed_blocks(request, request.num_given_tokens)
             keep_free = num_growing + self.num_parked
             keep_free += request.num_forks if keep_free else 0
-            room = self._kv.allocate_slots(request, request.num_prompt_tokens, computed, keep_free)
+            room = self._kv.allocate_slots(request, request.num_given_tokens, computed, keep_free)
             if room is None:
                 continue
             self._unreserved.remove(request)
             self._turns.placed(request)
-            self._kv.count_lookup(request.num_prompt_tokens, len(computed) * self._config.block_size)
+            self._kv.count_lookup(request.num_given_tokens, len(computed) * self._config.block_size)
             request.num_cached_tokens = len(computed) * self._config.block_size
             request.mark("kv_reserved")
             hold = self._holds.out(self._kv.hold(request, len(computed), len(room)))
@@ -136,10 +136,10 @@ class RemoteReceives:
         if receive is None:
             return None
         request = receive.request
-        if event.num_tokens != request.num_prompt_tokens or len(event.token_ids) != request.num_sequences:
+        if event.num_tokens != request.num_given_tokens or len(event.token_ids) != request.num_sequences:
             text = (
                 f"the source computed {event.num_tokens} tokens and sampled {len(event.token_ids)}, "
-                f"the prompt has {request.num_prompt_tokens} and {request.num_sequences} sequences"
+                f"{request.num_given_tokens} tokens and {request.num_sequences} sequences were asked for"
             )
             return ReceiveFailed(event.request_id, DigestMismatch(text))
         receive.finished = event
@@ -189,6 +189,6 @@ class RemoteReceives:
         del self._receiving[request.request_id]
         self.num_parked -= request.num_sequences
         request.mark("kv_landed")
-        request.num_computed_tokens = request.num_prompt_tokens
+        request.num_computed_tokens = request.num_given_tokens
         self._kv.remember_received(request, receive.first_index + receive.num_blocks)
         return request, receive.finished.token_ids

@@ -82,13 +82,15 @@ class Request:
         self.sampling_params = core.sampling_params
         self.priority = core.priority
         """Lower runs first; 0 for all where the policy is first come, first served."""
-        self.token_ids = list(core.prompt_token_ids)
-        """Prompt, then output."""
-        self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids = [*core.prompt_token_ids, *core.output_token_ids]
+        """Prompt, then output, also that of earlier attempts."""
+        self.num_prompt_tokens = len(core.prompt_token_ids)
+        self.num_given_tokens = len(self.token_ids)
+        """Prompt and output of earlier attempts: what is computed, or received, before the first new token."""
         self.num_computed_tokens = 0
         """Tokens whose KV is in this engine's pool: done, never planned or promised."""
         self.num_cached_tokens = 0
-        """Prompt tokens found in the prefix cache or received, at first admission."""
+        """Given tokens found in the prefix cache or received, at first admission."""
         self.block_hashes = list(core.block_hashes)
         """Of full blocks, prompt first; grows as output fills blocks."""
         self.waits_for: set[Wait] = {Wait.REMOTE_KV} if core.remote_prefill else set()
@@ -185,7 +187,7 @@ class Request:
         self.move_to(RequestStatus.WAITING)
         self.sampling_params = update.sampling_params
         self.token_ids += update.prompt_token_ids
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_given_tokens = len(self.token_ids)
         self.arrival = next(_arrivals)
         self.num_overtaken = 0
         self.stop_reason = None

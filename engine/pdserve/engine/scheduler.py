@@ -232,7 +232,7 @@ class Scheduler:
         self.sources.device_event = computed.device_event
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             request = self.requests[request_id]
-            if request.num_computed_tokens < request.num_prompt_tokens:
+            if request.num_computed_tokens < request.num_given_tokens:
                 self.num_computed_prompt_tokens += num_tokens
                 request.prefill_chunks.append((computed_at, num_tokens))
             request.num_computed_tokens += num_tokens

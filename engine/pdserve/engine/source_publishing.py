@@ -56,9 +56,9 @@ class SourcePublishing:
         """Settle what has become final: full blocks as they fill, the partial last one with the prompt's end."""
         if request.wanted_from is None:
             return
-        computed = min(request.num_computed_tokens, request.num_prompt_tokens)
+        computed = min(request.num_computed_tokens, request.num_given_tokens)
         final = computed // self._kv.block_size
-        if computed == request.num_prompt_tokens:
+        if computed == request.num_given_tokens:
             final = -(-computed // self._kv.block_size)
         first = max(request.num_settled_blocks, request.wanted_from)
         if final > first:

@@ -98,7 +98,7 @@ def _admitted(request: EngineCoreRequest) -> prefill_pb2.Admitted:
 def _computed(prepared: PreparedRequest, outputs: Sequence[EngineCoreOutput]) -> prefill_pb2.Computed:
     moments = {_MOMENTS[name]: at for name, at in outputs[0].moments.items() if name in _MOMENTS}
     return prefill_pb2.Computed(
-        num_tokens=len(prepared.prompt_token_ids),
+        num_tokens=len(prepared.given_token_ids),
         request_digest=prepared.request_digest,
         first_outputs=[outputs_to_wire(output, {}) for output in outputs],
         moments=moments_to_wire(moments),

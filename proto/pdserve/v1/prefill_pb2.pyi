@@ -136,11 +136,11 @@ class Computed(google.protobuf.message.Message):
     FIRST_OUTPUTS_FIELD_NUMBER: builtins.int
     MOMENTS_FIELD_NUMBER: builtins.int
     num_tokens: builtins.int
-    """tokens whose KV exists: the prompt's length"""
+    """tokens whose KV exists: of the prompt, and of resumed output"""
     request_digest: builtins.bytes
     @property
     def first_outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pdserve.v1.request_pb2.Outputs]:
-        """position 0 of each sequence; finish_reason if it ends the sequence"""
+        """the next position of each sequence; finish_reason if it ends the sequence"""
 
     @property
     def moments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pdserve.v1.request_pb2.Moment]: ...

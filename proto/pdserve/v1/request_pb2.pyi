@@ -290,12 +290,13 @@ class PreparedRequest(google.protobuf.message.Message):
     DEADLINE_S_FIELD_NUMBER: builtins.int
     TRACE_HEADERS_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """made by the router; a client's own id is only an attribute"""
     hash_root: builtins.bytes
     """16 bytes: what the first block's hash is chained to"""
     request_digest: builtins.bytes
-    """16 bytes: covers the last full block's hash, the tail and the extras"""
+    """16 bytes: covers the last full block's hash and the tokens after it"""
     deadline_s: builtins.float
     """what is left of the request's deadline, a duration in seconds"""
     priority: builtins.int
@@ -308,11 +309,15 @@ class PreparedRequest(google.protobuf.message.Message):
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """16 bytes each: keyed chained hash of every full block of the prompt"""
+        """16 bytes each: keyed chained hash of every full block of prompt and resumed output"""
 
     @property
     def trace_headers(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """W3C trace context, passed on even when tracing is off"""
+
+    @property
+    def resume(self) -> Global___ResumeState:
+        """absent: all sequences of the prompt, from their beginning"""
 
     def __init__(
         self,
@@ -327,13 +332,42 @@ class PreparedRequest(google.protobuf.message.Message):
         deadline_s: builtins.float = ...,
         trace_headers: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         priority: builtins.int = ...,
+        resume: Global___ResumeState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["sampling", b"sampling"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["resume", b"resume", "sampling", b"sampling"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hashes", b"block_hashes", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "hash_root", b"hash_root", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_digest", b"request_digest", "request_id", b"request_id", "sampling", b"sampling", "trace_headers", b"trace_headers"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hashes", b"block_hashes", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "hash_root", b"hash_root", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_digest", b"request_digest", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "trace_headers", b"trace_headers"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PreparedRequest: typing_extensions.TypeAlias = PreparedRequest
+
+@typing.final
+class ResumeState(google.protobuf.message.Message):
+    """One sequence that earlier attempts have begun: only this one goes on. Its tokens are output: they count for limits,
+    penalties, min_tokens and positions. Workers compute them with the prompt and say nothing of them again; counts
+    (Computed, Finished), block hashes and request digest cover both.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """which of the request's n sequences"""
+    @property
+    def output_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """what the client has; may be empty"""
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        output_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["index", b"index", "output_token_ids", b"output_token_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ResumeState: typing_extensions.TypeAlias = ResumeState
 
 @typing.final
 class Attempt(google.protobuf.message.Message):

@@ -17,18 +17,20 @@ def make_engine_request(
     request: PreparedRequest,
     attempt: int,
     *,
-    index: int = 0,
     remote_prefill: bool = False,
     transfer_source: bool = False,
     prefill_here: bool = False,
     local_prefill_tokens: int | None = None,
     resumable: bool = False,
 ) -> EngineCoreRequest:
-    """The engine's view of a request: all of its sequences, or some from `index` on."""
+    """The engine's view of a request: all of its sequences, or the one that is resumed."""
+    resume = request.resume
+    index = 0 if resume is None else resume.index
     return EngineCoreRequest(
         request_id=engine_request_id(request.request_id, attempt, index),
         prompt_token_ids=request.prompt_token_ids,
         sampling_params=request.sampling_params,
+        output_token_ids=[] if resume is None else resume.output_token_ids,
         eos_token_ids=request.eos_token_ids,
         arrival_time=time.monotonic(),
         block_hashes=request.block_hashes,
@@ -40,6 +42,6 @@ def make_engine_request(
         resumable=resumable,
         priority=request.priority,
         index=index,
-        n=request.sampling_params.n,
+        n=request.num_sequences,
         trace_headers=request.trace_headers,
     )

@@ -182,7 +182,8 @@ class SeamAdapter:
             source.first_tokens[output.index] = output.new_token_ids[0]
             if len(source.first_tokens) == source.request.n:
                 tokens = tuple(token_id for _, token_id in sorted(source.first_tokens.items()))
-                source.transfer.computed(SourceResult(len(source.request.prompt_token_ids), tokens))
+                num_tokens = len(source.request.prompt_token_ids) + len(source.request.output_token_ids)
+                source.transfer.computed(SourceResult(num_tokens, tokens))
 
     def _prefill_again(self, source: _Source) -> None:
         """Wanted, but computed and gone before: most of it is cache. Its second first token is dropped."""
