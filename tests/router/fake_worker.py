@@ -90,7 +90,7 @@ def computed(request: prefill_pb2.PrefillRequest, *first: request_pb2.Outputs) -
     prepared = request.request
     return prefill_pb2.PrefillEvent(
         computed=prefill_pb2.Computed(
-            num_tokens=len(prepared.prompt_token_ids),
+            num_tokens=len(prepared.prompt_token_ids) + len(prepared.resume.output_token_ids),
             request_digest=prepared.request_digest,
             first_outputs=first,
             moments=[request_pb2.Moment(name="prefill_computed", unix_ns=1)],
@@ -128,13 +128,21 @@ class Call:
 Script = Callable[["FakeWorker", Call], AsyncIterator[object]]
 
 
+def sequences(prepared: request_pb2.PreparedRequest) -> list[int]:
+    """Indexes that are asked for."""
+    return [prepared.resume.index] if prepared.HasField("resume") else list(range(prepared.sampling.n))
+
+
 async def prefill_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
     yield PREFILL_ADMITTED
-    only = call.request.request.sampling.max_tokens == 1
+    prepared = call.request.request
+    position = len(prepared.resume.output_token_ids)
+    finish = "length" if position == prepared.sampling.max_tokens - 1 else None
     await asyncio.sleep(worker.step_s)
-    finish = "length" if only else None
-    n = call.request.request.sampling.n
-    yield computed(call.request, *(outputs(0, said(1, index), finish, cached=3, index=index) for index in range(n)))
+    yield computed(
+        call.request,
+        *(outputs(position, said(1, index + position), finish, cached=3, index=index) for index in sequences(prepared)),
+    )
     if call.request.transfer_id:
         await asyncio.sleep(worker.step_s)
         yield RELEASED
@@ -146,11 +154,12 @@ async def decode_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
     if remote:
         await asyncio.sleep(worker.step_s)
         yield LANDED
-    max_tokens = call.request.request.sampling.max_tokens
-    for position in range(1 if remote else 0, max_tokens):
+    prepared = call.request.request
+    start, max_tokens = len(prepared.resume.output_token_ids), prepared.sampling.max_tokens
+    for position in range(start + remote, max_tokens):
         await asyncio.sleep(worker.step_s)
         finish = "length" if position == max_tokens - 1 else None
-        for index in range(call.request.request.sampling.n):
+        for index in sequences(prepared):
             yield decode_outputs(position, said(1, index + position), finish, index=index)
 
 

@@ -14,7 +14,7 @@ from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.common.timeline import Timeline
 from pdserve.router import attempt as attempt_module
-from pdserve.router.attempt import Attempt, Relayed
+from pdserve.router.attempt import Attempt
 from pdserve.router.attempt_failure import AttemptFailed
 from pdserve.router.attempt_state import EDGES, AttemptState
 from pdserve.router.legs import Admitted, Computed, Ended, Landed, LegFailed, Outputs
@@ -87,7 +87,7 @@ async def run(prefill, decode, prefill_turns, monkeypatch):
     def relay(outputs):
         assert outputs.first_position == len(relayed)
         relayed.extend(outputs.token_ids)
-        return Relayed.NOTHING_ENDED if outputs.finish_reason is None else Relayed.REQUEST_ENDED
+        return outputs.finish_reason is not None
 
     workers = [worker("prefill"), worker("decode")]
     attempt = Attempt(0, REQUEST, Placement(prefill=workers[0], decode=workers[1]), Timeline(), relay)

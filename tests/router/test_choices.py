@@ -21,7 +21,6 @@ from fake_worker import (
     token,
 )
 
-from pdserve.common.errors import WorkerLost
 from pdserve.v1 import inference_pb2, request_pb2
 
 
@@ -162,18 +161,6 @@ async def test_all_sequences_that_end_at_prefill_end_both_legs(served, client):
     assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 3
     for worker in served.workers:
         await asyncio.wait_for(worker.calls[0].cancelled.wait(), 10)
-
-
-async def test_an_attempt_that_fails_loses_and_repeats_nothing_of_any_sequence(served, client):
-    decode = served.of("decode")
-    decode.scripts = [play(ADMITTED, LANDED, *steps((1, 2), (0, 1)), *steps((3,), (1,)), WorkerLost("gone"))]
-    stream = await client.completions.create(model="fake-model", prompt="hello", max_tokens=6, n=2, stream=True)
-    texts = ["", ""]
-    async for chunk in stream:
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-    assert texts == [said(6), said(6, 1)]
-    assert len(decode.calls) == 2
 
 
 def likely(char, value):

@@ -6,7 +6,6 @@ Whatever way an attempt ends, both of its calls have ended with it.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import secrets
 from collections.abc import Callable
@@ -47,14 +46,6 @@ log = logging.getLogger(__name__)
 TRANSFER_ID_BYTES = 16
 
 
-class Relayed(enum.Enum):
-    """What has ended with the outputs that were relayed."""
-
-    NOTHING_ENDED = enum.auto()
-    SEQUENCE_ENDED = enum.auto()
-    REQUEST_ENDED = enum.auto()
-
-
 class Attempt:
     """One placement of a request. `run` once."""
 
@@ -64,10 +55,10 @@ class Attempt:
         request: PreparedRequest,
         placement: Placement,
         timeline: Timeline,
-        relay: Callable[[Outputs], Relayed],
+        relay: Callable[[Outputs], bool],
     ) -> None:
-        """relay: takes outputs, each sequence's in the order of their positions, returns what has ended with them, and
-        raises PdServeError where they contradict what was relayed before."""
+        """relay: takes outputs, each sequence's in the order of their positions, returns whether their sequence has
+        ended, and raises PdServeError where they contradict what was relayed before."""
         self.number = number
         self.state = AttemptState.PLACED
         self.request = request
@@ -81,8 +72,7 @@ class Attempt:
         self._landed = False
         self._early: list[Outputs] = []
         """Decode's outputs from before the first token was known."""
-        self._told_ended: set[int] = set()
-        """Sequences of which decode was told that they have ended here."""
+        self._ended_sequences: set[int] = set()
         self._ended: asyncio.Future[None] | None = None
         self._prefill_leg: PrefillLeg | None = None
         self._decode_leg: DecodeLeg | None = None
@@ -177,7 +167,7 @@ class Attempt:
     def _decode_finished(self) -> bool:
         """Decode has said its last word, though the first token is not known yet."""
         num_finished = sum(outputs.finish_reason is not None for outputs in self._early)
-        return num_finished == self.request.sampling_params.n
+        return num_finished == self.request.num_sequences
 
     async def _follow_prefill(self, leg: PrefillLeg, worker: Worker) -> None:
         try:
@@ -235,7 +225,7 @@ class Attempt:
         self._computed = True
         self._bookings[0].computed()
         self._timeline.merge(computed.moments)
-        expected = len(self.request.prompt_token_ids)
+        expected = len(self.request.given_token_ids)
         if computed.request_digest != self.request.request_digest or computed.num_tokens != expected:
             raise DigestMismatch(
                 f"prefill worker {self.placement.prefill} computed {computed.num_tokens} tokens of another request, "
@@ -277,18 +267,14 @@ class Attempt:
             self._timeline.merge(outputs.moments)
         if outputs.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             raise InternalError(f"the engine ended the request: {outputs.finish_reason}")
-        match self._relay(outputs):
-            case Relayed.REQUEST_ENDED:
-                self._end()
-            case Relayed.SEQUENCE_ENDED if outputs.finish_reason is None:
-                self._end_sequence(outputs.index)
-
-    def _end_sequence(self, index: int) -> None:
-        """Its text has ended here, by a stop string: decode need not go on with it."""
-        if index in self._told_ended or self._decode_leg is None:
+        if not self._relay(outputs) or outputs.index in self._ended_sequences:
             return
-        self._told_ended.add(index)
-        self._tasks.append(asyncio.create_task(self._decode_leg.end_sequence(index)))
+        self._ended_sequences.add(outputs.index)
+        if len(self._ended_sequences) == self.request.num_sequences:
+            self._end()
+        elif outputs.finish_reason is None and self._decode_leg is not None:
+            # its text has ended, by a stop string: decode need not go on with it
+            self._tasks.append(asyncio.create_task(self._decode_leg.end_sequence(outputs.index)))
 
     def _drop_prefill(self) -> None:
         """Decode goes on without its source."""

@@ -34,6 +34,8 @@ from typing import Literal
 
 import msgspec
 
+from pdserve.common.errors import InternalError
+from pdserve.common.kv_layout import KvLayout
 from pdserve.router.worker import Share, Worker, WorkerRole
 
 LocalPrefill = Literal["never", "auto", "always"]
@@ -166,6 +168,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         if self.decode is None:
             return "prefill-only"
         return "local" if self.prefill is None else "remote"
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of the workers' blocks; they have the same."""
+        worker = self.decode or self.prefill
+        if worker is None:
+            raise InternalError("a placement without workers")
+        return worker.identity.layout
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ import msgspec
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.prepared_request import PreparedRequest, verify_priority
+from pdserve.common.prepared_request import PreparedRequest, ResumeState, verify_priority
 from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.router.worker import Worker
 from pdserve.text.bad_words import bad_words_token_ids
@@ -144,11 +144,12 @@ class Preparation:
             trace_headers=request.trace_headers,
         )
 
-    def hashed(self, request: TokenizedRequest, layout: KvLayout) -> PreparedRequest:
-        """The request for workers with these blocks."""
+    def hashed(self, request: TokenizedRequest, layout: KvLayout, resume: ResumeState | None = None) -> PreparedRequest:
+        """The request for workers with these blocks; or one sequence of it, from where it stands."""
         hasher = BlockHasher(self._key, layout.block_size)
         root = hasher.root(layout.model_fingerprint, request.cache_salt)
-        hashes = hasher.extend(root, request.token_ids)
+        token_ids = request.token_ids if resume is None else request.token_ids + resume.output_token_ids
+        hashes = hasher.extend(root, token_ids)
         return PreparedRequest(
             request_id=request.request_id,
             prompt_token_ids=request.token_ids,
@@ -156,7 +157,8 @@ class Preparation:
             eos_token_ids=self.tokenizer.eos_token_ids,
             block_hashes=hashes,
             hash_root=root,
-            request_digest=hasher.request_digest(root, hashes, request.token_ids),
+            request_digest=hasher.request_digest(root, hashes, token_ids),
+            resume=resume,
             deadline=request.deadline,
             priority=request.priority,
             trace_headers=request.trace_headers,

@@ -151,8 +151,8 @@ class RunRecord:
                 start, end = seen[moments.ADMITTED], seen[moments.PLACED]
             self._span.add("route", start, end, attributes())
 
-    def attempt(self, number: int, placement: Placement) -> AttemptRecord:
-        """An attempt begins; enter it around its run."""
+    def attempt(self, number: int, placement: Placement, num_resumed: int = 0) -> AttemptRecord:
+        """An attempt begins; enter it around its run. num_resumed: tokens that the client has already."""
         self.timeline.begin_attempt()
         started = self.timeline.moments_unix_ns[moments.ATTEMPTED]
         span = None
@@ -160,6 +160,7 @@ class RunRecord:
             attributes: dict[str, Attribute] = {
                 "pdserve.attempt.number": number,
                 "pdserve.attempt.kind": placement.kind,
+                "pdserve.attempt.resumed_tokens": num_resumed,
             }
             for role, worker in (("prefill", placement.prefill), ("decode", placement.decode)):
                 if worker is not None:

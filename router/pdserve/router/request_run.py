@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 
@@ -17,16 +18,16 @@ from pdserve.common.errors import (
     WorkerLost,
 )
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.prepared_request import PreparedRequest, ResumeState
 from pdserve.common.settings import RouterSettings
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.admission import Admission
-from pdserve.router.attempt import Attempt, Relayed
+from pdserve.router.attempt import Attempt
 from pdserve.router.attempt_failure import AttemptFailed, PrefillNeeded
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.fleet import Fleet
 from pdserve.router.legs import Outputs
-from pdserve.router.placement import Placement, Wish, WorkerKey
+from pdserve.router.placement import Wish, WorkerKey
 from pdserve.router.placer import Placer
 from pdserve.router.poison import DEATHS, PoisonList
 from pdserve.router.preparation import ClientRequest, Limits, Preparation, TokenizedRequest
@@ -51,6 +52,19 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that needed no computing."""
+
+
+class Course(msgspec.Struct, kw_only=True):
+    """Attempts at the same sequences, one after the other: what the next one knows of those before."""
+
+    index: int | None = None
+    """The one sequence that they serve; None: all of the request's."""
+    wish: Wish = Wish.ANY
+    blamed: frozenset[WorkerKey] = frozenset()
+    num_counted: int = 0
+    """That failed."""
+    num_uncounted: int = 0
+    """That decode refused before it did anything."""
 
 
 class RequestRun:
@@ -87,7 +101,10 @@ class RequestRun:
         """Sequences that the client gets."""
         self._num_sequences = request.sampling.num_sequences
         self._processor: OutputProcessor | None = None
-        self._prepared: dict[tuple[str, int], PreparedRequest] = {}
+        self._prepared: dict[tuple[str, int, int, int], PreparedRequest] = {}
+        """By layout, sequence and how much of it the client has."""
+        self._numbers = itertools.count()
+        """Of attempts."""
         self._deaths: set[WorkerKey] = set()
         self._record = record.run(self.timeline)
 
@@ -138,56 +155,81 @@ class RequestRun:
         async with self._admission.place(num_blocks, priority, self._num_sequences):
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
-            await self._attempts(request)
+            await self._attempts(request, self._processor, Course())
 
     @property
     def _token_ids_before(self) -> list[int]:
         """What the prompt goes on with; the caller must not change it."""
         return []
 
-    async def _attempts(self, request: TokenizedRequest) -> None:
-        """Attempt after attempt until one serves the request. Raises: PdServeError."""
-        wish, blamed = Wish.ANY, frozenset[WorkerKey]()
-        num_attempts = num_counted = 0
+    async def _attempts(self, request: TokenizedRequest, processor: OutputProcessor, course: Course) -> None:
+        """Attempt after attempt until one serves the request, each from where the client's text stands.
+
+        Raises: PdServeError.
+        """
         while True:
             started_unix_ns = now_unix_ns()
-            decision = await self._place(request, num_attempts, wish, blamed)
+            number = next(self._numbers)
+            resume = self._resume_state(processor, course)
+            decision = await self._place(request, number, resume, course)
             placement = decision.placement
             self.timeline.mark(moments.PLACED)
             self._record.routed(started_unix_ns, decision.policy, placement, decision.attributes)
-            prepared = self._prepare(request, placement)
-            self._poison.check(prepared.request_digest)
+            layout = placement.layout
+            prompt_digest = self._hashed(request, layout).request_digest
+            self._poison.check(prompt_digest)
+            prepared = self._hashed(request, layout, resume)
             if not prepared.remaining_s:
                 # workers refuse a request without time
                 raise self._too_late()
-            record = self._record.attempt(num_attempts, placement)
-            attempt = Attempt(num_attempts, record.carried_by(prepared), placement, self.timeline, self._relay)
-            num_attempts += 1
+            record = self._record.attempt(number, placement, 0 if resume is None else len(resume.output_token_ids))
+            attempt = Attempt(number, record.carried_by(prepared), placement, self.timeline, self._relay)
             try:
                 with record:
                     await attempt.run()
                 self._placer.bandwidth.landed(attempt.transfer_bytes, self.timeline)
                 return
             except PrefillNeeded as needed:
-                wish, blamed = Wish.REMOTE, frozenset()
-                if num_attempts - num_counted <= self._settings.max_attempts:
+                course.wish, course.blamed = Wish.REMOTE, frozenset()
+                course.num_uncounted += 1
+                if course.num_uncounted <= self._settings.max_attempts:
                     continue
                 failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
             except AttemptFailed as failed:
                 failure = failed
-            num_counted += 1
-            log.info("request %s: attempt %d failed: %s", self.request_id, attempt.number, failure)
-            wish = self._after(failure, prepared, num_counted)
-            blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
-            await asyncio.sleep(BACKOFF_S * 2 ** (num_counted - 1) * random.uniform(0.5, 1.5))
+            course.num_counted += 1
+            log.info("request %s: attempt %d failed: %s", self.request_id, number, failure)
+            course.wish = self._after(failure, prompt_digest, course.num_counted)
+            course.blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
+            await asyncio.sleep(BACKOFF_S * 2 ** (course.num_counted - 1) * random.uniform(0.5, 1.5))
+            if self._num_sequences > 1 and course.index is None and processor.num_output_tokens:
+                await self._go_on_apart(request, processor, course)
+                return
 
-    def _after(self, failure: AttemptFailed, prepared: PreparedRequest, num_counted: int) -> Wish:
+    async def _go_on_apart(self, request: TokenizedRequest, processor: OutputProcessor, course: Course) -> None:
+        """The sequences have come to differ: each that has not ended goes on in attempts of its own."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in processor.unfinished_indices:
+                    alone = msgspec.structs.replace(course, index=index)
+                    group.create_task(self._attempts(request, processor, alone))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def _resume_state(self, processor: OutputProcessor, course: Course) -> ResumeState | None:
+        """What the client has of the one sequence that is served; None for a request that begins."""
+        if course.index is None and (self._num_sequences > 1 or not processor.num_output_tokens):
+            return None
+        index = course.index or 0
+        return ResumeState(index=index, output_token_ids=list(processor.output_token_ids(index)))
+
+    def _after(self, failure: AttemptFailed, prompt_digest: bytes, num_counted: int) -> Wish:
         """What the next attempt should be. Raises the failure's error when there is none."""
         error = failure.error
         if failure.died and failure.blamed is not None:
             self._deaths.add(failure.blamed.key)
             if len(self._deaths) >= DEATHS:
-                self._poison.add(prepared.request_digest)
+                self._poison.add(prompt_digest)
                 raise WorkerLost(
                     f"{DEATHS} workers died while they served this request; last: {error.message}"
                 ) from failure
@@ -203,7 +245,7 @@ class RequestRun:
                     return Wish.LOCAL
         return Wish.REMOTE if isinstance(error, Evicted) else Wish.ANY
 
-    def _relay(self, outputs: Outputs) -> Relayed:
+    def _relay(self, outputs: Outputs) -> bool:
         """Give the client what is new; see `Attempt`."""
         processor = self._processor
         if processor is None:
@@ -217,13 +259,9 @@ class RequestRun:
             outputs.stop_token_id,
             outputs.logprobs,
         )
-        if processor.finished:
-            relayed = Relayed.REQUEST_ENDED
-        else:
-            ended = processor.states[outputs.index].finished
-            relayed = Relayed.SEQUENCE_ENDED if ended else Relayed.NOTHING_ENDED
+        has_ended = processor.states[outputs.index].finished
         if delta is None:
-            return relayed
+            return has_ended
         if is_first:
             self.timeline.mark(moments.FIRST_TOKEN)
             self.usage.cached_tokens = outputs.num_cached_tokens
@@ -237,7 +275,7 @@ class RequestRun:
         elif processor.finished:
             for output in best(processor.request_output().outputs, self._request.sampling):
                 self._push(output)
-        return relayed
+        return has_ended
 
     def _push(self, output: CompletionOutput) -> None:
         output.index += self._first_choice
@@ -253,17 +291,19 @@ class RequestRun:
         return limits
 
     async def _place(
-        self, request: TokenizedRequest, attempt: int, wish: Wish, blamed: frozenset[WorkerKey]
+        self, request: TokenizedRequest, attempt: int, resume: ResumeState | None, course: Course
     ) -> RoutingDecision:
+        num_resumed = 0 if resume is None else len(resume.output_token_ids)
+
         def look() -> RoutingDecision | None:
             return self._placer.place(
                 self.request_id,
                 attempt,
-                num_tokens=len(request.token_ids),
-                max_tokens=request.sampling.max_tokens,
-                hashes=lambda layout: self._hashed(request, layout).block_hashes,
-                wish=wish,
-                blamed=blamed,
+                num_tokens=len(request.token_ids) + num_resumed,
+                max_tokens=request.sampling.max_tokens - num_resumed,
+                hashes=lambda layout: self._hashed(request, layout, resume).block_hashes,
+                wish=course.wish,
+                blamed=course.blamed,
                 dead=self._deaths,
             )
 
@@ -285,15 +325,12 @@ class RequestRun:
         never = ", and local_prefill is never" if self._settings.local_prefill == "never" else ""
         return WorkerLost(f"no worker could serve this within {WAIT_FOR_WORKER_S:g} s: {roles}{never}")
 
-    def _prepare(self, request: TokenizedRequest, placement: Placement) -> PreparedRequest:
-        """Hashed for the blocks of the workers that will serve it; generations of a model differ in them."""
-        worker = placement.decode or placement.prefill
-        if worker is None:
-            raise InternalError("a placement without workers")
-        return self._hashed(request, worker.identity.layout)
-
-    def _hashed(self, request: TokenizedRequest, layout: KvLayout) -> PreparedRequest:
-        key = (layout.model_fingerprint, layout.block_size)
+    def _hashed(
+        self, request: TokenizedRequest, layout: KvLayout, resume: ResumeState | None = None
+    ) -> PreparedRequest:
+        """For blocks of this layout; generations of a model differ in them."""
+        place = (-1, 0) if resume is None else (resume.index, len(resume.output_token_ids))
+        key = (layout.model_fingerprint, layout.block_size, *place)
         if key not in self._prepared:
-            self._prepared[key] = self._preparation.hashed(request, layout)
+            self._prepared[key] = self._preparation.hashed(request, layout, resume)
         return self._prepared[key]

@@ -17,8 +17,9 @@ from pdserve.common.timeline import now_unix_ns
 from pdserve.router.legs import Admitted, DecodeLegEvent, LegFailed, Outputs, SessionLeg
 from pdserve.router.placement import Placement, Wish
 from pdserve.router.preparation import TokenizedRequest
-from pdserve.router.request_run import RequestRun
+from pdserve.router.request_run import Course, RequestRun
 from pdserve.router.worker import Booking, Share, Worker
+from pdserve.text.output_processor import OutputProcessor
 
 
 class StreamingSession:
@@ -99,7 +100,7 @@ class SessionTurn(RequestRun):
     def _token_ids_before(self) -> list[int]:
         return self._session.token_ids
 
-    async def _attempts(self, request: TokenizedRequest) -> None:
+    async def _attempts(self, request: TokenizedRequest, processor: OutputProcessor, course: Course) -> None:
         session = self._session
         if session.worker is None:
             placement = await self._find_worker(request)
@@ -115,7 +116,7 @@ class SessionTurn(RequestRun):
         try:
             with record:
                 if session.worker is None:
-                    prepared = record.carried_by(self._prepare(request, placement))
+                    prepared = record.carried_by(self._hashed(request, placement.layout))
                     session.open(worker, SessionLeg(worker, prepared.trace_headers))
                     await session.leg.open(prepared)
                 else:
@@ -127,7 +128,7 @@ class SessionTurn(RequestRun):
 
     async def _find_worker(self, request: TokenizedRequest) -> Placement:
         started_unix_ns = now_unix_ns()
-        decision = await self._place(request, 0, Wish.SESSION, frozenset())
+        decision = await self._place(request, 0, None, Course(wish=Wish.SESSION))
         self.timeline.mark(moments.PLACED)
         self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
         return decision.placement
