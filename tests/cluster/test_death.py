@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import grpc.aio
+import httpx
 import pytest
-from cluster_processes import KEY, Cluster, pd_cluster, running_cluster
+from cluster_processes import KEY, Cluster, Service, pd_cluster, running_cluster
 from inference_client import InferenceClient
 from oracle import Oracle
 
@@ -21,6 +24,7 @@ pytestmark = pytest.mark.process
 
 FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=300", "--set", "max_num_batched_tokens=16")
 SOON_S = 10.0
+T = TypeVar("T")
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -82,6 +86,63 @@ async def test_death_of_the_only_prefill_worker_when_decode_may_not_prefill(
             assert "prefill" in (caught.value.details() or "")
             await asyncio.to_thread(cluster.restart, "prefill")
             await wait_for_remote(router)
+        cluster.check_pools()
+        cluster.check_logs()
+
+
+def num_sampled(service: Service) -> int:
+    """Tokens that a worker has sampled for routers, of calls that have ended."""
+    base = re.findall(r"metrics (http://\S+/metrics)", service.read_log())[-1]
+    text = httpx.get(base, trust_env=False).text
+    return int(float(re.findall(r"^pdserve_sampled_tokens_total (\S+)$", text, re.MULTILINE)[0]))
+
+
+async def eventually(look: Callable[[], T]) -> T:
+    """What it finds, as soon as there is something."""
+    deadline = time.monotonic() + SOON_S
+    while not (found := look()):
+        assert time.monotonic() < deadline, "it never came"
+        await asyncio.sleep(0.05)
+    return found
+
+
+async def test_i4_a_stream_goes_on_at_another_decode_worker_after_the_last_token(
+    tiny_checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_checkpoints("llama")
+    prompt, max_tokens = prompt_of(40), 400
+    sampling = {"temperature": 0.9, "seed": 7, "presence_penalty": 0.5, "min_tokens": 300, "ignore_eos": True}
+    with running_cluster(tmp_path) as cluster:
+        common = ("--model", str(model), *FLAGS)
+        prefill = cluster.start_worker("prefill", *common)
+        decodes = [cluster.start_worker("decode", *common, name=name) for name in ("decode", "decode-2")]
+        cluster.start_router(
+            "--model", str(model), "--local-prefill", "never",
+            prefill=[prefill.address], decode=[worker.address for worker in decodes],
+        )  # fmt: skip
+        async with InferenceClient(cluster.router.address) as router:
+            undisturbed = (await router.ask(prompt, max_tokens=max_tokens, **sampling)).token_ids
+            # the first token was prefill's; a leg is counted a moment after its client has the last one
+            [first] = await eventually(lambda: [w for w in decodes if num_sampled(w) == max_tokens - 1])
+            token_ids: list[int] = []
+            victim = None
+            async for message in router.start(prompt, max_tokens=max_tokens, **sampling):
+                token_ids += message.token_ids
+                if victim is None and len(token_ids) >= 20:
+                    [victim] = [w for w in decodes if (await asyncio.to_thread(cluster.load, w)).num_running]
+                    victim.signal(signal.SIGKILL)
+                if message.finish_reason:
+                    usage = message.usage
+        assert victim is not None
+        assert token_ids == undisturbed
+        assert (usage.prompt_tokens, usage.completion_tokens) == (40, max_tokens)
+        [heir] = [worker for worker in decodes if worker is not victim]
+        failed = re.findall(r"attempt 0 failed.* after (\d+) tokens", cluster.router.read_log())
+        assert len(failed) == 1
+        # all that the client had, and the one that prefill gave next, came from elsewhere
+        sampled = max_tokens - int(failed[0]) - 1 + (max_tokens - 1 if heir is first else 0)
+        await eventually(lambda: num_sampled(heir) >= sampled)
+        assert num_sampled(heir) == sampled
         cluster.check_pools()
         cluster.check_logs()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.prepared_request import PreparedRequest, ResumeState
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.common.wire import (
     finish_reason_from_wire,
@@ -83,12 +83,16 @@ def test_values_outside_their_limits_are_refused_on_arrival() -> None:
 @st.composite
 def prepared_requests(draw: st.DrawFn) -> PreparedRequest:
     tokens = draw(st.lists(TOKENS, min_size=1, max_size=40))
-    blocks = len(tokens) // 4
+    params = draw(sampling_params())
+    resumed = st.builds(ResumeState, index=st.integers(0, params.n - 1), output_token_ids=st.lists(TOKENS, max_size=20))
+    resume = draw(st.none() | resumed)
+    blocks = (len(tokens) + (0 if resume is None else len(resume.output_token_ids))) // 4
     hashes = st.binary(min_size=16, max_size=16)
     return PreparedRequest(
         request_id=draw(st.text(min_size=1, max_size=8)),
         prompt_token_ids=tokens,
-        sampling_params=draw(sampling_params()),
+        sampling_params=params,
+        resume=resume,
         eos_token_ids=tuple(draw(st.lists(TOKENS, max_size=3))),
         block_hashes=draw(st.lists(hashes, min_size=blocks, max_size=blocks)),
         hash_root=draw(hashes),
@@ -136,6 +140,8 @@ def good_message() -> request_pb2.PreparedRequest:
         ("deadline_s", -1.0, "deadline_s"),
         ("deadline_s", float("nan"), "deadline_s"),
         ("deadline_s", float("inf"), "deadline_s"),
+        ("resume", request_pb2.ResumeState(output_token_ids=[1] * 3), "block_hashes"),
+        ("resume", request_pb2.ResumeState(index=1), r"resume.index is 1, below n \(1\)"),
     ],
 )
 def test_a_prepared_request_that_does_not_fit_together_is_refused(field: str, value: object, named: str) -> None:

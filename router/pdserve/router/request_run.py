@@ -198,7 +198,10 @@ class RequestRun:
             except AttemptFailed as failed:
                 failure = failed
             course.num_counted += 1
-            log.info("request %s: attempt %d failed: %s", self.request_id, number, failure)
+            log.info(
+                "request %s: attempt %d failed after %d tokens: %s",
+                self.request_id, number, processor.num_output_tokens, failure,
+            )  # fmt: skip
             course.wish = self._after(failure, prompt_digest, course.num_counted)
             course.blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
             await asyncio.sleep(BACKOFF_S * 2 ** (course.num_counted - 1) * random.uniform(0.5, 1.5))
