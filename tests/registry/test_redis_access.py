@@ -33,6 +33,7 @@ COMMANDS = [
     "zadd",
     "zrevrange",
     "zremrangebyscore",
+    "zrem",
     "xadd",
     "xread",
     "xrevrange",

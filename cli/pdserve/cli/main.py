@@ -241,6 +241,29 @@ def generate(
     asyncio.run(continue_text(url, prompt, sampling, timeline, os.environ.get("PDSERVE_API_KEY")))
 
 
+@app.command()
+def doctor(
+    role: Annotated[
+        Literal["prefill", "decode", "router"], typer.Option(help="The service that is to be started here.")
+    ] = "prefill",
+    model: Model = None,
+    redis: RedisUrl = None,
+    prefill: Annotated[list[str] | None, typer.Option(help="For a router: host:port of a prefill worker.")] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="For a router: host:port of a decode worker.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config: Config = None,
+    set_: Set = None,
+) -> None:
+    """Preflight: whether a service with these settings would run here, and what to do where not."""
+    from pdserve.cli.doctor_command import examine_service
+    from pdserve.cli.service_commands import parse_assignments
+
+    flags: dict[str, Any] = {"model": model, "redis": redis, "prefill": prefill, "decode": decode}
+    flags = parse_assignments(set_ or []) | {name: value for name, value in flags.items() if value is not None}
+    if not examine_service(role, flags, config, as_json=json):
+        raise typer.Exit(EXIT_FAILED)
+
+
 def main() -> None:
     """Entry point: errors of ours are one line, not a traceback."""
     try:

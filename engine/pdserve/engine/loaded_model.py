@@ -60,21 +60,30 @@ def load_model(
     decoder = load_decoder(folder, dtype=settings.dtype, device=settings.device, progress=progress)
     config = decoder.config
     layout = config.kv_layout(settings.block_size, model_fingerprint(folder, config.dtype))
+    num_blocks, max_model_len = pool_size(settings, layout, config.max_position_embeddings)
+    kv_cache = make_kv_cache(layout, num_blocks, settings.device)
+    return LoadedModel(decoder, layout, kv_cache, max_model_len, tokenizer_fingerprint(folder))
+
+
+def pool_size(settings: WorkerSettings, layout: KvLayout, max_positions: int) -> tuple[int, int]:
+    """Blocks of the pool, and the longest sequence that pool, model and settings allow.
+
+    max_positions: tokens that the model reaches. Raises: ConfigError naming the setting, its value and the limit.
+    """
     num_blocks = settings.num_blocks or (settings.kv_cache_mib << 20) // layout.block_bytes
     if num_blocks < 2:
         raise ConfigError(
             f"kv_cache_mib {settings.kv_cache_mib} holds {num_blocks} blocks of {layout.block_bytes} bytes"
         )
     pool_tokens = num_blocks * settings.block_size
-    limit = config.max_position_embeddings
+    limit = max_positions
     if settings.max_model_len is not None:
         if settings.max_model_len > limit:
             raise ConfigError(f"max_model_len is {settings.max_model_len}, the model reaches to {limit}")
         if settings.max_model_len > pool_tokens:
             raise ConfigError(f"max_model_len is {settings.max_model_len}, the pool holds {pool_tokens} tokens")
         limit = settings.max_model_len
-    kv_cache = make_kv_cache(layout, num_blocks, settings.device)
-    return LoadedModel(decoder, layout, kv_cache, min(limit, pool_tokens), tokenizer_fingerprint(folder))
+    return num_blocks, min(limit, pool_tokens)
 
 
 def _check_device(name: str) -> None:

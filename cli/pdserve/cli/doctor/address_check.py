@@ -1,0 +1,111 @@
+"""Addresses: what peers are told to connect to, and what this service connects to."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from pdserve.cli.doctor.background import in_background
+from pdserve.cli.doctor.finding import Finding, failed, ok, warning
+from pdserve.common.deployment_key import host_of, is_loopback
+from pdserve.common.errors import ConfigError
+from pdserve.common.host_address import is_wildcard
+from pdserve.common.settings import RouterSettings, WorkerSettings
+
+CONNECT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class AddressCheck:
+    """A `Check`."""
+
+    settings: WorkerSettings | RouterSettings
+    name: str = "addresses"
+    deadline_s: float = 15.0
+
+    def run(self) -> list[Finding]:
+        """As `Check.run`."""
+        settings = self.settings
+        return _workers(settings) if isinstance(settings, RouterSettings) else _advertised(settings)
+
+
+def _advertised(settings: WorkerSettings) -> list[Finding]:
+    try:
+        host = settings.peers_host
+    except ConfigError as error:
+        return [failed(error.message, "set advertise_host to the address by which other machines reach this one")]
+    told = f"peers are told to connect to {host}"
+    try:
+        addresses = _resolve(host)
+    except OSError as error:
+        return [failed(f"{told}, which does not resolve: {error.strerror or error}", "correct advertise_host or DNS")]
+    if is_loopback(addresses[0]):
+        if settings.redis is not None:
+            advice = "set host (and advertise_host) where workers or routers run on other machines"
+            return [warning(f"{told}: loopback, which services on other machines cannot reach", advice)]
+        return [ok(f"{told}: loopback, for a cluster on this machine")]
+    shown = host if addresses == [host] else f"{host} ({', '.join(addresses)})"
+    told = f"peers are told to connect to {shown}"
+    if not any(_is_ours(address) for address in addresses):
+        advice = "right behind NAT or a published container port, else set advertise_host to an address of this machine"
+        return [warning(f"{told}, which is no address of this machine", advice)]
+    if not is_wildcard(settings.host) and settings.host not in addresses and not _same(settings.host, addresses):
+        advice = "listen on 0.0.0.0, or advertise the address that is listened on"
+        return [failed(f"{told}, but this worker listens on {settings.host} alone", advice)]
+    return [ok(told)]
+
+
+def _workers(settings: RouterSettings) -> list[Finding]:
+    named = [("prefill", address) for address in settings.prefill] + [
+        ("decode", address) for address in settings.decode
+    ]
+    if not named and settings.redis is None:
+        return [failed("no worker is named and no Redis is given", "set prefill and decode, or redis")]
+    if not settings.decode and settings.redis is None:
+        return [failed("no decode worker is named and no Redis is given", "set decode, or redis")]
+    if not named:
+        return [ok("workers are found through Redis")]
+    answers = [in_background(partial(_reach, role, address), f"reach-{address}") for role, address in named]
+    return [answer.get() for answer in answers]
+
+
+def _reach(role: str, address: str) -> Finding:
+    host, port = host_of(address), int(address.rpartition(":")[2])
+    started = time.monotonic()
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except socket.gaierror as error:
+        return failed(f"{role} worker {address} does not resolve: {error.strerror}", "correct the name, or DNS")
+    except OSError as error:
+        why = error.strerror or str(error) or "no answer"
+        return warning(
+            f"{role} worker {address} cannot be reached: {why}",
+            "start it (the order does not matter), or look at the address and at firewalls",
+        )
+    return ok(f"{role} worker {address} answers after {(time.monotonic() - started) * 1e3:.1f} ms")
+
+
+def _resolve(host: str) -> list[str]:
+    """Raises: OSError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(info[4][0]) for info in found))
+
+
+def _same(host: str, addresses: list[str]) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(set(_resolve(host)) & set(addresses))
+    return False
+
+
+def _is_ours(address: str) -> bool:
+    """Whether an interface of this machine has it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

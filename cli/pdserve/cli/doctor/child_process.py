@@ -1,0 +1,73 @@
+"""A child process that looks at something which may abort or hang, and says what it saw as one JSON line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from typing import TypeVar
+
+import msgspec
+
+_LAST_WORDS = 300
+"""Characters of what a child that broke wrote last."""
+_MAX_LINE = 1 << 20
+
+Answer = TypeVar("Answer")
+
+
+class ChildBroke(Exception):
+    """It ended, or went on, without an answer; the text says how."""
+
+
+class Child:
+    """Made by `child`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def answer(self, kind: type[Answer]) -> Answer:
+        """The next line that the child prints. Raises: ChildBroke."""
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            raise ChildBroke(await self._how_it_ended())
+        try:
+            return msgspec.json.decode(line, type=kind)
+        except msgspec.MsgspecError as error:
+            raise ChildBroke(f"it printed something else than an answer: {error}") from error
+
+    def tell(self, value: object) -> None:
+        """One line for its standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(value) + b"\n")
+
+    async def _how_it_ended(self) -> str:
+        assert self._process.stderr is not None
+        words = (await self._process.stderr.read()).decode(errors="replace")
+        code = await self._process.wait()
+        how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with status {code}"
+        last = " ".join(words.split())[-_LAST_WORDS:]
+        return f"{how}: {last}" if last else how
+
+
+@contextlib.asynccontextmanager
+async def child(module: str, *arguments: str, environ: Mapping[str, str] | None = None) -> AsyncIterator[Child]:
+    """`python -m module arguments`, killed when the block ends. environ: on top of this process's."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **(environ or {})},
+        limit=_MAX_LINE,
+    )  # fmt: skip
+    try:
+        yield Child(process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()

@@ -1,0 +1,123 @@
+"""NIXL and UCX: whether they work here, over what, and what the `connector` setting makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pdserve.cli.doctor.child_process import ChildBroke, child
+from pdserve.cli.doctor.finding import Finding, Verdict, failed, ok, warning
+from pdserve.common.deployment_key import is_loopback
+from pdserve.common.settings import WorkerSettings
+from pdserve.kv_transfer.nixl_probe import NixlView, ReadView
+from pdserve.kv_transfer.ucx_transports import UcxTransport
+
+_PROBE = "pdserve.kv_transfer.nixl_probe"
+_KINDS = ("shared memory", "RDMA", "CUDA IPC", "TCP")
+_INSTALL = "pip install 'pdserve[nixl]'; or set connector=tcp, and nothing looks for it"
+_NO_READ = (
+    "processes may have to share a user, a PID namespace and the right to trace each other (CAP_SYS_PTRACE in "
+    "containers); or set connector=tcp"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NixlCheck:
+    """A `Check`, in child processes: a UCX that does not fit the machine may abort them. environ: on top of ours."""
+
+    settings: WorkerSettings
+    environ: Mapping[str, str] = field(default_factory=dict)
+    answer_s: float = 50.0
+    name: str = "nixl"
+    deadline_s: float = 60.0
+
+    def run(self) -> list[Finding]:
+        """As `Check.run`."""
+        if self.settings.connector == "tcp":
+            return [ok("connector is tcp: NIXL is not used")]
+        try:
+            view, read = asyncio.run(self._probe())
+        except ChildBroke as error:
+            return [self._cannot(f"NIXL ends the process that starts it: {error}", _INSTALL)]
+        except TimeoutError:
+            return [self._cannot(f"NIXL did not answer within {self.answer_s:g} s", _INSTALL)]
+        if view.why_not is not None:
+            return [self._cannot(f"NIXL {view.nixl} cannot be used: {view.why_not}".replace("  ", " "), _INSTALL)]
+        findings = [
+            ok(
+                f"NIXL {view.nixl} with UCX {view.ucx or 'of unknown version'} makes an agent; "
+                f"UCX_TLS is {view.tls!r}, {'as the environment says' if view.tls_is_given else 'our default'}"
+            ),
+            ok(transports_text(view)),
+        ]
+        if read.why_not is not None:
+            what = f"two processes of this machine do not read each other over NIXL: {read.why_not}"
+            return [*findings, self._cannot(what, _NO_READ)]
+        findings.append(ok(f"two processes of this machine read each other over NIXL ({read.seconds * 1e3:.0f} ms)"))
+        findings.append(choice(self.settings, view.used))
+        return [*findings, *_locked_memory(self.settings, view.used)]
+
+    async def _probe(self) -> tuple[NixlView, ReadView]:
+        async with asyncio.timeout(self.answer_s), child(_PROBE, "source", environ=self.environ) as source:
+            view = await source.answer(NixlView)
+            if view.why_not is not None:
+                return view, ReadView(None)
+            metadata = await source.answer(bytes)
+            async with child(_PROBE, "reader", environ=self.environ) as reader:
+                reader.tell(metadata)
+                return view, await reader.answer(ReadView)
+
+    def _cannot(self, what: str, advice: str) -> Finding:
+        if self.settings.connector == "nixl":
+            return failed(what, advice)
+        return warning(f"{what}; connector is auto, so blocks move over TCP", advice)
+
+
+def transports_text(view: NixlView) -> str:
+    """What UCX finds by kind, and what of it stays unused."""
+    if not view.found:
+        return "UCX does not tell which transports it finds"
+    parts = []
+    for kind in _KINDS:
+        found = [transport for transport in view.found if transport.kind == kind]
+        names = ", ".join(dict.fromkeys(_shown(transport) for transport in found)) or "none"
+        unused = "" if not found or any(transport in view.used for transport in found) else " (not used)"
+        parts.append(f"{kind}: {names}{unused}")
+    return "UCX finds " + "; ".join(parts)
+
+
+def choice(settings: WorkerSettings, used: Sequence[UcxTransport]) -> Finding:
+    """What a worker with these settings would move blocks over, and why. Blocks lie in host memory, also with a GPU."""
+    kinds = {transport.kind for transport in used}
+    if not kinds:
+        return ok(f"connector is {settings.connector}: NIXL is tried first with every peer that has it, then TCP")
+    near = next((kind for kind in ("shared memory", "RDMA", "TCP") if kind in kinds), None)
+    far = next((kind for kind in ("RDMA", "TCP") if kind in kinds), None)
+    told = (
+        f"connector is {settings.connector}: NIXL first, then TCP; peers on this machine over "
+        f"{near or 'nothing that UCX may use'}, on others over {f'UCX {far}' if far else 'the tcp connector'}"
+    )
+    if far is None and not is_loopback(settings.host):
+        return warning(
+            f"{told}: without RDMA the first read from each of those fails first",
+            "set connector=tcp where workers are on several machines without RDMA",
+        )
+    return ok(told)
+
+
+def _locked_memory(settings: WorkerSettings, used: Sequence[UcxTransport]) -> list[Finding]:
+    """RDMA pins the memory that it reaches."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    pool_bytes = settings.kv_cache_mib << 20
+    if settings.num_blocks is not None:
+        return []
+    if all(transport.kind != "RDMA" for transport in used) or limit == resource.RLIM_INFINITY or limit >= pool_bytes:
+        return []
+    what = f"RDMA must lock the KV pool, and only {limit >> 20} MiB may be locked"
+    return [Finding(Verdict.WARNING, what, "raise it: `ulimit -l unlimited`, `--ulimit memlock=-1` for containers")]
+
+
+def _shown(transport: UcxTransport) -> str:
+    return transport.name if transport.device == "memory" else f"{transport.name} on {transport.device}"

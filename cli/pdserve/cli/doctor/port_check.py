@@ -1,0 +1,86 @@
+"""Ports that a service listens on: free, allowed, on an address of this machine, and told apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.cli.doctor.finding import Finding, failed, ok, warning
+from pdserve.common.deployment_key import is_loopback
+from pdserve.common.errors import ConfigError
+from pdserve.common.host_address import host_and_port
+from pdserve.common.http_server import listening_socket
+from pdserve.common.settings import RouterSettings, WorkerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One that a service will listen on. purpose: what for; 0 draws a free one."""
+
+    setting: str
+    purpose: str
+    host: str
+    number: int
+
+
+def ports_of(settings: WorkerSettings | RouterSettings) -> list[Port]:
+    """All ports that a service with these settings listens on."""
+    host = settings.host
+    if isinstance(settings, RouterSettings):
+        return [
+            Port("port", "OpenAI HTTP", host, settings.port),
+            Port("grpc_port", "gRPC", host, settings.grpc_port),
+        ]
+    return [
+        Port("port", "gRPC", host, settings.port),
+        Port("data_port", "KV blocks over TCP", host, settings.data_port),
+        Port("metrics_port", "metrics", settings.metrics_host or host, settings.metrics_port),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class PortCheck:
+    """A `Check`. Each port is listened on for a moment."""
+
+    settings: WorkerSettings | RouterSettings
+    name: str = "ports"
+    deadline_s: float = 5.0
+
+    def run(self) -> list[Finding]:
+        """As `Check.run`."""
+        ports = ports_of(self.settings)
+        findings = [self._look(port) for port in ports]
+        given = [port for port in ports if port.number]
+        for number in sorted({port.number for port in given}):
+            names = [port.setting for port in given if port.number == number]
+            if len(names) > 1:
+                findings.append(failed(f"{' and '.join(names)} are both {number}", "give each a number of its own"))
+        return findings
+
+    def _look(self, port: Port) -> Finding:
+        where = f"{port.setting} {host_and_port(port.host, port.number)} ({port.purpose})"
+        if not 0 <= port.number < 65536:
+            return failed(f"{port.setting} is {port.number}", "use 0 to 65535")
+        try:
+            listening_socket(port.host, port.number).close()
+        except ConfigError as error:
+            return failed(f"{port.setting} ({port.purpose}): {error.message}", _advice(error, port))
+        if port.number:
+            return ok(f"{where} is free")
+        if self._must_be_known(port):
+            return warning(
+                f"{port.setting} ({port.purpose}) is drawn at each start, and other machines must reach it",
+                f"set {port.setting} where a firewall stands between the machines, or a router is given addresses",
+            )
+        return ok(f"{port.setting} ({port.purpose}) is drawn at each start")
+
+    def _must_be_known(self, port: Port) -> bool:
+        return not is_loopback(port.host) and port.setting != "metrics_port"
+
+
+def _advice(error: ConfigError, port: Port) -> str:
+    reason = error.message.lower()
+    if "in use" in reason:
+        return f"end what listens there (`ss -ltnp 'sport = :{port.number}'` names it), or set another {port.setting}"
+    if "permission" in reason:
+        return f"ports below 1024 are root's: set another {port.setting}"
+    return "`host` must be an address of this machine, or 0.0.0.0 with `advertise_host`"

@@ -1,0 +1,145 @@
+"""Redis: reachable, new enough, fast, with the rights that services need; and who is in the namespace already."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from pdserve.cli.doctor.finding import Finding, failed, ok, warning
+from pdserve.cli.doctor.redis_rights import refusals
+from pdserve.common.deployment_key import key_check
+from pdserve.common.errors import ConfigError, InvalidRequest
+from pdserve.common.redis_connection import REDIS_ERRORS, error_kind, error_text, make_redis
+from pdserve.common.redis_url import RedisUrl, parse_redis_url
+from pdserve.common.registry import RECORD_FIELDS, Keys, WorkerRecord, read_record, read_worker_id
+from pdserve.common.rpc import PROTOCOL_VERSION
+from pdserve.common.settings import ServiceSettings, WorkerSettings
+
+OLDEST = (6, 2)
+NUM_PINGS = 5
+SLOW_S = 0.005
+"""A round trip beyond this delays what routers know of prefixes; no request waits for it."""
+MAX_SHOWN = 32
+_ANSWER_S = 10.0
+_ADVICE = {
+    "unreachable": "start it, or correct host and port in redis (and redis_ca_file for rediss://)",
+    "timeout": "look for a firewall that drops packets, or a Redis that is overloaded",
+    "denied": "correct user and password in redis; docs/protocol.md lists the rights",
+    "loading": "wait until Redis has loaded its data",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RedisCheck:
+    """A `Check`. It writes nothing."""
+
+    settings: ServiceSettings
+    name: str = "redis"
+    deadline_s: float = 15.0
+
+    def run(self) -> list[Finding]:
+        """As `Check.run`."""
+        if self.settings.redis is None:
+            return [ok("not used: routers are told the workers' addresses")]
+        url = parse_redis_url(self.settings.redis)
+        try:
+            # first here, where it may hang: the threads in which asyncio asks are waited for at the process's end
+            socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            return [failed(f"{url}: {url.host} does not resolve: {error.strerror}", _ADVICE["unreachable"])]
+        return asyncio.run(self._look(url))
+
+    async def _look(self, url: RedisUrl) -> list[Finding]:
+        redis = make_redis(url, self.settings.redis_ca_file)
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return [
+                    await _server(redis, url),
+                    await _rights(redis, Keys(self.settings.redis_namespace)),
+                    *await self._workers(redis, Keys(self.settings.redis_namespace)),
+                ]
+        except REDIS_ERRORS as error:
+            kind = error_kind(error)
+            advice = _ADVICE.get(kind, "look into Redis' own log")
+            return [failed(f"{url} cannot be used: {error_text(error)} ({kind})", advice)]
+        finally:
+            await redis.aclose()
+
+    async def _workers(self, redis: Redis, keys: Keys) -> list[Finding]:
+        """Who is there now, and whether they could work with this service."""
+        try:
+            members = await redis.zrevrange(keys.workers, 0, MAX_SHOWN - 1)
+            records = [await _record(redis, keys, member) for member in members]
+        except REDIS_ERRORS as error:
+            if error_kind(error) == "denied":
+                return []  # the missing right is told already
+            raise
+        except InvalidRequest as error:
+            advice = "another program writes there: use a redis_namespace of your own"
+            return [failed(f"namespace {keys.namespace} holds something else: {error.message}", advice)]
+        live = [record for record in records if record is not None]
+        names = ", ".join(f"{record.worker_id} ({record.role}, {record.address})" for record in live)
+        return [
+            ok(f"namespace {keys.namespace} has {len(live)} live workers{': ' if names else ''}{names}"),
+            *self._strangers(live),
+        ]
+
+    def _strangers(self, live: list[WorkerRecord]) -> list[Finding]:
+        findings = []
+        try:
+            check = key_check(self.settings.key()[0])
+        except ConfigError:
+            check = None  # told by the check of the key
+        if others := [record.worker_id for record in live if check is not None and record.key_check != check]:
+            findings.append(failed(f"{', '.join(others)}: another deployment key", "give all services one key"))
+        if others := [record.worker_id for record in live if record.protocol_version != PROTOCOL_VERSION]:
+            what = f"{', '.join(others)}: another protocol version than {PROTOCOL_VERSION}"
+            findings.append(warning(what, "run one version of pdserve; routers keep the versions apart"))
+        settings = self.settings
+        if isinstance(settings, WorkerSettings) and settings.worker_id in [record.worker_id for record in live]:
+            what = f"a worker with the id {settings.worker_id} is there already"
+            findings.append(warning(what, "right before a restart in its place, else set another worker_id"))
+        return findings
+
+
+async def _server(redis: Redis, url: RedisUrl) -> Finding:
+    round_trips = []
+    for _ in range(NUM_PINGS):
+        started = time.monotonic()
+        await redis.ping()
+        round_trips.append(time.monotonic() - started)
+    # needs no right of its own, unlike INFO
+    answer = await redis.execute_command("HELLO")  # type: ignore[no-untyped-call]
+    said = {bytes(name): value for name, value in zip(answer[::2], answer[1::2], strict=True)}
+    version = said[b"version"].decode(errors="replace")
+    fastest_s = min(round_trips)
+    told = f"{url}: Redis {version}, {fastest_s * 1e3:.2f} ms a round trip"
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
+        return failed(told, f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer")
+    if said.get(b"role") != b"master":
+        return failed(f"{told}: a replica, which takes no writes", "name the primary in redis")
+    if said.get(b"mode") == b"cluster":
+        return failed(f"{told}: a node of a cluster", "use one server; keys of a deployment lie in one slot anyway")
+    if fastest_s > SLOW_S:
+        return warning(f"{told}: slow", "put Redis nearer; no request waits for it, but routers hear of prefixes later")
+    return ok(told)
+
+
+async def _rights(redis: Redis, keys: Keys) -> Finding:
+    refused = await refusals(redis, keys)
+    if not refused:
+        return ok("all rights that services need")
+    first = next(iter(refused.values()))
+    return failed(
+        f"Redis refuses {', '.join(sorted(refused))}: {first}",
+        f"ACL SETUSER <user> ~{{{keys.namespace}}}:* {' '.join(f'+{name.lower()}' for name in sorted(refused))}",
+    )
+
+
+async def _record(redis: Redis, keys: Keys, member: object) -> WorkerRecord | None:
+    worker_id = read_worker_id(member)
+    return read_record(worker_id, await redis.hmget(keys.worker(worker_id), list(RECORD_FIELDS)))

@@ -1,0 +1,65 @@
+"""`pdserve doctor`: look at everything that a service needs before it is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from rich.console import Console
+
+from pdserve.cli.doctor.address_check import AddressCheck
+from pdserve.cli.doctor.examination import examine
+from pdserve.cli.doctor.finding import Check, Examined, Verdict, failed
+from pdserve.cli.doctor.gpu_check import GpuCheck
+from pdserve.cli.doctor.key_check import KeyCheck
+from pdserve.cli.doctor.memory_check import MemoryCheck
+from pdserve.cli.doctor.model_check import ModelCheck
+from pdserve.cli.doctor.nixl_check import NixlCheck
+from pdserve.cli.doctor.port_check import PortCheck
+from pdserve.cli.doctor.redis_check import RedisCheck
+from pdserve.cli.doctor.report import make_report, show, show_summary
+from pdserve.common.errors import ConfigError
+from pdserve.common.settings import DecodeSettings, PrefillSettings, RouterSettings, WorkerSettings, load_settings
+
+Role = Literal["prefill", "decode", "router"]
+_SETTINGS: dict[Role, type[PrefillSettings | DecodeSettings | RouterSettings]] = {
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+    "router": RouterSettings,
+}
+
+
+def checks_for(settings: WorkerSettings | RouterSettings) -> list[Check]:
+    """What a service with these settings needs, in the order in which it is shown."""
+    everywhere: list[Check] = [KeyCheck(settings), PortCheck(settings), AddressCheck(settings), RedisCheck(settings)]
+    if isinstance(settings, RouterSettings):
+        return [ModelCheck(settings), *everywhere]
+    return [ModelCheck(settings), MemoryCheck(settings), GpuCheck(settings), *everywhere, NixlCheck(settings)]
+
+
+def examine_service(role: Role, flags: Mapping[str, Any], config: Path | None, *, as_json: bool) -> bool:
+    """Show what was found; whether nothing failed."""
+    console = Console()
+    examined: list[Examined] = []
+    for one in _examine(role, flags, config):
+        examined.append(one)
+        if not as_json:
+            show(console, one)
+    report = make_report(role, examined)
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    else:
+        show_summary(console, report)
+    return report.verdict is not Verdict.FAILED
+
+
+def _examine(role: Role, flags: Mapping[str, Any], config: Path | None) -> Iterable[Examined]:
+    try:
+        settings = load_settings(_SETTINGS[role], flags=flags, toml=config)
+    except ConfigError as error:
+        advice = "correct the setting; defaults < TOML file < PDSERVE_* < flags, the last one wins"
+        return [Examined("settings", [failed(error.message, advice)])]
+    return examine(checks_for(settings))

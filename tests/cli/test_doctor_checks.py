@@ -1,0 +1,327 @@
+"""Each of the doctor's checks that needs no other service: what it says when all is well, and when not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.cli.doctor.address_check import AddressCheck
+from pdserve.cli.doctor.finding import Finding, Verdict
+from pdserve.cli.doctor.gpu_check import GpuCheck
+from pdserve.cli.doctor.key_check import KeyCheck
+from pdserve.cli.doctor.machine_memory import free_memory
+from pdserve.cli.doctor.memory_check import MemoryCheck
+from pdserve.cli.doctor.model_check import ModelCheck
+from pdserve.cli.doctor.port_check import PortCheck
+from pdserve.common.deployment_key import key_check
+from pdserve.common.settings import DecodeSettings, PrefillSettings, RouterSettings
+from pdserve.models.model_folder import model_folder
+
+Folders = Callable[..., Path]
+SECRET = "0123456789abcdef"
+BEYOND = {"host": "0.0.0.0", "insecure": True}
+
+
+def verdicts(findings: list[Finding]) -> list[str]:
+    assert all(bool(finding.advice) is (finding.verdict is not Verdict.OK) for finding in findings), "advice if not ok"
+    return [finding.verdict.value for finding in findings]
+
+
+def text(findings: list[Finding]) -> str:
+    return "\n".join(finding.what for finding in findings)
+
+
+# ---- model
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    return target
+
+
+def edited(folder: Path, file: str, **values: Any) -> None:
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def model(folder: Path, **settings: Any) -> list[Finding]:
+    return ModelCheck(PrefillSettings(model=str(folder), **settings)).run()
+
+
+def test_the_bundled_model_is_whole() -> None:
+    findings = ModelCheck(PrefillSettings()).run()
+    assert verdicts(findings) == ["ok", "ok", "ok"]
+    assert "Qwen3ForCausalLM" in text(findings)
+    assert "bfloat16, 8.0 MiB of weights" in text(findings)
+    assert verdicts(ModelCheck(RouterSettings()).run()) == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda folder: edited(folder, "config.json", architectures=["GptForCausalLM"]), "GptForCausalLM"),
+        (lambda folder: edited(folder, "config.json", hidden_size=64), "embed_tokens"),
+        (lambda folder: edited(folder, "config.json", num_hidden_layers=5), "have no place"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x10" * 4096), "model.safetensors"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{% if"), "chat template"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}"), "refused"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    ],
+)
+def test_a_broken_model_folder_fails_and_names_what_is_broken(
+    tmp_path: Path, spoil: Callable[[Path], object], named: str
+) -> None:
+    folder = copy_of(model_folder("demo"), tmp_path / "model")
+    spoil(folder)
+    findings = model(folder)
+    assert "failed" in verdicts(findings)
+    assert named in text([finding for finding in findings if finding.verdict is Verdict.FAILED])
+
+
+def test_what_a_model_lacks_is_a_warning(tmp_path: Path) -> None:
+    folder = copy_of(model_folder("demo"), tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    findings = model(folder)
+    assert verdicts(findings) == ["ok", "ok", "warning"]
+    assert "no chat template" in text(findings)
+    assert verdicts(model(tmp_path / "nowhere")) == ["failed"]
+
+
+def test_every_architecture_is_held_against_its_headers(tiny_checkpoints: Folders) -> None:
+    for architecture in ("llama", "mistral", "qwen2", "qwen3"):
+        findings = model(tiny_checkpoints(architecture))
+        assert findings[0].verdict is Verdict.OK, findings
+        assert "MiB of weights" in findings[0].what
+
+
+# ---- memory
+
+
+def test_a_pool_that_fits_and_one_that_does_not() -> None:
+    assert verdicts(MemoryCheck(PrefillSettings()).run()) == ["ok"]
+    findings = MemoryCheck(PrefillSettings(kv_cache_mib=1 << 30)).run()
+    assert verdicts(findings) == ["failed"]
+    assert "KV pool 1,073,741,8" in text(findings)
+    findings = MemoryCheck(PrefillSettings(max_model_len=1 << 20)).run()
+    assert verdicts(findings) == ["failed"]
+    assert "max_model_len" in text(findings)
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:  8388608 kB\nMemAvailable:  4194304 kB\n"}
+GIB = 1 << 30
+
+
+def test_the_least_of_machine_and_control_groups_counts(tmp_path: Path) -> None:
+    assert free_memory(tmp_path) is None
+    write(tmp_path, MEMINFO)
+    free = free_memory(tmp_path)
+    assert free is not None
+    assert (free.num_bytes, free.limited_by) == (4 * GIB, "this machine")
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pods/one\n",
+            "sys/fs/cgroup/pods/one/memory.max": "max\n",
+            "sys/fs/cgroup/pods/one/memory.current": "5\n",
+            "sys/fs/cgroup/pods/memory.max": f"{2 * GIB}\n",
+            "sys/fs/cgroup/pods/memory.current": f"{GIB}\n",
+            "sys/fs/cgroup/pods/memory.stat": f"anon 7\ninactive_file {GIB // 2}\n",
+        },
+    )
+    free = free_memory(tmp_path)
+    assert free is not None
+    assert (free.num_bytes, free.limited_by) == (3 * GIB // 2, "the control group /pods")
+
+
+def test_the_first_version_of_control_groups_as_a_container_sees_them(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        MEMINFO
+        | {
+            "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/docker/abc\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{100 << 20}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{40 << 20}\n",
+            "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {10 << 20}\n",
+        },
+    )
+    findings = MemoryCheck(PrefillSettings(), tmp_path).run()
+    assert verdicts(findings) == ["failed"]
+    assert "free 70 MiB by the control group /" in text(findings)
+    write(tmp_path, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"})
+    assert "by this machine" in text(MemoryCheck(PrefillSettings(), tmp_path).run())
+
+
+def test_a_system_that_does_not_tell_is_a_warning_and_one_that_is_nearly_full_too(tmp_path: Path) -> None:
+    assert verdicts(MemoryCheck(PrefillSettings(), tmp_path).run()) == ["warning"]
+    write(tmp_path, {"proc/meminfo": f"MemAvailable: {700 << 10} kB\n"})
+    assert verdicts(MemoryCheck(PrefillSettings(), tmp_path).run()) == ["warning"]
+
+
+# ---- GPU
+
+TORCH = """
+import types
+__version__ = "9.9"
+version = types.SimpleNamespace(cuda={cuda!r})
+cuda = types.SimpleNamespace(
+    is_available=lambda: {count} > 0,
+    device_count=lambda: {count},
+    mem_get_info=lambda index: ({free}, 1 << 40),
+    get_device_name=lambda index: f"Made {{index}}",
+)
+print("a library's greeting")
+"""
+
+
+@pytest.fixture
+def make_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Children then import this torch."""
+
+    def make(cuda: str | None = "13.0", count: int = 2, free: int = 1 << 38) -> None:
+        (tmp_path / "torch.py").write_text(TORCH.format(cuda=cuda, count=count, free=free))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return make
+
+
+def test_gpus_are_named_and_the_device_is_one_of_them(make_torch: Callable[..., None]) -> None:
+    make_torch()
+    findings = GpuCheck(PrefillSettings(device="cuda:1")).run()
+    assert verdicts(findings) == ["ok"]
+    assert "cuda:1 Made 1" in text(findings)
+    assert "not used" in text(GpuCheck(PrefillSettings()).run())
+    assert verdicts(GpuCheck(PrefillSettings(device="cuda:2")).run()) == ["failed"]
+    assert verdicts(GpuCheck(PrefillSettings(device="mps")).run()) == ["failed"]
+
+
+def test_no_gpu_and_a_torch_that_breaks(make_torch: Callable[..., None], tmp_path: Path) -> None:
+    make_torch(None, 0)
+    findings = GpuCheck(PrefillSettings(device="cuda")).run()
+    assert verdicts(findings) == ["failed"]
+    assert "without CUDA" in text(findings)
+    assert verdicts(GpuCheck(PrefillSettings()).run()) == ["ok"]
+    (tmp_path / "torch.py").write_text("import os\nos.abort()\n")
+    findings = GpuCheck(PrefillSettings(device="cuda")).run()
+    assert verdicts(findings) == ["failed"]
+    assert "SIGABRT" in text(findings)
+
+
+def test_with_a_gpu_pool_and_weights_must_fit_there_and_the_staging_here(make_torch: Callable[..., None]) -> None:
+    make_torch()
+    findings = MemoryCheck(PrefillSettings(device="cuda")).run()
+    assert verdicts(findings) == ["ok", "ok"]
+    assert "KV staging, as large as the pool 256 MiB" in findings[0].what
+    make_torch(free=1 << 20)
+    findings = MemoryCheck(PrefillSettings(device="cuda")).run()
+    assert verdicts(findings) == ["ok", "failed"]
+    assert "by Made 0" in findings[1].what
+    make_torch(count=0)
+    assert verdicts(MemoryCheck(PrefillSettings(device="cuda")).run()) == ["ok", "failed"]
+
+
+# ---- key
+
+
+def test_the_public_key_a_given_one_and_none_where_one_is_needed(tmp_path: Path) -> None:
+    assert verdicts(KeyCheck(PrefillSettings()).run()) == ["warning"]
+    findings = KeyCheck(PrefillSettings(deployment_key=SECRET)).run()
+    assert verdicts(findings) == ["ok"]
+    assert key_check(SECRET.encode()) in text(findings)
+    assert SECRET not in text(findings)
+    assert verdicts(KeyCheck(PrefillSettings(redis="redis://127.0.0.1")).run()) == ["failed"]
+    file = tmp_path / "deployment.key"
+    file.write_text(SECRET)
+    file.chmod(0o600)
+    assert verdicts(KeyCheck(RouterSettings(deployment_key_file=str(file))).run()) == ["ok"]
+    file.chmod(0o644)
+    assert verdicts(KeyCheck(RouterSettings(deployment_key_file=str(file))).run()) == ["ok", "warning"]
+
+
+# ---- ports
+
+
+def test_ports_that_are_free_drawn_in_use_equal_or_not_ours() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        findings = PortCheck(PrefillSettings(data_port=port)).run()
+        assert verdicts(findings) == ["ok", "failed", "ok"]
+        assert f"127.0.0.1:{port}" in findings[1].what
+        assert "data_port" in findings[1].what
+    assert verdicts(PortCheck(PrefillSettings(data_port=port)).run()) == ["ok", "ok", "ok"], "and nothing holds it"
+    findings = PortCheck(DecodeSettings(port=port, data_port=port)).run()
+    assert verdicts(findings) == ["ok", "ok", "ok", "failed"]
+    assert "port and data_port" in findings[3].what
+    findings = PortCheck(RouterSettings(host="192.0.2.1", insecure=True, port=0, grpc_port=0)).run()
+    assert verdicts(findings) == ["failed", "failed"]
+    assert "address of this machine" in findings[0].advice
+    assert verdicts(PortCheck(PrefillSettings(**BEYOND)).run()) == ["warning", "warning", "ok"]
+    assert verdicts(PortCheck(PrefillSettings(port=70_000)).run()) == ["failed", "ok", "ok"]
+
+
+# ---- addresses
+
+
+def test_what_peers_are_told() -> None:
+    def told(**settings: Any) -> list[Finding]:
+        return AddressCheck(PrefillSettings(**settings)).run()
+
+    assert verdicts(told()) == ["ok"]
+    assert verdicts(told(redis="redis://127.0.0.1")) == ["warning"]
+    findings = told(**BEYOND, advertise_host="192.0.2.1")
+    assert verdicts(findings) == ["warning"]
+    assert "no address of this machine" in text(findings)
+    findings = told(**BEYOND, advertise_host="no-such-host.invalid")
+    assert verdicts(findings) == ["failed"]
+    assert "does not resolve" in text(findings)
+
+
+def test_a_worker_that_listens_elsewhere_than_it_says(own_address: str) -> None:
+    settings = PrefillSettings(host="127.0.0.1", advertise_host=own_address)
+    findings = AddressCheck(settings).run()
+    assert verdicts(findings) == ["failed"]
+    assert "listens on 127.0.0.1 alone" in text(findings)
+    assert verdicts(AddressCheck(PrefillSettings(**BEYOND, advertise_host=own_address)).run()) == ["ok"]
+
+
+@pytest.fixture
+def own_address() -> str:
+    """One beyond loopback that an interface of this machine has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a datagram socket sends nothing by this
+        except OSError:
+            pytest.skip("this machine has loopback alone")
+        return str(probe.getsockname()[0])
+
+
+def test_the_workers_that_a_router_is_told_of() -> None:
+    with socket.socket() as worker:
+        worker.bind(("127.0.0.1", 0))
+        worker.listen()
+        here = f"127.0.0.1:{worker.getsockname()[1]}"
+        findings = AddressCheck(
+            RouterSettings(prefill=(here,), decode=("127.0.0.1:1", "no-such-host.invalid:7002"))
+        ).run()
+    assert verdicts(findings) == ["ok", "warning", "failed"]
+    assert verdicts(AddressCheck(RouterSettings()).run()) == ["failed"]
+    assert verdicts(AddressCheck(RouterSettings(prefill=(here,))).run()) == ["failed"]
+    assert verdicts(AddressCheck(RouterSettings(redis="redis://127.0.0.1")).run()) == ["ok"]

@@ -1,0 +1,112 @@
+"""The doctor's check of NIXL and UCX: as they are here, and as they may be elsewhere: missing, broken, aborting, silent."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pdserve.cli.doctor.finding import Finding, Verdict
+from pdserve.cli.doctor.nixl_check import NixlCheck, choice, transports_text
+from pdserve.common.settings import PrefillSettings
+from pdserve.kv_transfer.nixl_probe import NixlView
+from pdserve.kv_transfer.ucx_transports import UcxTransport
+
+
+def verdicts(findings: list[Finding]) -> list[str]:
+    assert all(bool(finding.advice) is (finding.verdict is not Verdict.OK) for finding in findings), "advice if not ok"
+    return [finding.verdict.value for finding in findings]
+
+
+def look(environ: dict[str, str] | None = None, **settings: Any) -> list[Finding]:
+    findings = NixlCheck(PrefillSettings(**settings), environ or {}).run()
+    assert not psutil.Process().children(recursive=True), "a child was left behind"
+    return findings
+
+
+def test_two_processes_read_each_other_here() -> None:
+    pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
+    findings = look({"UCX_TLS": "^tcp"})
+    assert verdicts(findings) == ["ok", "ok", "ok", "ok"]
+    assert "UCX_TLS is '^tcp', as the environment says" in findings[0].what
+    assert "shared memory: " in findings[1].what
+    assert "(not used)" in findings[1].what.split("TCP: ")[1]
+    assert "read each other" in findings[2].what
+    assert "peers on this machine over shared memory, on others over the tcp connector" in findings[3].what
+
+
+def test_transports_that_ucx_does_not_know() -> None:
+    pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
+    findings = look({"UCX_TLS": "no_such_transport"}, connector="nixl")
+    assert verdicts(findings) == ["failed"]
+    assert "NIXL cannot start UCX" in findings[0].what
+
+
+BROKEN = {
+    "missing": ("raise ModuleNotFoundError(\"No module named 'nixl'\")", "cannot be imported: ModuleNotFoundError"),
+    "aborting": ("import os; os.abort()", "SIGABRT"),
+    "leaving": ("import sys; sys.stderr.write('no driver'); sys.exit(3)", "status 3: no driver"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_package_that_cannot_be_used(tmp_path: Path, how: str) -> None:
+    source, told = BROKEN[how]
+    (tmp_path / "nixl").mkdir()
+    (tmp_path / "nixl/__init__.py").write_text(source)
+    environ = {"PYTHONPATH": str(tmp_path)}
+    findings = look(environ)
+    assert verdicts(findings) == ["warning"]
+    assert told in findings[0].what
+    assert "connector is auto, so blocks move over TCP" in findings[0].what
+    assert verdicts(look(environ, connector="nixl")) == ["failed"]
+
+
+def test_a_package_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "nixl.py").write_text("import time; time.sleep(600)")
+    started = time.monotonic()
+    findings = NixlCheck(PrefillSettings(), {"PYTHONPATH": str(tmp_path)}, answer_s=1.0).run()
+    assert time.monotonic() - started < 30
+    assert verdicts(findings) == ["warning"]
+    assert "within 1 s" in findings[0].what
+    assert not psutil.Process().children(recursive=True), "a child was left behind"
+
+
+def test_a_worker_that_uses_tcp_is_not_asked_for_nixl() -> None:
+    assert verdicts(look({"PYTHONPATH": "/no/such"}, connector="tcp")) == ["ok"]
+
+
+RDMA = [UcxTransport("rc_mlx5", "mlx5_0:1"), UcxTransport("ud_verbs", "mlx5_0:1")]
+NEAR = [UcxTransport("cma", "memory"), UcxTransport("posix", "memory")]
+OTHERS = [UcxTransport("tcp", "eth0"), UcxTransport("cuda_ipc", "cuda"), UcxTransport("self", "memory")]
+BEYOND = {"host": "10.0.0.1", "insecure": True}
+
+
+def test_transports_by_kind() -> None:
+    view = NixlView(why_not=None, nixl="1", found=[*NEAR, *RDMA, *OTHERS], used=[*NEAR, *RDMA])
+    assert transports_text(view) == (
+        "UCX finds shared memory: cma, posix; RDMA: rc_mlx5 on mlx5_0:1, ud_verbs on mlx5_0:1; "
+        "CUDA IPC: cuda_ipc on cuda (not used); TCP: tcp on eth0 (not used)"
+    )
+    assert "does not tell" in transports_text(NixlView(why_not=None, nixl="1"))
+    kinds = {name: UcxTransport(name, "x").kind for name in ("cuda_copy", "gdr_copy", "dc_mlx5", "srd", "self", "new")}
+    assert list(kinds.values()) == ["CUDA copy", "CUDA copy", "RDMA", "RDMA", "self", "other"]
+
+
+@pytest.mark.parametrize(
+    ("used", "settings", "verdict", "told"),
+    [
+        (NEAR, {}, "ok", "this machine over shared memory, on others over the tcp connector"),
+        (NEAR, BEYOND, "warning", "without RDMA"),
+        ([*NEAR, *RDMA], BEYOND, "ok", "on others over UCX RDMA"),
+        (OTHERS, BEYOND, "ok", "on others over UCX TCP"),
+        ([], BEYOND, "ok", "NIXL is tried first"),
+    ],
+)
+def test_what_would_be_chosen_and_why(used: list[Any], settings: dict[str, Any], verdict: str, told: str) -> None:
+    finding = choice(PrefillSettings(**settings), used)
+    assert finding.verdict.value == verdict
+    assert told in finding.what

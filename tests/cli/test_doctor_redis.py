@@ -1,0 +1,150 @@
+"""The doctor's check of Redis, against real servers: reachable, primary, rights, and who is there; it writes nothing."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis_server import RedisServer, free_port, redis_server
+
+from pdserve.cli.doctor.finding import Finding, Verdict
+from pdserve.cli.doctor.redis_check import RedisCheck
+from pdserve.cli.doctor.redis_rights import harmless_commands, transaction_commands
+from pdserve.common.deployment_key import key_check
+from pdserve.common.registry import Keys, WorkerRecord
+from pdserve.common.rpc import PROTOCOL_VERSION
+from pdserve.common.settings import PrefillSettings, RouterSettings
+
+SECRET = "0123456789abcdef"
+KEYS = Keys("test")
+COMMANDS = sorted({str(command[0]).lower() for command in harmless_commands(KEYS) + transaction_commands(KEYS)})
+PROTOCOL = Path(__file__).resolve().parents[2] / "docs/protocol.md"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def empty(server: RedisServer) -> None:
+    server.do("FLUSHALL")
+
+
+def look(url: str, **settings: Any) -> list[Finding]:
+    given = {"redis": url, "redis_namespace": "test", "deployment_key": SECRET} | settings
+    return RedisCheck(PrefillSettings(**given)).run()
+
+
+def verdicts(findings: list[Finding]) -> list[str]:
+    assert all(bool(finding.advice) is (finding.verdict is not Verdict.OK) for finding in findings), "advice if not ok"
+    return [finding.verdict.value for finding in findings]
+
+
+def changes(server: RedisServer) -> int:
+    """Writes since the server's start."""
+    info = server.do("INFO", "persistence")
+    assert isinstance(info, bytes | dict)
+    found = info["rdb_changes_since_last_save"] if isinstance(info, dict) else re.findall(rb"save:(\d+)", info)[0]
+    return int(found)
+
+
+def test_one_that_can_be_used(server: RedisServer) -> None:
+    before = changes(server)
+    findings = look(server.url)
+    assert verdicts(findings) == ["ok", "ok", "ok"]
+    assert re.search(r"Redis \d+\.\d+\.\d+, \d+\.\d\d ms a round trip", findings[0].what)
+    assert "0 live workers" in findings[2].what
+    assert server.do("DBSIZE") == 0
+    assert changes(server) == before, "the doctor wrote something"
+    assert verdicts(RedisCheck(RouterSettings()).run()) == ["ok"]
+
+
+def test_the_rights_asked_for_are_those_of_the_document() -> None:
+    section = PROTOCOL.read_text().split("**Rights.**")[1].split("```")[1]
+    assert sorted(re.findall(r"\+(\w+)", section)) == COMMANDS
+
+
+def test_a_user_with_the_rights_it_needs_and_without_each_of_them(server: RedisServer) -> None:
+    url = f"redis://pd:{SECRET}@127.0.0.1:{server.port}/0"
+
+    def allow(names: list[str], keys: str = "~{test}:*") -> None:
+        server.do("ACL", "SETUSER", "pd", "reset", "on", f">{SECRET}", keys, *(f"+{name}" for name in names))
+
+    allow(COMMANDS)
+    assert verdicts(look(url)) == ["ok", "ok", "ok"]
+    before = changes(server)
+    for left_out in COMMANDS:
+        allow([name for name in COMMANDS if name != left_out])
+        failed = [finding for finding in look(url) if finding.verdict is Verdict.FAILED]
+        assert len(failed) == 1, left_out
+        assert SECRET not in failed[0].what
+        if left_out not in ("ping", "multi"):
+            assert failed[0].what.startswith(f"Redis refuses {left_out.upper()}:"), left_out
+            assert failed[0].advice.endswith(f"~{{test}}:* +{left_out}")
+    allow(COMMANDS, "~{other}:*")
+    assert any("Redis refuses" in finding.what for finding in look(url))
+    assert changes(server) == before, "the doctor wrote something"
+    findings = look(f"redis://pd:wrong@127.0.0.1:{server.port}/0")
+    assert verdicts(findings) == ["failed"]
+    assert "(denied)" in findings[0].what
+
+
+def test_one_that_is_not_there_one_that_is_silent_and_one_without_an_address() -> None:
+    findings = look(f"redis://127.0.0.1:{free_port()}")
+    assert verdicts(findings) == ["failed"]
+    assert "(unreachable)" in findings[0].what
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        findings = look(f"redis://127.0.0.1:{silent.getsockname()[1]}")
+    assert verdicts(findings) == ["failed"]
+    assert "(timeout)" in findings[0].what
+    findings = look("redis://no-such-host.invalid")
+    assert verdicts(findings) == ["failed"]
+    assert "does not resolve" in findings[0].what
+
+
+def test_a_replica_takes_no_writes(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as replica:
+        replica.do("REPLICAOF", "127.0.0.1", free_port())
+        findings = look(replica.url)
+    assert findings[0].verdict is Verdict.FAILED
+    assert "replica" in findings[0].what
+
+
+def register(server: RedisServer, worker_id: str, **changes: Any) -> None:
+    fields: dict[str, Any] = {
+        "worker_id": worker_id, "epoch": 7, "registered_us": 1, "role": "decode", "address": "127.0.0.1:7002",
+        "protocol_version": PROTOCOL_VERSION, "model_fingerprint": "ab", "layout_fingerprint": "ab",
+        "tokenizer_fingerprint": "ab", "key_check": key_check(SECRET.encode()),
+    }  # fmt: skip
+    with server.admin() as admin:
+        admin.zadd(KEYS.workers, {worker_id: 1})
+        admin.hset(KEYS.worker(worker_id), mapping=WorkerRecord(**(fields | changes)).fields())
+
+
+def test_who_is_there_and_who_does_not_fit(server: RedisServer) -> None:
+    register(server, "decode-1")
+    with server.admin() as admin:
+        admin.zadd(KEYS.workers, {"gone": 2})
+    findings = look(server.url)
+    assert verdicts(findings) == ["ok", "ok", "ok"]
+    assert "1 live workers: decode-1 (decode, 127.0.0.1:7002)" in findings[2].what
+    register(server, "decode-2", key_check="00ff")
+    register(server, "decode-3", protocol_version=PROTOCOL_VERSION + 1)
+    findings = look(server.url, worker_id="decode-1")
+    assert verdicts(findings) == ["ok", "ok", "ok", "failed", "warning", "warning"]
+    assert "decode-2: another deployment key" in findings[3].what
+    assert "decode-3: another protocol version" in findings[4].what
+    assert "decode-1" in findings[5].what
+    with server.admin() as admin:
+        admin.zadd(KEYS.workers, {"no id at all": 3})
+    findings = look(server.url)
+    assert verdicts(findings) == ["ok", "ok", "failed"]
+    assert "something else" in findings[2].what
