@@ -18,6 +18,7 @@ from pdserve.kv_transfer.source_transfer import (
     SourceTransfer,
 )
 from pdserve.kv_transfer.transfer_state import SourceState
+from pdserve.kv_transfer.transfer_view import TransferView
 
 RECEIVER = PeerId("decode-1", 11)
 DIGEST = b"d" * 16
@@ -175,3 +176,12 @@ def expected(transfer_id: bytes = TRANSFER_ID, lease_s: float = 5.0, request_id:
 
 def source_ref() -> SourceRef:
     return SourceRef("prefill-1", 7, "127.0.0.1:1", TRANSFER_ID, DIGEST)
+
+
+def make_view(**changes: Any) -> TransferView:
+    fields: dict[str, Any] = {
+        "role": "receiver", "request_id": "r.0.0", "peer": "prefill-1", "connector": "tcp", "state": "RECEIVING",
+        "num_blocks_wanted": 4, "num_blocks_landed": 2, "num_blocks_pinned": 0, "num_blocks_quarantined": 0,
+        "fallbacks": [], "age_s": 0.5,
+    }  # fmt: skip
+    return TransferView(**(fields | changes))

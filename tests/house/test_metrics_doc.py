@@ -69,7 +69,8 @@ def worker_registry() -> CollectorRegistry:
     layout = SimpleNamespace(block_bytes=1, model_fingerprint="f")
     identity = SimpleNamespace(peer=PeerId("w", 1), role=Role.DECODE, layout=layout, connectors=("tcp",))
     engine = SimpleNamespace(stats=SchedulerStats(), tick=0, tick_age_s=0.0, draining=False)
-    WorkerMetrics(registry, identity, engine, lambda: 0, lambda: 0)  # type: ignore[arg-type]
+    transfers = SimpleNamespace(num_open=0, num_pinned=0, num_fallbacks=0)
+    WorkerMetrics(registry, identity, engine, transfers)  # type: ignore[arg-type]
     registry.register(redis_collector())
     return registry
 

@@ -325,3 +325,20 @@ async def test_i7_a_request_that_ends_during_the_change_gets_its_blocks_back_onc
     await ways.end_second()
     assert ways.owner.words.count("fenced") == 1
     assert not ways.transfer.wants_attach
+
+
+async def test_i13_blocks_in_quarantine_are_counted_until_the_last_read_has_ended() -> None:
+    ways = TwoWays()
+    ways.publish(2, 4)
+    assert ways.transfer.num_quarantined == 0, "a read that is wanted quarantines nothing"
+    ways = TwoWays()
+    await ways.fail_first_of_two_reads()
+    assert (ways.transfer.num_quarantined, ways.transfer.fell_back_from) == (3, ["fast"]), "block 2 has landed"
+    await ways.end_second()
+    assert ways.transfer.num_quarantined == 0
+    ways = TwoWays()
+    await ways.fail_first_of_two_reads()
+    ways.transfer.fail(cause := TransferFailed("the source is lost"))
+    assert (ways.transfer.num_quarantined, ways.transfer.cause) == (4, cause), "no block goes back before all may"
+    await ways.end_second()
+    assert ways.transfer.num_quarantined == 0

@@ -1,4 +1,4 @@
-"""`/metrics` and `/health` of a worker: answers, refusals, and clients that do not behave."""
+"""`/metrics`, `/health` and `/debug/transfers` of a worker: answers, refusals, and clients that do not behave."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from transfer_fakes import make_view
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.metrics import CONTENT_TYPE
+from pdserve.kv_transfer.transfer_view import TransferLog
 from pdserve.worker.metrics_server import Health, MetricsServer
 
 
@@ -19,7 +21,9 @@ class Served:
 
     def __init__(self) -> None:
         self.health = Health(ok=True, status="ok", engine_tick=7, engine_tick_age_s=0.1)
-        self.server = MetricsServer(lambda: b"pdserve_up 1\n", lambda: self.health)
+        self.server = MetricsServer(
+            lambda: b"pdserve_up 1\n", lambda: self.health, lambda: TransferLog().page([make_view()])
+        )
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.server.port}{path}"
@@ -45,6 +49,22 @@ async def test_metrics_and_health(served: Served) -> None:
         assert (await client.head(served.url("/metrics"))).text == ""
         assert (await client.get(served.url("/"))).status_code == 404
         assert (await client.post(served.url("/metrics"), content=b"x")).status_code == 405
+
+
+async def test_transfers_are_shown_to_clients_on_this_machine_only() -> None:
+    served = Served()
+    await served.server.start("0.0.0.0", 0)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        page = await client.get(served.url("/debug/transfers"))
+        assert page.json()["under_way"][0]["request_id"] == make_view().request_id
+        assert (await client.post(served.url("/debug/transfers"))).status_code == 405
+        forged = {"x-forwarded-for": "127.0.0.1", "forwarded": "for=127.0.0.1"}
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # a datagram socket sends nothing by this
+            elsewhere = f"http://{probe.getsockname()[0]}:{served.server.port}/debug/transfers"
+        refused = await client.get(elsewhere, headers=forged)
+        assert (refused.status_code, "request_id" in refused.text) == (403, False)
+    await served.server.stop()
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         return kv_source_pb2.AttachEvent(alive=kv_source_pb2.Alive(engine_tick=self._engine_tick()))
 
     def _accepted(self, transfer: SourceTransfer, connector: BlockConnector) -> kv_source_pb2.AttachEvent:
+        transfer.connector_name = connector.name
         accepted = kv_source_pb2.Accepted(
             connector=connector.name,
             digest_algorithm=XXH3_64,

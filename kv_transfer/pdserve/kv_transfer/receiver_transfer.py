@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -72,6 +73,11 @@ class ReceiverTransfer:
         """Wanted blocks here without a gap from the first."""
         self.given_up = connectors.avoided(self._peer)
         """Connectors that this transfer does not use: they failed with this source, in it or shortly before."""
+        self.fell_back_from: list[str] = []
+        """Those of them that failed in it, in order."""
+        self.cause: PdServeError | None = None
+        """Why it failed."""
+        self.began_at = time.monotonic()
         self._falls_back = False
         self._connectors = connectors
         self._connector: BlockConnector | None = None
@@ -121,6 +127,17 @@ class ReceiverTransfer:
     def num_blocks(self) -> int:
         """Blocks wanted; 0 until the engine has reserved room."""
         return len(self._local_blocks or ())
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks that nobody else may write before reads that are not wanted any more have ended."""
+        if not self._reads:
+            return 0
+        if self._ends_as is not None:
+            return self.num_blocks
+        if not self._falls_back:
+            return 0
+        return sum(asked and not landed for asked, landed in zip(self._asked, self._landed, strict=True))
 
     # ---- the engine side
 
@@ -210,6 +227,7 @@ class ReceiverTransfer:
     def fail(self, cause: PdServeError) -> None:
         """It cannot go on. Harmless when it has ended."""
         if not self.is_ending:
+            self.cause = cause
             self._events.failed(self, cause)
             self._end(ReceiverState.FAILED)
 
@@ -247,6 +265,7 @@ class ReceiverTransfer:
             self.source.worker_id, name, " or ".join(rest), cause.message,
         )  # fmt: skip
         self.given_up.add(name)
+        self.fell_back_from.append(name)
         self._connectors.failed(self._peer, name)
         self._falls_back = True
         for read in list(self._reads.values()):

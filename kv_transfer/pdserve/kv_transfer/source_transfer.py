@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -106,6 +107,9 @@ class SourceTransfer:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.over: asyncio.Future[SourceState] = asyncio.get_running_loop().create_future()
         self.num_landed = 0
+        self.connector_name = ""
+        """What the receiver was told to use, the last if there were several."""
+        self.began_at = time.monotonic()
         self._limits = limits
         self._events = events
         self._grant: Grant = connectors.grant(self.token)
@@ -126,6 +130,11 @@ class SourceTransfer:
     @property
     def is_wanted(self) -> bool:
         return self._wanted is not None
+
+    @property
+    def num_wanted(self) -> int:
+        """Blocks; 0 until the receiver has room."""
+        return 0 if self._wanted is None else self._wanted[1]
 
     # ---- the control stream
 

@@ -1,4 +1,4 @@
-"""`MetricsServer`: `/metrics` and `/health` of a worker over HTTP, in the asyncio thread."""
+"""`MetricsServer`: `/metrics`, `/health` and `/debug/transfers` of a worker over HTTP, in the asyncio thread."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pdserve.common.deployment_key import is_loopback
 from pdserve.common.http_server import HttpServer, listening_socket
 from pdserve.common.metrics import CONTENT_TYPE
+from pdserve.kv_transfer.transfer_view import TransfersPage
 
 _KEEP_ALIVE_S = 75.0
 _GRACE_S = 1.0
+_V4_IN_V6 = "::ffff:"
+"""Begins an IPv4 client's address where the server listens on `::`."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,10 +35,17 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 class MetricsServer:
     """`start` it, `stop` it."""
 
-    def __init__(self, metrics: Callable[[], bytes], health: Callable[[], Health]) -> None:
+    def __init__(
+        self, metrics: Callable[[], bytes], health: Callable[[], Health], transfers: Callable[[], TransfersPage]
+    ) -> None:
         self._metrics = metrics
         self._health = health
-        routes = [Route("/metrics", self._answer_metrics), Route("/health", self._answer_health)]
+        self._transfers = transfers
+        routes = [
+            Route("/metrics", self._answer_metrics),
+            Route("/health", self._answer_health),
+            Route("/debug/transfers", self._answer_transfers),
+        ]
         self._server = HttpServer(Starlette(routes=routes), _KEEP_ALIVE_S, _GRACE_S)
         self._serving: asyncio.Task[None] | None = None
         self.port = 0
@@ -58,3 +69,10 @@ class MetricsServer:
     async def _answer_health(self, request: Request) -> Response:
         health = self._health()
         return Response(msgspec.json.encode(health), 200 if health.ok else 503, media_type="application/json")
+
+    async def _answer_transfers(self, request: Request) -> Response:
+        """For who is on this machine: it names requests and workers, and a worker has no API keys to ask for."""
+        client = request.client
+        if client is None or not is_loopback(client.host.removeprefix(_V4_IN_V6)):
+            return Response("only clients on this machine are answered here\n", 403, media_type="text/plain")
+        return Response(msgspec.json.encode(self._transfers()), media_type="application/json")

@@ -37,6 +37,7 @@ from pdserve.kv_transfer.digest import block_digests
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.source_transfer import SourceResult, SourceTransfer
 from pdserve.kv_transfer.staged_pool import StagedPool
+from pdserve.kv_transfer.transfer_view import TransferLog, TransfersPage, receiver_view, source_view
 from pdserve.worker.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,11 @@ class _Source:
         self.first_tokens: dict[int, int] = {}
         """Sequence -> token."""
         self.runs_again = False
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks held for the receiver."""
+        return sum(len(hold.block_ids) for hold in self.holds)
 
 
 class _Receiver:
@@ -88,6 +94,7 @@ class SeamAdapter:
         self._streams: set[asyncio.Task[None]] = set()
         self._engine: EngineClient | None = None
         self._closed = False
+        self._log = TransferLog()
 
     def connect(self, engine: EngineClient) -> None:
         """The engine is made after its connector: this closes the circle."""
@@ -114,6 +121,21 @@ class SeamAdapter:
     @property
     def num_open(self) -> int:
         return len(self._sources) + len(self._receivers)
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that sources hold for their receivers."""
+        return sum(source.num_pinned for source in self._sources.values())
+
+    @property
+    def num_fallbacks(self) -> int:
+        """Transfers that went on over another connector, since start."""
+        return self._connectors.num_fallbacks
+
+    def transfers(self) -> TransfersPage:
+        """What is under way, and what has ended lately."""
+        sources = [source_view(source.transfer, source.num_pinned) for source in self._sources.values()]
+        return self._log.page(sources + [receiver_view(receiver.transfer) for receiver in self._receivers.values()])
 
     @property
     def is_quarantine_full(self) -> bool:
@@ -166,6 +188,7 @@ class SeamAdapter:
         source = self._sources.get(transfer.expected.request_id)
         if source is not None and source.transfer is transfer:
             del self._sources[transfer.expected.request_id]
+            self._log.add(source_view(transfer, 0))
             self._return(source.request.request_id, source.holds)
             self.engine.apply(Revoke(source.request.request_id))
             if source.runs_again:
@@ -297,7 +320,8 @@ class SeamAdapter:
         if receiver.transfer.is_cut_short and receiver.stream is not None:
             receiver.stream.cancel()
         if receiver.transfer.has_ended and receiver.hold is None:
-            self._receivers.pop(receiver.transfer.request_id, None)
+            if self._receivers.pop(receiver.transfer.request_id, None) is not None:
+                self._log.add(receiver_view(receiver.transfer))
             if not receiver.landed.done():
                 receiver.landed.cancel()
 

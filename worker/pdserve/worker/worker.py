@@ -94,14 +94,8 @@ class Worker:
         limits = LeaseLimits(settings.attach_timeout_s, settings.lease_grace_s, settings.lease_max_s)
         self.transfers = SourceTransfers(connectors, limits, self.adapter)
         self._health = health.aio.HealthServicer()
-        self.telemetry = WorkerTelemetry(
-            settings,
-            self.identity,
-            self.engine,
-            num_transfers=lambda: self.adapter.num_open,
-            num_fallbacks=lambda: self.connectors.num_fallbacks,
-        )
-        self.metrics_server = MetricsServer(self.telemetry.exposition, self.health)
+        self.telemetry = WorkerTelemetry(settings, self.identity, self.engine, self.adapter)
+        self.metrics_server = MetricsServer(self.telemetry.exposition, self.health, self.adapter.transfers)
         self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks)
         if (publisher := self.publisher) is not None:
             self.telemetry.watch_redis(publisher.breaker, publisher.counts)

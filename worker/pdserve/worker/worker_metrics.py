@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -17,6 +18,22 @@ from pdserve.worker.leg_record import LegRecord
 KNOWN_CONNECTORS = ("nixl", "tcp")
 
 
+class TransferCounts(Protocol):
+    """What metrics say of transfers, as it stands."""
+
+    @property
+    def num_open(self) -> int:
+        """Under way, as source or receiver."""
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that sources keep for their receivers."""
+
+    @property
+    def num_fallbacks(self) -> int:
+        """Transfers that changed their connector, since start."""
+
+
 class WorkerMetrics:
     """Made once a worker."""
 
@@ -25,11 +42,8 @@ class WorkerMetrics:
         registry: CollectorRegistry,
         identity: WorkerIdentity,
         engine: EngineClient,
-        num_transfers: Callable[[], int],
-        num_fallbacks: Callable[[], int],
+        transfers: TransferCounts,
     ) -> None:
-        """num_transfers: under way now. num_fallbacks: transfers that changed their connector, since start."""
-
         def seconds(name: str, meaning: str, *labels: str) -> Histogram:
             return Histogram(name, meaning, labels, buckets=LATENCY_BUCKETS_S, registry=registry)
 
@@ -52,7 +66,7 @@ class WorkerMetrics:
         self._output_tokens = count("pdserve_sampled_tokens_total", "Tokens sampled for routers.")
         self._legs = count("pdserve_legs_total", "Calls of routers, by how they ended.", "leg", "outcome")
         self._errors = count("pdserve_leg_errors_total", "Calls of routers that failed, by cause.", "code")
-        registry.register(_WorkerState(identity, engine, num_transfers, num_fallbacks))
+        registry.register(_WorkerState(identity, engine, transfers))
 
     def leg(self, record: LegRecord) -> None:
         """A leg is over."""
@@ -79,13 +93,11 @@ class _WorkerState(Collector):
         self,
         identity: WorkerIdentity,
         engine: EngineClient,
-        num_transfers: Callable[[], int],
-        num_fallbacks: Callable[[], int],
+        transfers: TransferCounts,
     ) -> None:
         self._identity = identity
         self._engine = engine
-        self._num_transfers = num_transfers
-        self._num_fallbacks = num_fallbacks
+        self._transfers = transfers
 
     def collect(self) -> Iterable[Metric]:
         engine, stats, identity = self._engine, self._engine.stats, self._identity
@@ -113,8 +125,10 @@ class _WorkerState(Collector):
         for name, meaning, value in (
             ("pdserve_kv_blocks_quarantined", "Blocks in use that only an unfinished read holds.",
              stats.num_blocks_quarantined),
+            ("pdserve_kv_blocks_pinned", "Blocks in use that transfers keep for their receivers.",
+             self._transfers.num_pinned),
             ("pdserve_waiting_prompt_tokens", "Prompt tokens still to compute.", stats.num_waiting_tokens),
-            ("pdserve_open_transfers", "KV transfers under way, as source or receiver.", self._num_transfers()),
+            ("pdserve_open_transfers", "KV transfers under way, as source or receiver.", self._transfers.num_open),
             ("pdserve_draining", "1 while the worker takes nothing new.", int(engine.draining)),
             ("pdserve_engine_tick_age_seconds", "Since the engine's loop last showed progress.", engine.tick_age_s),
         ):  # fmt: skip
@@ -126,6 +140,6 @@ class _WorkerState(Collector):
             ("pdserve_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.",
              stats.prefix_cache_queries),
             ("pdserve_prefix_hit_tokens", "Of these, tokens that were cached.", stats.prefix_cache_hits),
-            ("pdserve_kv_transfer_fallbacks", "Transfers that went on over another connector.", self._num_fallbacks()),
+            ("pdserve_kv_transfer_fallbacks", "Transfers that went on over another connector.", self._transfers.num_fallbacks),
         ):  # fmt: skip
             yield CounterMetricFamily(name, meaning, value=count)

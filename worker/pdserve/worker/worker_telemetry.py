@@ -15,7 +15,7 @@ from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import WorkerIdentity
 from pdserve.worker.leg_record import Leg, LegRecord
-from pdserve.worker.worker_metrics import WorkerMetrics
+from pdserve.worker.worker_metrics import TransferCounts, WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +28,13 @@ class WorkerTelemetry:
         settings: WorkerSettings,
         identity: WorkerIdentity,
         engine: EngineClient,
-        num_transfers: Callable[[], int],
-        num_fallbacks: Callable[[], int],
+        transfers: TransferCounts,
     ) -> None:
         """Raises: ConfigError for a collector that cannot be."""
         self._identity = identity
         self._telemetry = make_telemetry(settings, identity.role.value, identity.peer.worker_id)
         self._registry = make_registry(self._telemetry.counts if self._telemetry else None)
-        self._metrics = WorkerMetrics(self._registry, identity, engine, num_transfers, num_fallbacks)
+        self._metrics = WorkerMetrics(self._registry, identity, engine, transfers)
 
     def leg(self, leg: Leg, request: EngineCoreRequest, metadata: Mapping[str, str]) -> LegRecord:
         """A call of a router begins. metadata: the call's, names in lower case."""
