@@ -194,7 +194,8 @@ def closed_records() -> list[LegRecord]:
 
 def test_metrics_count_what_the_records_say() -> None:
     registry = CollectorRegistry()
-    metrics = WorkerMetrics(registry, IDENTITY, ENGINE, lambda: 3, lambda: 1)  # type: ignore[arg-type]
+    transfers = SimpleNamespace(num_open=3, num_pinned=2, num_fallbacks=1)
+    metrics = WorkerMetrics(registry, IDENTITY, ENGINE, transfers)  # type: ignore[arg-type]
     for record in closed_records():
         metrics.leg(record)
 
