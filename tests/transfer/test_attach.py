@@ -207,6 +207,8 @@ async def test_a_stopped_engine_at_the_receiver_ends_the_lease(rig: Any, until: 
 
 
 async def test_a_source_that_dies_fails_the_receiver_after_the_grace(rig: Any, until: Any) -> None:
+    forgotten: list[bytes] = []
+    rig.receiver_connector.forget = forgotten.append
     source = rig.expect()
     transfer = rig.receive()
     transfer.room(0, [10])
@@ -217,6 +219,7 @@ async def test_a_source_that_dies_fails_the_receiver_after_the_grace(rig: Any, u
     assert time.monotonic() - started >= GRACE_S
     assert "prefill-1 is lost" in rig.owner.cause.message
     assert rig.owner.words == ["failed", "fenced"]
+    assert forgotten == [rig.source_connector.metadata], "nothing is kept for a source that does not answer"
     await asyncio.wait_for(asyncio.shield(source.over), 3)
     rig.server = None
 

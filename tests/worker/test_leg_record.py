@@ -215,6 +215,7 @@ def test_metrics_count_what_the_records_say() -> None:
     assert value("pdserve_sampled_tokens_total") == 3
     assert [value("pdserve_kv_blocks", state=state) for state in ("free", "cached", "in_use")] == [4, 5, 6]
     assert value("pdserve_kv_blocks_quarantined") == 2
+    assert value("pdserve_kv_blocks_pinned") == 2
     assert value("pdserve_preemptions_total") == 9
     assert value("pdserve_prefix_hit_tokens_total") == 32
     assert value("pdserve_engine_tick_age_seconds") == 0.25

@@ -99,7 +99,7 @@ async def attach(transfer: ReceiverTransfer, receiving: Receiving, channel: grpc
             broken_since = None  # both engines ran meanwhile, so this is another break, with a grace of its own
         broken_since = broken_since or loop.time()
         if loop.time() - broken_since > receiving.grace_s:
-            transfer.fail(TransferFailed(f"source {transfer.source.worker_id} is lost: {why.message}"))
+            transfer.source_lost(TransferFailed(f"source {transfer.source.worker_id} is lost: {why.message}"))
             return
         log.warning("control stream to source %s broke: %s", transfer.source.worker_id, why.message)
         await asyncio.sleep(REATTACH_EVERY_S)

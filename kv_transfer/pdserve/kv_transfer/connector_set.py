@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from pdserve.common.errors import ConfigError
 from pdserve.kv_transfer.connector import BlockConnector, Grant, PoolMemory
+from pdserve.kv_transfer.peer_lives import PeerLives
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,14 @@ class Introduced(Protocol):
         """A peer has come up. Returns at once; may be repeated."""
 
 
+@runtime_checkable
+class Forgetful(Protocol):
+    """A connector that keeps something for each peer."""
+
+    def forget(self, metadata: bytes) -> None:
+        """The peer with this metadata is gone: keep nothing for it. Returns at once; harmless when it is still there."""
+
+
 class ConnectorSet:
     """Thread-safe.
 
@@ -56,6 +65,7 @@ class ConnectorSet:
         self._now = now
         self._lock = threading.Lock()
         self._avoided: dict[tuple[str, str], float] = {}
+        self._lives = PeerLives()
         self.num_fallbacks = 0
         """Transfers that went on over another connector; counted up."""
 
@@ -84,7 +94,10 @@ class ConnectorSet:
                 connector.close()
 
     def meet(self, worker_id: str, epoch: int) -> None:
-        """A peer has come up that may be read from. Returns at once."""
+        """A peer has come up that may be read from; another life of it is over. Returns at once."""
+        with self._lock:
+            ended = self._lives.begun(worker_id, epoch)
+        self._forget(ended)
         for connector in self._connectors.values():
             if isinstance(connector, Introduced):
                 connector.meet(worker_id, epoch)
@@ -95,6 +108,24 @@ class ConnectorSet:
         Raises: ValueError when the token is already granted.
         """
         return _Grants([connector.grant(token) for connector in self._connectors.values()])
+
+    def reached(self, worker_id: str, epoch: int, name: str, metadata: bytes) -> None:
+        """This life of a worker is read from over the connector `name`; another life of it is over."""
+        with self._lock:
+            ended = self._lives.reached(worker_id, epoch, name, metadata)
+        self._forget(ended)
+
+    def lost(self, worker_id: str, epoch: int) -> None:
+        """This life of a worker does not answer any more."""
+        with self._lock:
+            ended = self._lives.lost(worker_id, epoch)
+        self._forget(ended)
+
+    def _forget(self, ways: Mapping[str, bytes]) -> None:
+        for name, metadata in ways.items():
+            connector = self.get(name)
+            if connector is not None and isinstance(connector, Forgetful):
+                connector.forget(metadata)
 
     def failed(self, peer: str, name: str) -> None:
         """A read from this peer failed over this connector, and its transfer goes on over another."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -106,6 +107,10 @@ class PeerLanes:
         self.closed = False
         self.lanes: set[_Lane] = set()
         """Those that take windows. One that leaves has still its last words to say: it is in `_threads` until then."""
+        self.is_retired = False
+        """Lanes leave as soon as they have nothing to do; until a read comes."""
+        self.used_at = time.monotonic()
+        """When the last read came."""
         self._threads: set[threading.Thread] = set()
         self._call_soon = call_soon
         self._names = (f"{thread_name}-{number}" for number in itertools.count())
@@ -116,9 +121,22 @@ class PeerLanes:
         with self.queue.changed:
             return not self._threads
 
+    @property
+    def is_resting(self) -> bool:
+        """A wire is kept for which there is no read."""
+        with self.queue.changed:
+            return bool(self.lanes) and not self.queue.num_reads
+
+    def retire(self) -> None:
+        """Give up wires that have nothing to do at once, others when their reads have ended. Returns at once."""
+        with self.queue.changed:
+            self.is_retired = True
+            self.queue.changed.notify_all()
+
     def read(self, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> QueuedRead:
         """Begin a read of at least one block, all within the pool. Not after `close`."""
         with self.queue.changed:
+            self.is_retired, self.used_at = False, time.monotonic()
             read = self.queue.add(token, blocks, listener)
             num_free = sum(lane.is_free for lane in self.lanes)
             room = self.limits.max_lanes - len(self.lanes)
@@ -201,7 +219,7 @@ class _Lane:
     def _wait_for_work(self) -> bool:
         with self._queue.changed:
             if not self._has_work():
-                self._queue.changed.wait_for(self._has_work, self._lanes.limits.idle_close_s)
+                self._queue.changed.wait_for(self._has_work_or_leaves, self._lanes.limits.idle_close_s)
             if self._lanes.closed or not self._queue.num_pending:
                 # In the same breath: a read that is added from now on must not count on this lane.
                 self._lanes.lanes.discard(self)
@@ -210,6 +228,9 @@ class _Lane:
 
     def _has_work(self) -> bool:
         return self._lanes.closed or self._queue.num_pending > 0
+
+    def _has_work_or_leaves(self) -> bool:
+        return self._has_work() or self._lanes.is_retired
 
     def _take(self) -> Window | None:
         with self._queue.changed:

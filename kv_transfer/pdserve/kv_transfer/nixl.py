@@ -11,6 +11,7 @@ grant stops nobody. What protects the receiver is the digest of each block, whic
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Sequence
@@ -106,7 +107,7 @@ class NixlConnector:
                 source, pool, settings, spares.take, self._closing, self.agent_counters.add_condemned
             )  # fmt: skip
 
-        reads = ReadDesk[NixlAddress]("nixl-read", pool, limits, self._events, connect)
+        reads = ReadDesk[NixlAddress]("nixl-read", pool, limits, self._events, connect, settings.max_resting_peers)
         self._block_bytes = pool.block_bytes
         self._started = _Started(agent, hello, address, GrantBook(pool.num_blocks, self._events, 0.0), spares, reads)
 
@@ -122,6 +123,12 @@ class NixlConnector:
     def meet(self, worker_id: str, epoch: int) -> None:
         """A peer has come up that may be read from: have an agent ready for it. Returns at once; may be repeated."""
         self._require_started().spares.expect((worker_id, epoch))
+
+    def forget(self, metadata: bytes) -> None:
+        """As `Forgetful.forget`: its agent goes when no read of it is under way."""
+        started = self._require_started()
+        with contextlib.suppress(TransferFailed):
+            started.reads.retire(NixlAddress.from_metadata(metadata, started.address.block_bytes))
 
     def grant(self, token: bytes) -> Grant:
         """As `BlockConnector.grant`; it is fenced as soon as it is closed, see the head of this file."""

@@ -33,12 +33,16 @@ class NixlSettings:
     """Most bytes in flight for one read."""
     idle_close_s: float = 300.0
     """An agent without reads is destroyed after this time."""
+    max_resting_peers: int = 32
+    """Agents without reads, at most: the one that has rested longest is destroyed. Each holds threads and file handles."""
     close_wait_s: float = 5.0
     """How long `close` waits for an agent that does not let itself be destroyed."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.request_bytes <= self.read_window_bytes:
             raise ConfigError("request_bytes must be at least 1, read_window_bytes at least request_bytes")
+        if self.max_resting_peers < 0:
+            raise ConfigError("max_resting_peers must be at least 0")
         if min(self.read_stall_s, self.cancel_drain_s, self.connect_timeout_s) <= 0:
             raise ConfigError("read_stall_s, cancel_drain_s and connect_timeout_s must be above 0")
 

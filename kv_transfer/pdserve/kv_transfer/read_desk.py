@@ -29,6 +29,8 @@ class ReadDesk(Generic[Address]):
 
     connect: makes a wire to an address within a bounded time, or raises TransferFailed.
     name: begins the names of the lanes' threads.
+    max_resting: most peers for which a wire is kept that has nothing to do, beside the one that is read from; None keeps
+        all until they close by themselves.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class ReadDesk(Generic[Address]):
         limits: LaneLimits,
         events: EventThread,
         connect: Callable[[Address], Wire],
+        max_resting: int | None = None,
     ) -> None:
         self.counters = ReadCounters()
         self._name = name
@@ -45,6 +48,7 @@ class ReadDesk(Generic[Address]):
         self._limits = limits
         self._events = events
         self._connect = connect
+        self._max_resting = max_resting
         self._lock = threading.Lock()
         self._closed = False
         self._peers: dict[Address, PeerLanes] = {}
@@ -63,7 +67,15 @@ class ReadDesk(Generic[Address]):
         with self._lock:
             if self._closed:
                 return self._ended(listener, ReadOutcome.CANCELLED)
-            return self._lanes(address).read(token, tuple(blocks), listener)
+            lanes = self._lanes(address)
+            self._trim(lanes)
+            return lanes.read(token, tuple(blocks), listener)
+
+    def retire(self, address: Address) -> None:
+        """Keep nothing for this peer that has nothing to do; a read that comes later begins anew. Returns at once."""
+        with self._lock:
+            if (lanes := self._peers.get(address)) is not None:
+                lanes.retire()
 
     def close(self) -> None:
         """End all reads with CANCELLED and join all lanes. Idempotent."""
@@ -89,6 +101,17 @@ class ReadDesk(Generic[Address]):
                 f"{self._name}-{address}",
             )
         return lanes
+
+    def _trim(self, used: PeerLanes) -> None:
+        """Of the other peers those that were read from longest ago give up what they keep, when there are too many."""
+        if self._max_resting is None or len(self._peers) <= self._max_resting:
+            return
+        resting = sorted(
+            (lanes for lanes in self._peers.values() if lanes is not used and lanes.is_resting),
+            key=lambda lanes: lanes.used_at,
+        )
+        for lanes in resting[: max(0, len(resting) - self._max_resting)]:
+            lanes.retire()
 
     def _check(self, token: bytes, blocks: Sequence[BlockToRead]) -> None:
         if len(token) != TOKEN_BYTES:

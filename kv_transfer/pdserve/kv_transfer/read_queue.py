@@ -102,6 +102,11 @@ class ReadQueue:
         """Windows that nobody has taken. Asked under the lock."""
         return sum(len(read.pending) for read in self._turns)
 
+    @property
+    def num_reads(self) -> int:
+        """Reads that have not ended. Asked under the lock."""
+        return len(self._reads)
+
     def add(self, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> QueuedRead:
         """Begin a read of at least one block. Called under the lock."""
         read = QueuedRead(self, token, blocks, listener)

@@ -171,6 +171,7 @@ class ReceiverTransfer:
         if not self._falls_back or self.wants_attach:
             self._connector, self._falls_back = chosen, False
         self._stream, self._metadata, self._token = stream, metadata, token
+        self._connectors.reached(self.source.worker_id, self.source.epoch, connector, metadata)
         if self.state is ReceiverState.ATTACHING:
             self.state = move(RECEIVER_MOVES, self.state, ReceiverState.ATTACHED)
         self._want()
@@ -230,6 +231,11 @@ class ReceiverTransfer:
             self.cause = cause
             self._events.failed(self, cause)
             self._end(ReceiverState.FAILED)
+
+    def source_lost(self, cause: PdServeError) -> None:
+        """The source does not answer any more: no transfer will be read from this life of it."""
+        self._connectors.lost(self.source.worker_id, self.source.epoch)
+        self.fail(cause)
 
     # ---- reads, told by `_ReadToLoop` in the asyncio thread
 

@@ -1,0 +1,284 @@
+"""What is kept for peers goes when they rest too many, when they are gone, and comes back when they do; reads never notice."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from pdserve.common.errors import ConfigError
+from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
+from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.kv_transfer.digest import block_digest
+from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.lanes import LaneLimits, Wire
+from pdserve.kv_transfer.nixl_settings import NixlSettings
+from pdserve.kv_transfer.peer_lives import MAX_WORKERS, PeerLives
+from pdserve.kv_transfer.read_desk import ReadDesk
+
+from .recorded_read import PATIENCE_S, RecordedRead, Transfer, make_pool, start_read
+
+TOKEN = bytes(16)
+MAX_RESTING = 2
+
+
+class World:
+    """Wires that bring zeros, and which of them are open."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.open: list[str] = []
+        self.num_made: dict[str, int] = {}
+        self.held: set[str] = set()
+        """Peers whose wires bring nothing until they are let go."""
+
+    def connect(self, address: str) -> Wire:
+        with self.changed:
+            self.open.append(address)
+            self.num_made[address] = self.num_made.get(address, 0) + 1
+        return _Wire(self, address)
+
+    def let_go(self, address: str) -> None:
+        with self.changed:
+            self.held.discard(address)
+            self.changed.notify_all()
+
+    def wait_open(self, *addresses: str) -> None:
+        """Until exactly these have an open wire."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: sorted(self.open) == sorted(addresses), PATIENCE_S), self.open
+
+
+class _Wire:
+    def __init__(self, world: World, address: str) -> None:
+        self._world, self._address = world, address
+
+    def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
+        with self._world.changed:
+            assert self._world.changed.wait_for(lambda: self._address not in self._world.held, PATIENCE_S)
+        yield len(blocks)
+
+    def interrupt(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        with self._world.changed:
+            self._world.open.remove(self._address)
+            self._world.changed.notify_all()
+
+
+class Desk:
+    def __init__(self, max_resting: int | None) -> None:
+        self.world, self.pool = World(), make_pool()
+        self.events = EventThread("test-events")
+        limits = LaneLimits(max_lanes=1, window_blocks=8, in_flight_blocks=8, idle_close_s=600.0)
+        self.desk = ReadDesk[str]("test-read", self.pool, limits, self.events, self.world.connect, max_resting)
+
+    def begin(self, address: str) -> RecordedRead:
+        blocks = [BlockToRead(index, block_digest(self.pool.block(0)), index) for index in range(4)]
+        recorded = RecordedRead(len(blocks))
+        recorded.read = self.desk.read(lambda: address, TOKEN, blocks, recorded)
+        return recorded
+
+    def read(self, address: str) -> None:
+        assert self.begin(address).wait_ended() is ReadOutcome.DONE
+
+    def close(self) -> None:
+        self.desk.close()
+        self.events.close()
+
+
+@pytest.fixture
+def make_desk() -> Iterator[Callable[[int | None], Desk]]:
+    made: list[Desk] = []
+
+    def make(max_resting: int | None = MAX_RESTING) -> Desk:
+        made.append(Desk(max_resting))
+        return made[-1]
+
+    yield make
+    for desk in made:
+        desk.close()
+        assert desk.world.open == []
+
+
+def test_the_peers_that_have_rested_longest_go_and_are_met_again(make_desk: Callable[..., Desk]) -> None:
+    desk = make_desk()
+    for address in ("a", "b", "c", "d"):
+        desk.read(address)
+    desk.read("e")
+    desk.world.wait_open("c", "d", "e")  # the one that was read from, and two at rest
+    desk.read("a")
+    assert desk.world.num_made["a"] == 2, "met again, over a wire of its own"
+    desk.read("a")
+    assert desk.world.num_made["a"] == 2
+
+
+def test_a_peer_with_a_read_under_way_stays_however_many_come(make_desk: Callable[..., Desk]) -> None:
+    desk = make_desk(0)
+    desk.world.held = {"a", "b"}
+    reads = [desk.begin("a"), desk.begin("b")]
+    for address in ("c", "d", "c", "d"):
+        desk.read(address)
+    with desk.world.changed:
+        assert {"a", "b"} <= set(desk.world.open)
+    desk.desk.retire("a")
+    for address, read in zip(("a", "b"), reads, strict=True):
+        desk.world.let_go(address)
+        assert read.wait_ended() is ReadOutcome.DONE
+    desk.desk.retire("b")
+    desk.desk.retire("c")
+    desk.desk.retire("d")
+    desk.world.wait_open()
+
+
+def test_without_a_bound_all_stay_until_one_is_forgotten(make_desk: Callable[..., Desk]) -> None:
+    desk = make_desk(None)
+    for address in ("a", "b", "c"):
+        desk.read(address)
+    desk.world.wait_open("a", "b", "c")
+    desk.desk.retire("b")
+    desk.desk.retire("never seen")
+    desk.world.wait_open("a", "c")
+    desk.read("b")
+    desk.world.wait_open("a", "b", "c")
+
+
+def test_retiring_races_with_reads_and_no_read_is_lost(make_desk: Callable[..., Desk]) -> None:
+    desk = make_desk(1)
+    over = threading.Event()
+
+    def retire() -> None:
+        for address in itertools.cycle("abc"):
+            if over.is_set():
+                return
+            desk.desk.retire(address)
+
+    retiring = threading.Thread(target=retire)
+    retiring.start()
+    try:
+        for number in range(200):
+            desk.read("abc"[number % 3])
+    finally:
+        over.set()
+        retiring.join()
+
+
+def test_another_life_of_a_worker_ends_the_one_before() -> None:
+    lives = PeerLives()
+    assert lives.reached("p", 1, "nixl", b"one") == {}
+    assert lives.reached("p", 1, "tcp", b"uno") == {}
+    assert lives.begun("p", 1) == lives.begun("q", 9) == lives.lost("p", 2) == {}
+    assert lives.begun("p", 2) == {"nixl": b"one", "tcp": b"uno"}
+    assert lives.begun("p", 2) == {}
+    lives.reached("p", 2, "nixl", b"two")
+    assert lives.reached("p", 3, "nixl", b"three") == {"nixl": b"two"}
+    assert lives.lost("p", 3) == {"nixl": b"three"}
+    for number in range(MAX_WORKERS):
+        lives.reached(f"w{number}", 1, "nixl", b"")
+    assert lives.begun("w0", 2) == {"nixl": b""}
+    lives.reached("last", 1, "nixl", b"")
+    lives.reached("more", 1, "nixl", b"")
+    assert lives.begun("w1", 2) == {}, "the one that was read from longest ago is forgotten"
+
+
+class Keeper:
+    """A connector that keeps something for each peer."""
+
+    name = "keeper"
+    metadata = b""
+
+    def __init__(self) -> None:
+        self.forgotten: list[bytes] = []
+
+    def forget(self, metadata: bytes) -> None:
+        self.forgotten.append(metadata)
+
+
+def test_connectors_forget_lives_that_are_over() -> None:
+    keeper = Keeper()
+    connectors = ConnectorSet([keeper])  # type: ignore[list-item]
+    connectors.reached("p", 1, "keeper", b"one")
+    connectors.reached("p", 1, "gone connector", b"?")
+    connectors.meet("p", 1)
+    assert keeper.forgotten == []
+    connectors.meet("p", 2)
+    assert keeper.forgotten == [b"one"]
+    connectors.reached("p", 2, "keeper", b"two")
+    connectors.lost("p", 1)
+    assert keeper.forgotten == [b"one"]
+    connectors.lost("p", 2)
+    assert keeper.forgotten == [b"one", b"two"]
+
+
+def test_agents_of_peers_that_rest_are_destroyed_and_made_again() -> None:
+    """Over real NIXL."""
+    pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
+    from pdserve.kv_transfer.nixl import NixlConnector
+    from pdserve.kv_transfer.nixl_agent import Agent, UcxAgent
+
+    alive: set[str] = set()
+    changed = threading.Condition()
+
+    class CountedAgent(UcxAgent):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            self._name = name
+            with changed:
+                alive.add(name)
+
+        def destroy(self) -> None:
+            super().destroy()
+            with changed:
+                alive.discard(self._name)
+                changed.notify_all()
+
+    def make_agent(name: str) -> Agent:
+        return CountedAgent(name)
+
+    def wait_alive(count: int) -> None:
+        with changed:
+            assert changed.wait_for(lambda: len(alive) == count, PATIENCE_S), alive
+
+    sources = [NixlConnector() for _ in range(3)]
+    pools = [make_pool(seed=number) for number in range(3)]
+    receiver, target = NixlConnector(NixlSettings(max_resting_peers=1), make_agent), make_pool()
+    receiver.serve(target)
+    try:
+        for source, pool in zip(sources, pools, strict=True):
+            source.serve(pool)
+
+        def read(number: int) -> None:
+            _read(receiver, sources[number], pools[number], target)
+
+        for number in (0, 1):
+            read(number)
+        wait_alive(3)  # the receiver's own, and one for each peer: the second was not at rest when it was read from
+        read(2)
+        wait_alive(3)
+        read(0)
+        receiver.forget(sources[0].metadata)
+        receiver.forget(b"nonsense")
+        wait_alive(2)
+        read(0)
+        wait_alive(3)
+    finally:
+        for connector in (receiver, *sources):
+            connector.close()
+    assert not alive
+
+
+def _read(receiver: object, source: object, pool: PoolMemory, target: PoolMemory) -> None:
+    transfer = Transfer(source, pool, range(8))  # type: ignore[arg-type]
+    blocks = transfer.blocks(range(8), range(8))
+    read = start_read(receiver, source.metadata, transfer.token, blocks)  # type: ignore[arg-type, attr-defined]
+    assert read.wait_ended() is ReadOutcome.DONE
+    assert all(target.block(number) == pool.block(number) for number in range(8))
+    transfer.close()
+
+
+def test_a_bound_below_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        NixlSettings(max_resting_peers=-1)
