@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from rich.console import Console
 
@@ -11,6 +11,8 @@ from pdserve.cli.grpc_client import Delta, GrpcClient, Turn
 from pdserve.cli.timeline_view import summary, timeline_table
 
 Sampling = Mapping[str, float | int | None]
+Connect = Callable[[], GrpcClient]
+"""Makes the client, inside the event loop."""
 
 
 async def show_answer(console: Console, deltas: AsyncIterator[Delta], show_timeline: bool) -> str:
@@ -29,12 +31,12 @@ async def show_answer(console: Console, deltas: AsyncIterator[Delta], show_timel
 
 
 async def converse(
-    address: str, message: str | None, system: str | None, sampling: Sampling, show_timeline: bool, api_key: str | None
+    connect: Connect, message: str | None, system: str | None, sampling: Sampling, show_timeline: bool
 ) -> None:
     """One question, or a conversation until end of input. Raises: PdServeError."""
     console = Console()
     turns = [Turn("system", system)] if system else []
-    async with GrpcClient(address, api_key) as client:
+    async with connect() as client:
         if message is not None:
             await show_answer(console, client.chat([*turns, Turn("user", message)], **sampling), show_timeline)
             return
@@ -50,9 +52,7 @@ async def converse(
                 )
 
 
-async def continue_text(
-    address: str, prompt: str, sampling: Sampling, show_timeline: bool, api_key: str | None
-) -> None:
+async def continue_text(connect: Connect, prompt: str, sampling: Sampling, show_timeline: bool) -> None:
     """Continue a text. Raises: PdServeError."""
-    async with GrpcClient(address, api_key) as client:
+    async with connect() as client:
         await show_answer(Console(), client.generate(prompt, **sampling), show_timeline)

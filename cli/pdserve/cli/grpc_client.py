@@ -10,6 +10,7 @@ import grpc
 from pdserve.common.engine_types import FinishReason
 from pdserve.common.rpc import from_rpc_error, make_channel
 from pdserve.common.timeline import Timeline
+from pdserve.common.tls import ClientTls
 from pdserve.common.wire import finish_reason_from_wire, moments_from_wire
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 
@@ -37,8 +38,8 @@ class Delta:
 class GrpcClient:
     """`async with GrpcClient(address) as client: async for delta in client.chat([...])`"""
 
-    def __init__(self, address: str, api_key: str | None = None) -> None:
-        self._channel = make_channel(address)
+    def __init__(self, address: str, api_key: str | None = None, tls: ClientTls | None = None) -> None:
+        self._channel = make_channel(address, tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from pdserve.common.errors import PdServeError
+from pdserve.common.errors import ConfigError, PdServeError
+
+if TYPE_CHECKING:
+    from pdserve.cli.grpc_client import GrpcClient
 
 SAMPLE_QUESTION = "What is the capital of France?"
 EXIT_CONFIG = 2
@@ -24,7 +28,7 @@ app = typer.Typer(
 )
 
 Model = Annotated[str | None, typer.Option(help="A Hugging Face checkpoint's folder, or 'demo' for the bundled model.")]
-Host = Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback --insecure is needed.")]
+Host = Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback TLS or --insecure is needed.")]
 Port = Annotated[int | None, typer.Option(help="gRPC port; 0 draws a free one.")]
 Insecure = Annotated[bool | None, typer.Option("--insecure", help="Listen beyond loopback without TLS.")]
 RedisUrl = Annotated[str | None, typer.Option(help="redis://host:port/db, which knows the workers and what they hold.")]
@@ -43,6 +47,13 @@ Connector = Annotated[
     str | None, typer.Option(help="How KV blocks move: auto (default), nixl or tcp.", show_default=False)
 ]
 GrpcUrl = Annotated[str, typer.Option("--url", help="host:port of the router's gRPC front end.")]
+CaFile = Annotated[
+    str | None, typer.Option(help="PEM certificates to trust: the router speaks TLS.", show_default=False)
+]
+CertFile = Annotated[
+    str | None, typer.Option(help="PEM certificate to show, where the router wants one.", show_default=False)
+]
+ClientKeyFile = Annotated[str | None, typer.Option("--key-file", help="Its private key.", show_default=False)]
 ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Show where the time went.")]
 MaxTokens = Annotated[int, typer.Option(help="Output tokens at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -217,12 +228,16 @@ def chat(
     temperature: Temperature = 0.0,
     seed: Seed = None,
     timeline: ShowTimeline = False,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: ClientKeyFile = None,
 ) -> None:
     """Ask the model; the answer streams."""
     from pdserve.cli.conversation import converse
 
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    asyncio.run(converse(url, message, system, sampling, timeline, os.environ.get("PDSERVE_API_KEY")))
+    connect = _way_to(url, ca_file, cert_file, key_file)
+    asyncio.run(converse(connect, message, system, sampling, timeline))
 
 
 @app.command()
@@ -233,12 +248,29 @@ def generate(
     temperature: Temperature = 0.0,
     seed: Seed = None,
     timeline: ShowTimeline = False,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: ClientKeyFile = None,
 ) -> None:
     """Continue a text; the continuation streams."""
     from pdserve.cli.conversation import continue_text
 
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    asyncio.run(continue_text(url, prompt, sampling, timeline, os.environ.get("PDSERVE_API_KEY")))
+    connect = _way_to(url, ca_file, cert_file, key_file)
+    asyncio.run(continue_text(connect, prompt, sampling, timeline))
+
+
+def _way_to(url: str, ca_file: str | None, cert_file: str | None, key_file: str | None) -> Callable[[], GrpcClient]:
+    """Raises: ConfigError for files that cannot be used."""
+    from pdserve.cli.grpc_client import GrpcClient
+    from pdserve.common.tls import TlsFile, load_client
+
+    files = {"--ca-file": ca_file, "--cert-file": cert_file, "--key-file": key_file}
+    ca, certificate, key = (TlsFile(flag, path) if path else None for flag, path in files.items())
+    if (certificate is None) != (key is None) or (ca is None and certificate is not None):
+        raise ConfigError("--cert-file and --key-file go together, with --ca-file")
+    tls = load_client(ca, certificate, key) if ca is not None else None
+    return lambda: GrpcClient(url, os.environ.get("PDSERVE_API_KEY"), tls)
 
 
 @app.command()

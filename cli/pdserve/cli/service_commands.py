@@ -37,7 +37,8 @@ def serve_router(flags: Mapping[str, Any], config: Path | None) -> None:
     configure_logging("router", settings.log_level)
 
     def ready(http_address: str, grpc_address: str) -> None:
-        log.info("ready: OpenAI http://%s/v1  gRPC %s", http_address, grpc_address)
+        scheme = "https" if settings.front_tls_cert_file is not None else "http"
+        log.info("ready: OpenAI %s://%s/v1  gRPC %s", scheme, http_address, grpc_address)
 
     asyncio.run(run_router(settings, model_folder=model_folder(settings.model), ready=ready))
 

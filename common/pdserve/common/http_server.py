@@ -12,6 +12,7 @@ import uvicorn
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.host_address import host_and_port
+from pdserve.common.tls import ServerTls
 
 BACKLOG = 2048
 
@@ -19,8 +20,11 @@ BACKLOG = 2048
 class HttpServer(uvicorn.Server):
     """`serve(sockets=[...])` until `stop`. Signals are the service's, and `stop` is an event, not a flag that is polled."""
 
-    def __init__(self, app: Any, keep_alive_s: float, grace_s: float) -> None:
-        """app: ASGI. keep_alive_s: how long an idle connection stays. grace_s: what open answers have after `stop`."""
+    def __init__(self, app: Any, keep_alive_s: float, grace_s: float, tls: ServerTls | None = None) -> None:
+        """app: ASGI. keep_alive_s: how long an idle connection stays. grace_s: what open answers have after `stop`.
+
+        tls: None speaks in the clear.
+        """
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -35,6 +39,9 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=max(1, round(grace_s)),
             backlog=BACKLOG,
         )
+        config.load()
+        # uvicorn would read the files again, into a context of its own making
+        config.ssl = tls.context if tls is not None else None
         super().__init__(config)
         self.listening = asyncio.Event()
         """Set once connections are taken; stopped before that, the server would leave its socket open."""

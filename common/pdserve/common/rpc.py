@@ -17,6 +17,7 @@ import grpc.aio
 from pdserve.common import errors
 from pdserve.common.errors import ConfigError, InternalError, PdServeError
 from pdserve.common.host_address import host_and_port
+from pdserve.common.tls import ClientTls, ServerTls
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +53,17 @@ _SERVER_OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", 5000),
 ]
 
 
-def make_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `host:port` with the keepalive that leases rely on."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def make_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
+    """A channel to `host:port` with the keepalive that leases rely on. tls: None speaks in the clear."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
+    name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name is not None else []
+    return grpc.aio.secure_channel(address, credentials, options=[*_CHANNEL_OPTIONS, *name])
 
 
 def make_server() -> grpc.aio.Server:
@@ -65,19 +71,23 @@ def make_server() -> grpc.aio.Server:
     return grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_SERVER_OPTIONS)
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Listen on host:port (0 draws a free port) and return the port.
+def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None = None) -> int:
+    """Listen on host:port (0 draws a free port) and return the port. tls: None speaks in the clear.
 
     Raises: ConfigError naming the address, when it is in use or not ours.
     """
     address = host_and_port(host, port)
     try:
-        bound = server.add_insecure_port(address)
+        bound = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, _credentials(tls))
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: in use, or not an address of this machine") from error
     if bound == 0:
         raise ConfigError(f"cannot listen on {address}: in use, or not an address of this machine")
     return bound
+
+
+def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
+    return grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.client_ca, tls.client_ca is not None)
 
 
 def metadata_of(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
@@ -112,6 +122,15 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
             return errors.WorkerLost(f"the call broke: {message}")
         case _:
             return InternalError(f"{error.code().name}: {message}")
+
+
+def failed_to_shake_hands(message: str) -> bool:
+    """Whether a call that never reached its server failed at TLS, as far as gRPC's words tell: no status says it.
+
+    A server that does not like a client's certificate, or hears no TLS, hangs up without a word.
+    """
+    words = ("handshake failed", "verification check failed", "socket closed")
+    return any(word in message.lower() for word in words)
 
 
 def _retry_after_s(error: grpc.aio.AioRpcError) -> float:

@@ -21,6 +21,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.host_address import is_wildcard, own_address
 from pdserve.common.redis_url import parse_redis_url
 from pdserve.common.registry import is_namespace, is_worker_id
+from pdserve.common.tls import ServerTls, TlsFile, TlsIdentity, load_front, load_identity
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,15 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The address to listen on."""
     insecure: bool = False
     """Listen beyond loopback without TLS."""
+    tls_cert_file: str | None = None
+    """PEM certificate of this service, for its peers; with `tls_key_file` and `tls_ca_file`: mutual TLS between services."""
+    tls_key_file: str | None = None
+    """Its private key, not encrypted."""
+    tls_ca_file: str | None = None
+    """PEM certificates of the CA that signed those of all services, this one's too. Whom it signed may do all that a
+    router or a worker may: clients need another CA."""
+    tls_server_name: str | None = None
+    """The name that workers' certificates are made out to, where that is not the host that peers connect to."""
     deployment_key: str | None = None
     """The secret all services share; at least 16 characters."""
     deployment_key_file: str | None = None
@@ -100,17 +110,34 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             self.deployment_key, key_file, self.addresses(), redis_given=self.redis is not None
         )
 
+    def tls(self) -> TlsIdentity | None:
+        """Who this service is to other services; None without TLS. Reads the files. Raises: ConfigError."""
+        certificate, key, ca = (_tls_file(self, name) for name in ("tls_cert_file", "tls_key_file", "tls_ca_file"))
+        if certificate and key and ca:
+            return load_identity(certificate, key, ca, server_name=self.tls_server_name, own_host=self._own_host())
+        _verify_none_given(self, "tls_cert_file", "tls_key_file", "tls_ca_file", "tls_server_name")
+        return None
+
+    def _own_host(self) -> str | None:
+        """What other services connect to; None where they do not. Raises: ConfigError."""
+        return None
+
     def verify(self) -> None:
         """Raises: ConfigError naming the setting, its value and what it should be."""
-        if not is_loopback(self.host) and not self.insecure:
-            raise ConfigError(
-                f"host is {self.host!r}, which is not loopback: TLS is not configured, so --insecure is needed"
-            )
+        self.tls()
+        self._verify_listening()
         self._verify_redis()
         if not 1 <= self.otel_bsp_schedule_delay_ms <= 60_000:
             raise ConfigError(f"otel_bsp_schedule_delay_ms is {self.otel_bsp_schedule_delay_ms}, 1 to 60000 is needed")
         if not 0 <= self.otel_traces_sampler_arg <= 1:
             raise ConfigError(f"otel_traces_sampler_arg is {self.otel_traces_sampler_arg}, 0 to 1 is needed")
+
+    def _verify_listening(self) -> None:
+        if not is_loopback(self.host) and not self.insecure and self.tls_cert_file is None:
+            raise ConfigError(
+                f"host is {self.host!r}, which is not loopback: tls_cert_file, tls_key_file and tls_ca_file are needed, "
+                "or --insecure"
+            )
 
     def _verify_redis(self) -> None:
         if self.redis is not None:
@@ -136,7 +163,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     metrics_port: int = 0
     """HTTP for `/metrics` and `/health`; 0 draws a free one."""
     metrics_host: str | None = None
-    """Where they are served, where it is not `host`."""
+    """Where they are served, in the clear, where it is not `host`; with TLS and a host beyond loopback: 127.0.0.1."""
     advertise_host: str | None = None
     """What peers should connect to, where it is not `host`; default for a wildcard `host`: this machine's address."""
     worker_id: str | None = None
@@ -164,6 +191,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Pin the worker's computing threads to this core (and the following `num_threads - 1`)."""
     connector: Literal["auto", "nixl", "tcp"] = "auto"
     """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
+    nixl_plaintext: bool = False
+    """With TLS: KV blocks may move over NIXL, which encrypts nothing. For fabrics that nobody else reaches."""
     max_local_prefill_tokens: int | None = None
     """Longest uncached prompt that decode prefills itself; default: no limit."""
     run_ahead_share: float = 0.5
@@ -182,6 +211,15 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         """What peers should connect to. Raises: ConfigError when a wildcard host leaves that open."""
         return self.advertise_host or (own_address() if is_wildcard(self.host) else self.host)
 
+    @property
+    def metrics_at(self) -> str:
+        """The host for `/metrics` and `/health`, which know no TLS: beyond loopback only where a setting says so."""
+        hides = self.tls_cert_file is not None and not self.insecure and not is_loopback(self.host)
+        return self.metrics_host or ("127.0.0.1" if hides else self.host)
+
+    def _own_host(self) -> str | None:
+        return self.peers_host
+
     def name(self, port: int) -> str:
         """The id of a worker that listens on `port`: the one given, else one that no other machine draws."""
         if self.worker_id is not None:
@@ -193,8 +231,13 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         super().verify()
         if not 0 <= self.metrics_port < 65536:
             raise ConfigError(f"metrics_port is {self.metrics_port}, 0 to 65535 is needed")
-        if self.metrics_host is not None and not is_loopback(self.metrics_host) and not self.insecure:
+        may_listen = self.insecure or self.tls_cert_file is not None
+        if self.metrics_host is not None and not is_loopback(self.metrics_host) and not may_listen:
             raise ConfigError(f"metrics_host is {self.metrics_host!r}, which is not loopback: --insecure is needed")
+        if self.connector == "nixl" and self.tls_cert_file is not None and not self.nixl_plaintext:
+            raise ConfigError(
+                "connector is 'nixl', which encrypts nothing, and TLS is configured: nixl_plaintext=true allows it"
+            )
         if self.redis is not None and self.worker_id is not None and not is_worker_id(self.worker_id):
             raise ConfigError(
                 f"worker_id is {self.worker_id!r}, with redis 1 to 128 letters, digits, `_`, `.` or `-` are needed"
@@ -275,10 +318,31 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Text that a client has not read, at most, before its request is cancelled."""
     api_keys: tuple[str, ...] = ()
     """When given, both front ends want one of them as bearer token."""
+    front_tls_cert_file: str | None = None
+    """PEM certificate of both front ends, for clients; needs `front_tls_key_file`."""
+    front_tls_key_file: str | None = None
+    front_tls_client_ca_file: str | None = None
+    """PEM certificates of the CA that signed those of clients; when given, clients must show one."""
     drain_s: float = 30.0
 
     def addresses(self) -> list[str]:
         return [self.host, *self.prefill, *self.decode]
+
+    def front_tls(self) -> ServerTls | None:
+        """What both front ends show to clients; None without TLS. Reads the files. Raises: ConfigError."""
+        certificate, key = (_tls_file(self, name) for name in ("front_tls_cert_file", "front_tls_key_file"))
+        if certificate and key:
+            return load_front(certificate, key, _tls_file(self, "front_tls_client_ca_file"))
+        _verify_none_given(self, "front_tls_cert_file", "front_tls_key_file", "front_tls_client_ca_file")
+        return None
+
+    def _verify_listening(self) -> None:
+        self.front_tls()
+        if not is_loopback(self.host) and not self.insecure and self.front_tls_cert_file is None:
+            raise ConfigError(
+                f"host is {self.host!r}, which is not loopback: front_tls_cert_file and front_tls_key_file are needed, "
+                "or --insecure, behind a proxy with TLS"
+            )
 
     def verify(self) -> None:
         super().verify()
@@ -293,6 +357,21 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         for field in ("prefill", "decode"):
             for address in getattr(self, field):
                 _verify_address(field, address)
+
+
+def _tls_file(settings: ServiceSettings, name: str) -> TlsFile | None:
+    path: str | None = getattr(settings, name)
+    return TlsFile(name, path) if path is not None else None
+
+
+def _verify_none_given(settings: ServiceSettings, *names: str) -> None:
+    """For settings that work only together, when not all that are needed were given."""
+    given = [name for name in names if getattr(settings, name) is not None]
+    missing = [
+        name for name in names if name not in given and name.endswith(("_cert_file", "_key_file", "tls_ca_file"))
+    ]
+    if given:
+        raise ConfigError(f"{given[0]} is given, so {' and '.join(missing)} must be, too")
 
 
 def _verify_seconds(field: str, value: float) -> None:

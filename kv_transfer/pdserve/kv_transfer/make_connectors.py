@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings import WorkerSettings
+from pdserve.common.tls import TlsIdentity
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.nixl import NixlConnector
 from pdserve.kv_transfer.nixl_agent import why_no_nixl
@@ -16,14 +17,22 @@ from pdserve.kv_transfer.tcp_settings import TcpSettings
 log = logging.getLogger(__name__)
 
 
-def make_connectors(settings: WorkerSettings, why_not: Callable[[], str | None] = why_no_nixl) -> ConnectorSet:
+def make_connectors(
+    settings: WorkerSettings, why_not: Callable[[], str | None] = why_no_nixl, *, tls: TlsIdentity | None = None
+) -> ConnectorSet:
     """TCP always, NIXL before it where it is wanted and starts. why_not: why NIXL cannot be used here, or None.
 
+    tls: TCP speaks TLS; NIXL, which cannot, is then used only with `nixl_plaintext`.
     Raises: ConfigError when `connector` is `nixl` and it cannot start.
     """
-    tcp = TcpConnector(TcpSettings(host=settings.host, port=settings.data_port, advertise_host=settings.peers_host))
+    tcp = TcpConnector(
+        TcpSettings(host=settings.host, port=settings.data_port, advertise_host=settings.peers_host, tls=tls)
+    )
     if settings.connector == "tcp":
         log.info("connectors: tcp; not nixl: connector is 'tcp'")
+        return ConnectorSet([tcp])
+    if tls is not None and not settings.nixl_plaintext:
+        log.info("connectors: tcp; not nixl: it encrypts nothing, and TLS is configured (nixl_plaintext allows it)")
         return ConnectorSet([tcp])
     reason = why_not()
     if reason is None:

@@ -5,7 +5,8 @@ read_desk.py      finds a peer's lanes
 tcp_source.py     accepts, answers from the pool        grant_book.py   who may read what, fences
 tcp_wire.py       asks, receives into the pool          lanes.py        threads of a peer, digests
 tcp_stream.py     sockets                               read_queue.py   windows, round robin, states of a read
-tcp_frames.py     the bytes on the wire                 tcp_settings.py settings, the peers' address
+tls_stream.py     TLS over a socket                     tcp_settings.py settings, the peers' address
+tcp_frames.py     the bytes on the wire
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class TcpConnector:
         return self._reads.read(lambda: TcpAddress.from_metadata(metadata), token, blocks, listener)
 
     def close(self) -> None:
-        """As `BlockConnector.close`. May take `connect_timeout_s`, when a connection is just being made."""
+        """As `BlockConnector.close`. May take `connect_timeout_s`, with TLS twice that, when a connection is just being made."""
         if self._started is not None:
             source, reads = self._started
             reads.close()

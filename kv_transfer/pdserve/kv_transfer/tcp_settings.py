@@ -10,6 +10,7 @@ import msgspec
 
 from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.common.host_address import host_and_port
+from pdserve.common.tls import TlsIdentity
 
 METADATA_VERSION = 1
 MAX_METADATA_BYTES = 1024
@@ -35,18 +36,21 @@ class TcpSettings:
     max_request_bytes: int = 64 << 20
     """Largest answer that this source gives to a peer that asks for more than one block at once."""
     connect_timeout_s: float = 2.0
+    """For the connection; with TLS as long again for the handshake."""
     read_stall_s: float = 1.0
     """A read that gets no byte for so long fails."""
     send_stall_s: float = 10.0
     """A peer that takes no byte for so long loses its connection."""
     first_request_s: float = 5.0
-    """A new connection that asks for nothing within this time is closed."""
+    """A new connection that asks for nothing within this time is closed; so is one that has not shaken hands by then."""
     idle_close_s: float = 60.0
     """Connections without reads are closed by the reader after this time, by the source after twice of it."""
     fence_after_s: float = 1.0
     """Sends that are under way when their grant closes are cut off after this time."""
     max_connections: int = 512
     """Connections beyond this are closed at once."""
+    tls: TlsIdentity | None = None
+    """Who this process is to its peers, which must show certificates too; None speaks in the clear."""
 
     def __post_init__(self) -> None:
         if self.sockets_per_peer < 1 or self.max_connections < 1 or self.request_bytes < 1:

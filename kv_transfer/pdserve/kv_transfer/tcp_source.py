@@ -14,7 +14,8 @@ from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.grant_book import BookedGrant, GrantBook, Refusal, Sending
 from pdserve.kv_transfer.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp_settings import TcpSettings
-from pdserve.kv_transfer.tcp_stream import Listener, StreamBroken, TcpStream
+from pdserve.kv_transfer.tcp_stream import Listener, Stream, StreamBroken, TcpStream
+from pdserve.kv_transfer.tls_stream import HandshakeFailed, TlsStream
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +32,18 @@ class SourceCounters:
     refused_reads: int = 0
     malformed_frames: int = 0
     refused_connections: int = 0
+    failed_handshakes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, *, sent: int = 0, refused: int = 0, malformed: int = 0, connections: int = 0) -> None:
+    def add(
+        self, *, sent: int = 0, refused: int = 0, malformed: int = 0, connections: int = 0, handshakes: int = 0
+    ) -> None:
         with self._lock:
             self.blocks_sent += sent
             self.refused_reads += refused
             self.malformed_frames += malformed
             self.refused_connections += connections
+            self.failed_handshakes += handshakes
 
 
 class TcpSource:
@@ -126,14 +131,19 @@ class TcpSource:
         frame = bytearray(ReadRequest.NUM_BYTES)
         patience_s = self._settings.first_request_s
         try:
-            while stream.wait_readable(patience_s):
-                stream.receive([memoryview(frame)])
-                self._answer(stream, ReadRequest.decode(frame))
+            talk = self._secure(stream)
+            while talk.wait_readable(patience_s):
+                talk.receive([memoryview(frame)])
+                self._answer(talk, ReadRequest.decode(frame))
                 patience_s = 2 * self._settings.idle_close_s
+        except HandshakeFailed as error:
+            self.counters.add(handshakes=1)
+            self._warn(peer, f"did not shake hands ({error})")
         except StreamBroken as error:
             logger.debug("connection from %s: %s", peer, error)
         except MalformedFrame as error:
-            self._count_malformed(peer, error)
+            self.counters.add(malformed=1)
+            self._warn(peer, f"sent what is no frame of ours ({error})")
         except Exception:
             logger.exception("connection from %s", peer)
         finally:
@@ -142,7 +152,12 @@ class TcpSource:
                 # Under the lock: nobody may shut down a descriptor that is somebody else's by now.
                 stream.close()
 
-    def _answer(self, stream: TcpStream, request: ReadRequest) -> None:
+    def _secure(self, stream: TcpStream) -> Stream:
+        """TLS, where it is wanted; its handshake holds up nobody but this connection's thread."""
+        tls = self._settings.tls
+        return stream if tls is None else TlsStream(stream, tls.server.context, self._settings.first_request_s)
+
+    def _answer(self, stream: Stream, request: ReadRequest) -> None:
         allowed = self._allow(stream, request)
         if isinstance(allowed, Refusal):
             self.counters.add(refused=1)
@@ -155,7 +170,7 @@ class TcpSource:
         finally:
             self._grants.end(allowed)
 
-    def _allow(self, stream: TcpStream, request: ReadRequest) -> Sending | Refusal:
+    def _allow(self, stream: Stream, request: ReadRequest) -> Sending | Refusal:
         block_bytes = self._pool.block_bytes
         if request.count > max(1, self._settings.max_request_bytes // block_bytes):
             return Refusal.TOO_MANY
@@ -166,8 +181,7 @@ class TcpSource:
             return Refusal.WRONG_BLOCK_BYTES
         return sending
 
-    def _count_malformed(self, peer: str, error: MalformedFrame) -> None:
-        self.counters.add(malformed=1)
+    def _warn(self, peer: str, what: str) -> None:
         now = time.monotonic()
         with self._lock:
             if now - self._warned_at.get(peer, float("-inf")) < _WARN_EACH_S:
@@ -176,9 +190,5 @@ class TcpSource:
                 self._warned_at.clear()
             self._warned_at[peer] = now
         logger.warning(
-            "%s sent what is no frame of ours (%s); its connection is closed. More from there within %g s is only "
-            "counted.",
-            peer,
-            error,
-            _WARN_EACH_S,
+            "%s %s; its connection is closed. More from there within %g s is only counted.", peer, what, _WARN_EACH_S
         )

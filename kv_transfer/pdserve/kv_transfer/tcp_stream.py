@@ -1,7 +1,6 @@
 """A TCP connection that moves bytes between buffers, with a bound on each stall, and can be cut from another thread.
 
-Sockets are made and used in this file alone. TLS belongs here: `dial` and `Listener` would wrap the socket in a context
-of theirs, and a second stream class would move the bytes with `SSLSocket.recv_into` and `send`, which know no vectors.
+Sockets are made and used in this file alone; `tls_stream.py` puts TLS over a stream.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from pdserve.common.errors import ConfigError
 
@@ -32,6 +32,25 @@ class StreamBroken(Exception):
         self.is_stall = is_stall
 
 
+class Stream(Protocol):
+    """What moves the frames: `TcpStream`, or TLS over one."""
+
+    def send(self, views: Sequence[memoryview]) -> None:
+        """Send all bytes of all views, in order. Raises StreamBroken."""
+
+    def receive(self, views: Sequence[memoryview]) -> None:
+        """Fill all views, in order. Raises StreamBroken; what came before is in the views."""
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Wait for a byte or the stream's end; False when neither came in time. Raises StreamBroken."""
+
+    def shutdown(self) -> None:
+        """Wake whoever sends or receives here, with StreamBroken. From any thread; may be called again."""
+
+    def close(self) -> None:
+        """Give the socket back. By the thread that uses it."""
+
+
 class TcpStream:
     """One thread sends and receives; any thread may `shutdown`.
 
@@ -42,7 +61,7 @@ class TcpStream:
         self._sock = sock
         self._stall_s = stall_s
         self._send_stall_s = send_stall_s
-        self._is_shut = False
+        self.is_shut = False
         # Blocking calls with the kernel's own timeouts: one call then moves megabytes without the GIL, where a socket
         # with a Python timeout would return at each packet. A call returns at least four times in stall_s, so a stall
         # is noticed after at most 1.25 * stall_s.
@@ -52,28 +71,35 @@ class TcpStream:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _kernel_time(send_stall_s / 4))
 
     def send(self, views: Sequence[memoryview]) -> None:
-        """Send all bytes of all views, in order. Raises StreamBroken."""
+        """As `Stream.send`."""
         self._move(views, self._sock.sendmsg, self._send_stall_s)
 
     def receive(self, views: Sequence[memoryview]) -> None:
-        """Fill all views, in order. Raises StreamBroken; what came before is in the views."""
-        self._move(views, self._receive_some, self._stall_s)
+        """As `Stream.receive`."""
+        self._move(views, self._receive_all, self._stall_s)
+
+    def receive_some(self, view: memoryview) -> int:
+        """Receive one byte, and what else is there already, into the view; returns how many. Raises StreamBroken."""
+        since = time.monotonic()
+        while not (num_bytes := self._try(lambda views: self._sock.recv_into(views[0]), [view], 0)):
+            self._check_stall(since, self._stall_s, 0)
+        return num_bytes
 
     def wait_readable(self, timeout_s: float) -> bool:
-        """Wait for a byte or the stream's end; False when neither came in time. Raises StreamBroken."""
+        """As `Stream.wait_readable`."""
         return _wait_readable([self._sock], timeout_s)
 
     def shutdown(self) -> None:
-        """Wake whoever sends or receives here, with StreamBroken. From any thread; may be called again."""
-        self._is_shut = True
+        """As `Stream.shutdown`."""
+        self.is_shut = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the socket back. By the thread that uses it."""
+        """As `Stream.close`."""
         self._sock.close()
 
-    def _receive_some(self, views: Sequence[memoryview]) -> int:
+    def _receive_all(self, views: Sequence[memoryview]) -> int:
         if len(views) == 1:
             return self._sock.recv_into(views[0], 0, socket.MSG_WAITALL)
         return self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
@@ -85,19 +111,10 @@ class TcpStream:
         position = num_moved = 0
         last_progress = time.monotonic()
         while position < len(rest):
-            if self._is_shut:
-                # The kernel hands out what it had received even after a shutdown.
-                raise StreamBroken("cut off", num_moved)
-            try:
-                num_bytes = move_some(rest[position : position + _IOV_MAX])
-            except BlockingIOError:
-                if time.monotonic() - last_progress >= stall_s:
-                    raise StreamBroken(f"no byte moved for {stall_s:g} s", num_moved, is_stall=True) from None
-                continue
-            except OSError as error:
-                raise StreamBroken("cut off" if self._is_shut else str(error), num_moved) from error
+            num_bytes = self._try(move_some, rest[position : position + _IOV_MAX], num_moved)
             if num_bytes == 0:
-                raise StreamBroken("cut off" if self._is_shut else "closed by the peer", num_moved)
+                self._check_stall(last_progress, stall_s, num_moved)
+                continue
             last_progress = time.monotonic()
             num_moved += num_bytes
             while position < len(rest) and num_bytes >= len(rest[position]):
@@ -105,6 +122,28 @@ class TcpStream:
                 position += 1
             if num_bytes:
                 rest[position] = rest[position][num_bytes:]
+
+    def _try(
+        self, move_some: Callable[[Sequence[memoryview]], int], views: Sequence[memoryview], num_moved: int
+    ) -> int:
+        """One call to the kernel; 0: no byte moved for as long as the kernel waits. Raises StreamBroken."""
+        if self.is_shut:
+            # The kernel hands out what it had received even after a shutdown.
+            raise StreamBroken("cut off", num_moved)
+        try:
+            num_bytes = move_some(views)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise StreamBroken("cut off" if self.is_shut else str(error), num_moved) from error
+        if num_bytes == 0:
+            raise StreamBroken("cut off" if self.is_shut else "closed by the peer", num_moved)
+        return num_bytes
+
+    @staticmethod
+    def _check_stall(since: float, stall_s: float, num_moved: int) -> None:
+        if time.monotonic() - since >= stall_s:
+            raise StreamBroken(f"no byte moved for {stall_s:g} s", num_moved, is_stall=True)
 
 
 def dial(host: str, port: int, connect_timeout_s: float, stall_s: float, send_stall_s: float) -> TcpStream:

@@ -11,7 +11,8 @@ from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
 from pdserve.kv_transfer.lanes import WireBroken
 from pdserve.kv_transfer.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp_settings import TcpAddress, TcpSettings
-from pdserve.kv_transfer.tcp_stream import StreamBroken, TcpStream, dial
+from pdserve.kv_transfer.tcp_stream import Stream, StreamBroken, dial
+from pdserve.kv_transfer.tls_stream import TlsStream
 
 _STEP_BYTES = 512 << 10
 """Received in one call, then digested: small enough to be in the processor's cache still."""
@@ -28,9 +29,7 @@ class TcpWire:
         self._has_served = False
         self._header = bytearray(ReadAnswer.NUM_BYTES)
         try:
-            self._stream: TcpStream = dial(
-                address.host, address.port, settings.connect_timeout_s, settings.read_stall_s, settings.send_stall_s
-            )
+            self._stream: Stream = _connect(address, settings)
         except StreamBroken as error:
             raise TransferFailed(f"no connection to {self._peer}: {error}") from error
 
@@ -71,3 +70,15 @@ class TcpWire:
             raise WireBroken(f"asking {self._peer} for block {request.first_index}: {error}") from error
         self._has_served = True
         return answer
+
+
+def _connect(address: TcpAddress, settings: TcpSettings) -> Stream:
+    stream = dial(address.host, address.port, settings.connect_timeout_s, settings.read_stall_s, settings.send_stall_s)
+    if settings.tls is None:
+        return stream
+    client = settings.tls.client
+    try:
+        return TlsStream(stream, client.context, settings.connect_timeout_s, client.server_name or address.host)
+    except BaseException:
+        stream.close()
+        raise

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pdserve.common.errors import PdServeError
 from pdserve.common.held_blocks import HeldBlocks
+from pdserve.common.tls import ClientTls
 from pdserve.router.directory import Directory
 from pdserve.router.watch import introduce
 from pdserve.router.watched_address import TICK_STILL_S, Expected, WatchedAddress
@@ -30,9 +31,11 @@ class Fleet:
         expected: Expected,
         held: HeldBlocks | None = None,
         directory: Directory | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         """held: is told which blocks the workers hold; by the directory, where there is one."""
         self._expected = expected
+        self._tls = tls
         self._held = held if directory is None else None
         self._directory = directory
         self._watched = [
@@ -208,7 +211,7 @@ class Fleet:
                 watched.check_tick(now - TICK_STILL_S)
 
     def _watch_address(self, address: str, role: WorkerRole) -> WatchedAddress:
-        return WatchedAddress(address, role, self._expected, self._on_change, self._held)
+        return WatchedAddress(address, role, self._expected, self._on_change, self._held, self._tls)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)

@@ -55,7 +55,9 @@ async def run_router(
     try:
         index = PrefixIndex()
         directory = make_directory(settings, index)
-        async with Fleet(settings.prefill, settings.decode, expected, index, directory) as fleet:
+        tls = settings.tls()
+        client_tls = tls.client if tls is not None else None
+        async with Fleet(settings.prefill, settings.decode, expected, index, directory, client_tls) as fleet:
             inference = Inference(model, settings, fleet, preparation, index)
             if directory is not None:
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
@@ -73,10 +75,11 @@ def _model_name(settings: RouterSettings, model_folder: Path) -> str:
 
 async def _serve(inference: Inference, ready: Callable[[str, str], None] | None, stop: asyncio.Event | None) -> None:
     settings = inference.settings
+    tls = settings.front_tls()
     with listening_socket(settings.host, settings.port) as http_socket:
         grpc_front = GrpcFront(inference)
-        grpc_port = bind(grpc_front.server, settings.host, settings.grpc_port)
-        http_server = HttpServer(HttpFront(inference).app, KEEP_ALIVE_S, _LAST_WORDS_S)
+        grpc_port = bind(grpc_front.server, settings.host, settings.grpc_port, tls)
+        http_server = HttpServer(HttpFront(inference).app, KEEP_ALIVE_S, _LAST_WORDS_S, tls)
         hurry = asyncio.Event()
         with _stop_on_signals(hurry) if stop is None else contextlib.nullcontext(stop) as stopped:
             await grpc_front.start()

@@ -12,7 +12,8 @@ import msgspec
 
 from pdserve.common.errors import PdServeError, WorkerLost
 from pdserve.common.held_blocks import BlocksChange, HeldBlocks, apply_change
-from pdserve.common.rpc import PROTOCOL_VERSION, make_channel
+from pdserve.common.rpc import PROTOCOL_VERSION, failed_to_shake_hands, make_channel
+from pdserve.common.tls import ClientTls
 from pdserve.router.watch import watch
 from pdserve.router.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
 
@@ -60,6 +61,7 @@ class WatchedAddress:
         expected: Expected,
         changed: Callable[[WatchedAddress], None],
         held: HeldBlocks | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         """changed: called after `worker`, its state or `refused` changed.
         held: is told which blocks the worker holds; None when somebody else tells it.
@@ -72,6 +74,7 @@ class WatchedAddress:
         self._expected = expected
         self._changed = changed
         self._held = held
+        self._tls = tls
         self._channel: grpc.aio.Channel | None = None
         self._tick: tuple[int, int] | None = None
         """(epoch, engine_tick) last seen, also across reconnects."""
@@ -80,7 +83,7 @@ class WatchedAddress:
 
     async def keep(self) -> None:
         """Watch until cancelled."""
-        self._channel = make_channel(self.address)
+        self._channel = make_channel(self.address, self._tls)
         try:
             while True:
                 try:
@@ -88,7 +91,13 @@ class WatchedAddress:
                     cause = "its watch stream ended"
                 except PdServeError as error:
                     cause = f"its watch stream broke: {error.message}"
-                self.refused = None
+                self.refused = cause if self.worker is None and failed_to_shake_hands(cause) else None
+                if self.refused is not None:
+                    # it would otherwise look like a worker that is still to come
+                    self._warn(
+                        f"no {self.role.value} worker is reached at {self.address}: {cause}; do both sides have TLS, "
+                        "certificates of one CA, and there one made out to this host or to tls_server_name?"
+                    )
                 self._bury(cause)
                 await asyncio.sleep(RECONNECT_S * random.uniform(0.7, 1.3))
         finally:

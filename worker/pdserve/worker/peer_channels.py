@@ -8,6 +8,7 @@ from collections import OrderedDict
 import grpc
 
 from pdserve.common.rpc import make_channel
+from pdserve.common.tls import ClientTls
 
 MAX_PEERS = 256
 
@@ -15,7 +16,8 @@ MAX_PEERS = 256
 class PeerChannels:
     """Lives in the asyncio thread. The least recently used peer goes when there are too many."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ClientTls | None = None) -> None:
+        self._tls = tls
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -27,7 +29,7 @@ class PeerChannels:
         """The channel to a peer, made if need be."""
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = make_channel(address)
+            channel = self._channels[address] = make_channel(address, self._tls)
             if len(self._channels) > MAX_PEERS:
                 _, oldest = self._channels.popitem(last=False)
                 task = asyncio.create_task(oldest.close())

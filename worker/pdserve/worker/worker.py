@@ -24,6 +24,7 @@ from pdserve.common.first_done import first_done
 from pdserve.common.host_address import host_and_port
 from pdserve.common.rpc import bind, make_server
 from pdserve.common.settings import WorkerSettings
+from pdserve.common.tls import TlsIdentity
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.loaded_model import LoadedModel
 from pdserve.kv_transfer.attach_client import Receiving
@@ -67,13 +68,14 @@ class Worker:
         connectors: ConnectorSet,
         deployment_key: bytes,
         add_servicers: AddServicers,
+        tls: TlsIdentity | None = None,
     ) -> None:
         self.settings = settings
         self.model = model
         self.connectors = connectors
         self.server = make_server()
-        self.port = bind(self.server, settings.host, settings.port)
-        self.peers = PeerChannels()
+        self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)
+        self.peers = PeerChannels(tls.client if tls is not None else None)
         self._is_source = False
         staged = None if model.kv_cache.is_cpu else StagedPool(model.kv_cache)
         pool = host_memory(model.kv_cache) if staged is None else staged.memory
@@ -167,7 +169,7 @@ class Worker:
         await first_done(warmed.wait(), self.engine.died.wait())
         if self.engine.died.is_set():
             raise RuntimeError("the engine failed while it was warmed up")
-        host = self.settings.metrics_host or self.settings.host
+        host = self.settings.metrics_at
         await self.metrics_server.start(host, self.settings.metrics_port)
         await self.server.start()
         self._telling_health = asyncio.create_task(self._tell_health())

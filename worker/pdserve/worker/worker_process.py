@@ -35,8 +35,9 @@ async def run_worker(
     key, is_public = settings.key()
     if is_public:
         log.warning("no deployment key: using the public development key, which is for loopback only")
+    tls = settings.tls()
     model = await asyncio.to_thread(load_model, model_folder, settings, progress)
-    worker = Worker(settings, role, model, make_connectors(settings), key, add_servicers)
+    worker = Worker(settings, role, model, make_connectors(settings, tls=tls), key, add_servicers, tls)
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
