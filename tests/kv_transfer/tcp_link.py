@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ssl
+from dataclasses import replace
 from typing import Any
 
+from pdserve.common.tls import TlsIdentity
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.tcp import TcpConnector
 from pdserve.kv_transfer.tcp_settings import TcpAddress, TcpSettings
@@ -24,13 +27,16 @@ def small_settings(**changes: Any) -> TcpSettings:
 
 
 class TcpLink:
-    def __init__(self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float) -> None:
-        settings = small_settings(read_stall_s=read_stall_s)
-        self.source = TcpConnector(settings)
+    def __init__(self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float, **changes: Any) -> None:
+        settings = small_settings(read_stall_s=read_stall_s, **changes)
+        self.source = TcpConnector(self._of_source(settings))
         self.receiver = TcpConnector(settings)
         self.source.serve(source_pool)
         self.receiver.serve(receiver_pool)
         self.faults = FaultLink(TcpAddress.from_metadata(self.source.metadata).port)
+
+    def _of_source(self, settings: TcpSettings) -> TcpSettings:
+        return settings
 
     @property
     def faulty_metadata(self) -> bytes:
@@ -53,3 +59,47 @@ class TcpLink:
         self.receiver.close()
         self.source.close()
         self.faults.close()
+
+
+class TlsLink(TcpLink):
+    """Over TLS. A bit that turns over under way would break the connection, so it is wrong before it is encrypted."""
+
+    def __init__(
+        self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float, identity: TlsIdentity
+    ) -> None:
+        self._flips = _Flips(identity.server.context)
+        super().__init__(source_pool, receiver_pool, read_stall_s, tls=identity)
+
+    def _of_source(self, settings: TcpSettings) -> TcpSettings:
+        assert settings.tls is not None
+        server = replace(settings.tls.server, context=self._flips)  # type: ignore[arg-type]
+        return replace(settings, tls=replace(settings.tls, server=server))
+
+    def flip_one_bit(self) -> None:
+        self._flips.is_next = True
+
+
+class _Flips:
+    """A TLS context whose connections turn one bit over, in the next piece that is too long to be a frame."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._context = context
+        self.is_next = False
+
+    def wrap_bio(self, *arguments: Any) -> _FlippingTls:
+        return _FlippingTls(self, self._context.wrap_bio(*arguments))
+
+
+class _FlippingTls:
+    def __init__(self, flips: _Flips, tls: ssl.SSLObject) -> None:
+        self._flips = flips
+        self._tls = tls
+        self.read, self.pending, self.do_handshake = tls.read, tls.pending, tls.do_handshake
+
+    def write(self, piece: memoryview) -> int:
+        if self._flips.is_next and len(piece) > 512:
+            self._flips.is_next = False
+            flipped = bytearray(piece)
+            flipped[-1] ^= 1
+            return self._tls.write(flipped)
+        return self._tls.write(piece)
