@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from pdserve.common.deployment_key import DEVELOPMENT_KEY, key_check
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.rpc import PROTOCOL_VERSION, bind, make_server
+from pdserve.common.tls import ServerTls
 from pdserve.common.wire import layout_to_wire
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, worker_pb2
 from pdserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
@@ -190,7 +191,9 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         said_role: str | None = None,
         max_local_prefill_tokens: int | None = None,
         epoch: int = 1,
+        tls: ServerTls | None = None,
     ) -> None:
+        self._tls = tls
         self.role, self.said_role = role, said_role or role
         self.worker_id = worker_id or role
         self.fingerprint, self.layout, self.key = fingerprint, layout, key
@@ -226,7 +229,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
             add_PrefillServiceServicer_to_server(self, self._server)
         else:
             add_DecodeServiceServicer_to_server(self, self._server)
-        self.port = bind(self._server, "127.0.0.1", self.port)
+        self.port = bind(self._server, "127.0.0.1", self.port, self._tls)
         await self._server.start()
         return self
 
