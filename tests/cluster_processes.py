@@ -18,13 +18,14 @@ import msgspec
 import psutil
 
 from pdserve.common.rpc import PROTOCOL_VERSION
+from pdserve.common.tls import ClientTls
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 KEY = "a key for tests, of no worth at all"
 PROGRAM = (sys.executable, "-m", "pdserve.cli.main")
 START_S = 60.0
 SETTLE_S = 10.0
-_ROUTER_READY = re.compile(r"ready: OpenAI http://(\S+)/v1  gRPC (\S+)")
+_ROUTER_READY = re.compile(r"ready: OpenAI https?://(\S+)/v1  gRPC (\S+)")
 
 
 @dataclass
@@ -55,6 +56,8 @@ class Cluster:
     services: dict[str, Service] = field(default_factory=dict)
     worker_program: Sequence[str] = PROGRAM
     """What stands for the `pdserve` command where a worker is started."""
+    tls: ClientTls | None = None
+    """How the test itself speaks to workers."""
 
     @property
     def router(self) -> Service:
@@ -125,7 +128,7 @@ class Cluster:
 
     def load(self, service: Service) -> worker_pb2.Load:
         """A worker's state now."""
-        with grpc.insecure_channel(service.address) as channel:
+        with self._channel(service) as channel:
             watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch(
                 worker_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION), timeout=SETTLE_S, wait_for_ready=True
             )
@@ -133,6 +136,12 @@ class Cluster:
             load = next(loads)
             watch.cancel()
             return load
+
+    def _channel(self, service: Service) -> grpc.Channel:
+        if self.tls is None:
+            return grpc.insecure_channel(service.address)
+        credentials = grpc.ssl_channel_credentials(self.tls.ca, self.tls.key, self.tls.certificate)
+        return grpc.secure_channel(service.address, credentials)
 
     def check_pools(self) -> None:
         """The pool check from outside: every worker comes to rest with nothing in use, nothing lost (I2)."""

@@ -10,6 +10,7 @@ from types import TracebackType
 import grpc.aio
 
 from pdserve.common.rpc import make_channel
+from pdserve.common.tls import ClientTls
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 
 
@@ -27,8 +28,8 @@ class Answer:
 class InferenceClient:
     """`async with InferenceClient(address) as client: answer = await client.ask(tokens, max_tokens=8)`"""
 
-    def __init__(self, address: str) -> None:
-        self._channel = make_channel(address)
+    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
+        self._channel = make_channel(address, tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> InferenceClient:

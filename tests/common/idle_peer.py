@@ -1,4 +1,7 @@
-"""A peer in a process of its own: `server` sends one message and idles; `client PORT` reads one message and idles."""
+"""A peer in a process of its own: `server` sends one message and idles; `client PORT` reads one message and idles.
+
+`server CERT KEY CA` does so over TLS.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from pdserve.common.rpc import bind, make_channel, make_server
+from pdserve.common.tls import TlsFile, load_identity
 
 METHOD = "/pdserve.test/idle"
 
@@ -30,10 +34,12 @@ class IdleHandler(grpc.GenericRpcHandler):
         return grpc.unary_stream_rpc_method_handler(stream) if details.method == METHOD else None
 
 
-async def serve() -> None:
+async def serve(*files: str) -> None:
     server = make_server()
     server.add_generic_rpc_handlers((IdleHandler(),))
-    port = bind(server, "127.0.0.1", 0)
+    certificate = [TlsFile("file", path) for path in files]
+    tls = load_identity(*certificate, server_name=None, own_host="127.0.0.1").server if certificate else None
+    port = bind(server, "127.0.0.1", 0, tls)
     await server.start()
     print(port, flush=True)
     await server.wait_for_termination()
@@ -46,4 +52,4 @@ async def listen(port: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve() if sys.argv[1] == "server" else listen(sys.argv[2]))
+    asyncio.run(serve(*sys.argv[2:]) if sys.argv[1] == "server" else listen(sys.argv[2]))

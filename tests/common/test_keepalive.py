@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tls_authority import Authority
 
 from pdserve.common.rpc import bind, make_channel, make_server
 
@@ -47,8 +48,11 @@ async def line(process: asyncio.subprocess.Process) -> str:
     return (await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip()
 
 
-async def test_i6_a_silent_server_ends_the_clients_stream_within_three_seconds() -> None:
-    async with peer("server") as process, make_channel(f"127.0.0.1:{await line(process)}") as channel:
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
+async def test_i6_a_silent_server_ends_the_clients_stream_within_three_seconds(with_tls: bool, tmp_path: Path) -> None:
+    files = Authority(tmp_path / "ca").issue()
+    told, tls = (files.settings().values(), files.identity().client) if with_tls else ((), None)
+    async with peer("server", *told) as process, make_channel(f"127.0.0.1:{await line(process)}", tls) as channel:
         call = channel.unary_stream(idle_peer.METHOD)(b"")
         assert await call.read() == b"hello"
         process.send_signal(signal.SIGSTOP)

@@ -99,3 +99,17 @@ def test_files_are_named_by_their_noun() -> None:
     for package in FOLDERS:
         for path in sources(package):
             assert path.stem not in EMPTY_NAMES, path
+
+
+def test_whoever_connects_or_listens_says_with_which_tls() -> None:
+    """Without the argument both would speak in the clear, whatever the settings say."""
+    silent = [
+        f"{path.name}:{node.lineno}"
+        for package in FOLDERS
+        for path in sources(package)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        for arguments in [len(node.args) + len(node.keywords)]
+        if (node.func.id, arguments) in {("make_channel", 1), ("bind", 3), ("PeerChannels", 0), ("TcpConnector", 0)}
+    ]
+    assert not silent

@@ -13,6 +13,8 @@ import pytest
 from fake_worker import said
 from tls_authority import Authority, IssuedFiles
 
+from pdserve.cli.grpc_client import GrpcClient
+from pdserve.common.errors import WorkerLost
 from pdserve.common.rpc import make_channel
 from pdserve.common.settings import RouterSettings
 from pdserve.common.tls import TlsFile, load_client
@@ -142,6 +144,16 @@ async def test_front_ends_speak_tls_and_nothing_else(model_folder, authority):
             await InferenceServiceStub(channel).GetModel(inference_pb2.GetModelRequest(), timeout=5)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     await front.ask_both(None)
+    await front.stop()
+
+
+@pytest.mark.parametrize("trusts", ["nobody", "another CA"])
+async def test_the_commands_say_why_they_reach_no_router(model_folder, authority, other, trusts):
+    front = await Front(authority.issue(), None).start(model_folder)
+    tls = load_client(TlsFile("--ca-file", str(other.ca_file))) if trusts == "another CA" else None
+    async with GrpcClient(front.grpc, tls=tls) as client:
+        with pytest.raises(WorkerLost, match="with a certificate of the CA in --ca-file"):
+            await anext(client.generate("x"))
     await front.stop()
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from pdserve.common.engine_types import FinishReason
-from pdserve.common.rpc import from_rpc_error, make_channel
+from pdserve.common.errors import WorkerLost
+from pdserve.common.rpc import failed_to_shake_hands, from_rpc_error, make_channel
 from pdserve.common.timeline import Timeline
 from pdserve.common.tls import ClientTls
 from pdserve.common.wire import finish_reason_from_wire, moments_from_wire
@@ -68,12 +69,14 @@ class GrpcClient:
             if value is not None:
                 setattr(request.sampling, name, value)
         try:
-            async for response in self._stub.Generate(
-                request, metadata=self._metadata, wait_for_ready=True, timeout=600
-            ):
+            async for response in self._stub.Generate(request, metadata=self._metadata, timeout=600):
                 yield _delta(response)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            told = from_rpc_error(error)
+            if failed_to_shake_hands(told.message):
+                hint = "does the router speak TLS, with a certificate of the CA in --ca-file?"
+                raise WorkerLost(f"{told.message}; {hint}") from error
+            raise told from error
 
 
 def _delta(response: inference_pb2.GenerateResponse) -> Delta:

@@ -1,0 +1,101 @@
+"""A cluster under mutual TLS, processes and all: the same texts, and nobody in between or beside who has no certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc.aio
+import httpx
+import pytest
+from cluster_processes import Cluster, Service, running_cluster
+from inference_client import InferenceClient
+from oracle import Oracle
+from tls_authority import Authority
+
+from pdserve.common.rpc import PROTOCOL_VERSION, make_channel
+from pdserve.common.tls import ClientTls, TlsFile, load_client
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
+
+pytestmark = pytest.mark.process
+
+FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
+PROMPTS = [[3 + (place * place + length) % 297 for place in range(length)] for length in (17, 250, 1000)]
+
+
+async def is_refused(address: str) -> bool:
+    """Whether a client without TLS hears nothing of a worker."""
+    async with make_channel(address) as channel:
+        request = worker_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION)
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Watch(request, timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    return caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def generate(router: Service, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = ["generate", "x", "--url", router.address, "--max-tokens", "4", *flags]
+    return subprocess.run(
+        [sys.executable, "-m", "pdserve.cli.main", *command], capture_output=True, text=True, timeout=60
+    )
+
+
+async def test_i1_texts_under_mutual_tls_are_those_without(
+    tiny_checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_checkpoints("llama")
+    oracle = Oracle(model)
+    inside, other, public = (Authority(tmp_path / name) for name in ("inside", "other", "public"))
+    common = ("--model", str(model), *FLAGS)
+    with running_cluster(tmp_path) as cluster:
+        cluster.tls = inside.identity().client
+        prefill = cluster.start_worker("prefill", *common, *inside.issue().flags())
+        decode = cluster.start_worker("decode", *common, *inside.issue().flags())
+        stranger = cluster.start_worker("decode", *common, *other.issue().flags(), name="stranger")
+        front = public.issue("127.0.0.1")
+        router = cluster.start_router(
+            *("--model", str(model), "--local-prefill", "never", *inside.issue("router").flags()),
+            *("--set", f"front_tls_cert_file={front.cert}", "--set", f"front_tls_key_file={front.key}"),
+            prefill=[prefill.address],
+            decode=[decode.address, stranger.address],
+        )
+        tls = load_client(TlsFile("ca", str(public.ca_file)))
+        async with InferenceClient(router.address, tls) as client:
+            for prompt in PROMPTS:
+                answer = await client.ask(prompt, max_tokens=12)
+                oracle.check(prompt, answer.token_ids)
+                assert "kv_landed" in answer.moments, "it did not go through prefill/decode"
+            await asyncio.gather(*(client.ask(prompt, max_tokens=12) for prompt in PROMPTS * 3))
+        assert "not nixl: it encrypts nothing" in decode.read_log()
+
+        await check_front(router, tls, public)
+        assert all([await is_refused(worker.address) for worker in (prefill, decode)])
+        check_stranger(cluster, router, stranger, other)
+        cluster.check_pools()
+        cluster.check_logs()
+
+
+async def check_front(router: Service, tls: ClientTls, public: Authority) -> None:
+    async with httpx.AsyncClient(verify=tls.context, trust_env=False) as http:
+        health = (await http.get(f"https://{router.http}/health")).json()
+        assert health["workers"]["decode"] == {"addresses": 2, "live": 1, "draining": 0, "refused": 1}
+    async with httpx.AsyncClient(trust_env=False) as http:
+        with pytest.raises(httpx.TransportError):
+            await http.get(f"http://{router.http}/health")
+    answered = await asyncio.to_thread(generate, router, "--ca-file", str(public.ca_file))
+    assert answered.returncode == 0, answered.stderr
+
+
+def check_stranger(cluster: Cluster, router: Service, stranger: Service, other: Authority) -> None:
+    """It has served nobody, and the router has said why, once."""
+    [told] = [line for line in router.read_log().splitlines() if f"is reached at {stranger.address}" in line]
+    assert "CERTIFICATE_VERIFY_FAILED" in told
+    inside, cluster.tls = cluster.tls, other.identity().client
+    assert cluster.load(stranger).prompt_tokens_computed == 0
+    del cluster.services[stranger.name]
+    cluster.tls = inside
+    stranger.process.terminate()
+    assert stranger.process.wait(20) == 0
