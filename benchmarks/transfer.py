@@ -1,4 +1,5 @@
-"""How fast blocks move between two processes of this machine: NIXL (where it is installed), TCP and a bare socket.
+"""How fast blocks move between two processes of this machine: NIXL (where it is installed), TCP with TLS and without it,
+and a bare socket.
 
     python benchmarks/transfer.py [--rounds 30]
 
@@ -15,25 +16,31 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
+import trustme
 from conditions import conditions
 
 from pdserve.common.errors import TransferFailed
+from pdserve.common.tls import TlsFile, TlsIdentity, load_identity
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, PoolMemory, ReadOutcome
 from pdserve.kv_transfer.digest import block_digests
 from pdserve.kv_transfer.nixl import NixlConnector
 from pdserve.kv_transfer.nixl_agent import why_no_nixl
 from pdserve.kv_transfer.tcp import TcpConnector
+from pdserve.kv_transfer.tcp_settings import TcpSettings
 
 POOL_BYTES = 64 << 20
 BLOCK_SIZES = (32 << 10, 1 << 20)
 BLOCK_COUNTS = (1, 4, 16, 64)
 TOKEN = bytes(range(16))
 SIZE_BYTES = 8
+FILES = ("cert.pem", "key.pem", "ca.pem")
 
 
 def make_pool(block_bytes: int) -> PoolMemory:
@@ -64,16 +71,29 @@ class Arrival:
             raise SystemExit(f"a read ended with {self._outcome}")
 
 
-def make_connectors() -> dict[str, BlockConnector]:
-    """By name."""
-    connectors: list[BlockConnector] = [TcpConnector()] if why_no_nixl() else [NixlConnector(), TcpConnector()]
-    return {connector.name: connector for connector in connectors}
+def make_connectors(folder: Path) -> dict[str, BlockConnector]:
+    """By the name of their row. folder: the files of `issue`."""
+    connectors: dict[str, BlockConnector] = {} if why_no_nixl() else {"nixl": NixlConnector()}
+    return connectors | {"tcp": TcpConnector(), "tcp with tls": TcpConnector(TcpSettings(tls=identity(folder)))}
 
 
-def serve(block_bytes: int) -> None:
+def issue(folder: Path) -> None:
+    """A certificate for 127.0.0.1, its key and its CA."""
+    ca = trustme.CA()
+    issued = ca.issue_cert("127.0.0.1")
+    for name, blob in zip(FILES, (issued.cert_chain_pems[0], issued.private_key_pem, ca.cert_pem), strict=True):
+        blob.write_to_path(folder / name)
+
+
+def identity(folder: Path) -> TlsIdentity:
+    certificate, key, ca = (TlsFile(name, str(folder / name)) for name in FILES)
+    return load_identity(certificate, key, ca, server_name=None, own_host="127.0.0.1")
+
+
+def serve(block_bytes: int, folder: Path) -> None:
     """The source process: prints the connectors' metadata and the bare socket's port, ends with its input."""
     pool = make_pool(block_bytes)
-    connectors = make_connectors()
+    connectors = make_connectors(folder)
     for connector in connectors.values():
         connector.serve(pool)
         connector.grant(TOKEN).publish(0, some_blocks(pool.num_blocks, seed=1))
@@ -99,9 +119,9 @@ def some_blocks(num_blocks: int, seed: int) -> list[int]:
     return [*range(num_blocks // 2), *rest]
 
 
-def measure(block_bytes: int, rounds: int) -> None:
+def measure(block_bytes: int, rounds: int, folder: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, __file__, "--serve", str(block_bytes)],
+        [sys.executable, __file__, "--serve", str(block_bytes), "--tls-files", str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -111,7 +131,7 @@ def measure(block_bytes: int, rounds: int) -> None:
         pool = make_pool(block_bytes)
         locations, places = (some_blocks(pool.num_blocks, seed) for seed in (1, 2))
         digests = block_digests(pool, locations)
-        connectors = make_connectors()
+        connectors = make_connectors(folder)
         metadata = {name: bytes.fromhex(text) for name, text in zip(connectors, told, strict=True)}
         for connector in connectors.values():
             connector.serve(pool)
@@ -168,15 +188,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--serve", type=int, metavar="BLOCK_BYTES", help=argparse.SUPPRESS)
+    parser.add_argument("--tls-files", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve)
+        serve(arguments.serve, arguments.tls_files)
         return
     print(", ".join(f"{name}: {value}" for name, value in conditions().items()))
     # As a worker does at its start: a transport thread leaves `recv` sooner while other threads run Python.
     sys.setswitchinterval(0.0005)
-    for block_bytes in BLOCK_SIZES:
-        measure(block_bytes, arguments.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        issue(Path(folder))
+        for block_bytes in BLOCK_SIZES:
+            measure(block_bytes, arguments.rounds, Path(folder))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def failed_to_shake_hands(message: str) -> bool:
     A server that does not like a client's certificate, or hears no TLS, hangs up without a word.
     """
     words = ("handshake failed", "verification check failed", "socket closed")
-    return any(word in message.lower() for word in words)
+    return "failed to connect" in message and any(word in message.lower() for word in words)
 
 
 def _retry_after_s(error: grpc.aio.AioRpcError) -> float:
