@@ -170,7 +170,7 @@ def _prove(
         if ca is not None and error.verify_code in (_EXPIRED, _NOT_YET_VALID) and (old := _out_of_date(server)):
             raise ConfigError(f"{ca}: {old}") from error
         whose = "" if ca is None else f" (checked with {ca})"
-        raise ConfigError(f"{certificate}: {error.verify_message}{whose}") from error
+        raise ConfigError(f"{certificate}: {error.verify_message.rstrip('.')}{whose}") from error
     except ssl.SSLError as error:
         raise ConfigError(f"{certificate} cannot be used: {tls_problem(error)}") from error
     except ValueError as error:
