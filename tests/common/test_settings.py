@@ -42,6 +42,7 @@ def test_flags_win_over_environment_over_toml_over_defaults(tmp_path: Path) -> N
         ("num_blocks = 'many'", r"Expected `int \| null`"),
         ("[host]\na = 1", "Expected `str`"),
         ("log_level = 'loud'", "Invalid enum value 'loud'"),
+        ("scheduling_policy = 'lifo'", "Invalid enum value 'lifo'"),
         ("= 3", "Invalid"),
     ],
 )
@@ -90,6 +91,9 @@ NAN, INF = float("nan"), float("inf")
         *((PrefillSettings, {"run_ahead_share": value}) for value in (0.0, 1.1, -1.0, NAN)),
         *((DecodeSettings, {"lease_grace_s": value}) for value in (-1.0, NAN, INF)),
         (DecodeSettings, {"attach_timeout_s": NAN}),
+        (PrefillSettings, {"long_prefill_token_threshold": -1}),
+        (DecodeSettings, {"max_sessions": -1}),
+        *((DecodeSettings, {"session_idle_timeout_s": value}) for value in (0.0, -1.0, NAN, INF)),
         (RouterSettings, {"request_timeout_s": NAN}),
         *((RouterSettings, {name: 0}) for name in ("max_attempts", "max_queued_requests", "max_unread_bytes")),
         *((RouterSettings, {"prefill": (value,)}) for value in ("host", "host:", ":1", "host:0", "host:65536", "h:²")),

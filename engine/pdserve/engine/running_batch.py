@@ -46,8 +46,9 @@ class RunningBatch(Mapping[str, Request]):
         self._left = left + self._left
 
     def decoding(self) -> list[Request]:
-        """Sequences that compute one token a step."""
-        return [request for request in self._requests.values() if request.num_uncomputed_tokens == 1]
+        """Sequences that compute one token a step, by priority."""
+        decoding = [request for request in self._requests.values() if request.num_uncomputed_tokens == 1]
+        return sorted(decoding, key=lambda request: request.priority)
 
     def prefilling(self) -> list[Request]:
         """Sequences with more than one token to compute, by priority; without transfers that nobody wants."""

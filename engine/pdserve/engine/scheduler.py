@@ -13,7 +13,7 @@ from pdserve.common.engine_types import (
     SchedulerStats,
     StreamingUpdate,
 )
-from pdserve.common.errors import InvalidRequest, PdServeError, PromptTooLong
+from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.engine.admission import Admission, Refusal
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.config import EngineConfig
@@ -26,6 +26,7 @@ from pdserve.engine.remote_receives import Ready, RemoteReceives
 from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.running_batch import RunningBatch
 from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.sessions import Sessions
 from pdserve.engine.siblings import Siblings
 from pdserve.engine.source_publishing import SourcePublishing
 from pdserve.engine.step import Step
@@ -67,6 +68,7 @@ class Scheduler:
         self.siblings = Siblings()
         self.running = RunningBatch()
         self.preemption = Preemption(self.kv, self.running, self.admission)
+        self.sessions = Sessions(config, self.kv, self.running, self.admission, self.outputs)
         self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.admission)
         self.num_computed_prompt_tokens = 0
         self.prefill_s = 0.0
@@ -103,14 +105,8 @@ class Scheduler:
         if request is None or request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
             self.events.num_dropped += 1
             return
-        num_tokens = request.num_tokens + len(update.prompt_token_ids)
-        if num_tokens >= self.config.max_model_len:
-            text = f"the session has {num_tokens} tokens with this input, at most {self.config.max_model_len - 1} "
-            cause = PromptTooLong(f"{text}leave room for one more", "prompt_token_ids")
-            self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
-            return
-        request.resume(update)
-        self.admission.add(request)
+        if (refusal := self.sessions.resume(request, update)) is not None:
+            self._finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
 
     def abort_request(self, request_id: str) -> Request | None:
         """End a request in whatever state it is; returns one of its sequences, or None when all had ended."""
@@ -258,7 +254,7 @@ class Scheduler:
             if ended_with is None or request.core.transfer_source:
                 self.outputs.tokens(sequence, [token_id], ended_with, of_token)
             elif request.core.resumable:
-                self._end_turn(sequence, ended_with, token_id, of_token)
+                self.sessions.end_turn(sequence, ended_with, token_id, of_token)
             else:
                 self._finish(sequence, ended_with, new_token_ids=[token_id], new_logprobs=of_token)
         if request.core.transfer_source:
@@ -297,14 +293,6 @@ class Scheduler:
         # no block is left for it: as if it had run and lost its blocks
         sequence.move_to(RequestStatus.RUNNING)
         self.preemption.lose_blocks(sequence)
-
-    def _end_turn(
-        self, request: Request, ended_with: RequestStatus, token_id: int, logprobs: LogprobsLists | None
-    ) -> None:
-        self.outputs.tokens(request, [token_id], ended_with, logprobs, awaits_input=True)
-        self.running.leave(request)
-        self.kv.idle(request)
-        request.move_to(RequestStatus.WAITING_FOR_STREAMING_REQ)
 
     def keep_left(self, unused: SchedulerOutput) -> None:
         """A step that computed nothing was not seen by the runner: what it was to be told is told next time."""

@@ -117,6 +117,10 @@ class SessionTurn(RequestRun):
             with record:
                 if session.worker is None:
                     prepared = record.carried_by(self._hashed(request, placement.layout))
+                    self._poison.check(prepared.request_digest)
+                    if not prepared.remaining_s:
+                        # workers refuse a request without time
+                        raise self._too_late()
                     session.open(worker, SessionLeg(worker, prepared.trace_headers))
                     await session.leg.open(prepared)
                 else:
