@@ -38,14 +38,17 @@ async def ask(call, request):
     return await answer(call)
 
 
-async def read_to_the_end(call):
+async def send_and_read(call, request):
+    if request is not None:
+        await call.write(request)
     while await call.read() is not grpc.aio.EOF:
         pass
 
 
-async def error_of(call):
+async def error_of(call, request=None):
+    """What the call fails with, after one more turn if one is given."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await read_to_the_end(call)
+        await send_and_read(call, request)
     error = caught.value
     return error.code(), dict(error.trailing_metadata() or ()).get(ERROR_CODE_KEY), error.details()
 
@@ -127,8 +130,7 @@ async def test_wrong_turns_end_the_session_and_say_why(cluster):
             call = cluster.grpc.Session()
             if later:
                 await ask(call, turn())
-            await call.write(request)
-            code, name, details = await error_of(call)
+            code, name, details = await error_of(call, request)
             assert code is grpc.StatusCode.INVALID_ARGUMENT, (request, details)
             assert name in ("invalid_request", "prompt_too_long")
             assert message in details
@@ -144,32 +146,26 @@ async def test_wrong_turns_end_the_session_and_say_why(cluster):
 async def test_a_model_that_is_not_served(cluster):
     await cluster.start()
     call = cluster.grpc.Session()
-    await call.write(turn(model="other"))
-    assert (await error_of(call))[0] is grpc.StatusCode.NOT_FOUND
+    assert (await error_of(call, turn(model="other")))[0] is grpc.StatusCode.NOT_FOUND
 
 
 async def test_keys_and_limits_hold_for_sessions(cluster):
     await cluster.start(api_keys=("secret",), max_requests_per_key=1)
-    call = cluster.grpc.Session()
-    await call.write(turn())
-    assert (await error_of(call))[0] is grpc.StatusCode.UNAUTHENTICATED
+    assert (await error_of(cluster.grpc.Session(), turn()))[0] is grpc.StatusCode.UNAUTHENTICATED
     metadata = (("authorization", "Bearer secret"),)
     cluster.of("decode").step_s = 0.05
     one, two = cluster.grpc.Session(metadata=metadata), cluster.grpc.Session(metadata=metadata)
     await ask(one, turn())  # between turns it counts for no limit
     await two.write(turn(max_tokens=200))
     await two.read()
-    await one.write(turn())
-    code, name, _ = await error_of(one)
+    code, name, _ = await error_of(one, turn())
     assert (code, name) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
     two.cancel()
 
 
 async def test_sessions_need_decode_workers_that_may_prefill(cluster):
     await cluster.start(local_prefill="never")
-    call = cluster.grpc.Session()
-    await call.write(turn())
-    code, _, details = await error_of(call)
+    code, _, details = await error_of(cluster.grpc.Session(), turn())
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "local_prefill is never" in details
 
