@@ -6,7 +6,7 @@ import pytest
 from engine_harness import Harness, MakeEngine
 from hash_model import greedy_answer
 
-from pdserve.engine.remote_kv import HoldReturned, ReceiveInto
+from pdserve.engine.remote_kv import HoldReturned, ReceiveInto, Settled
 
 
 def order_of_ends(engine: Harness) -> list[str]:
@@ -115,3 +115,36 @@ def test_room_for_remote_requests_goes_by_priority_too(make_engine: MakeEngine) 
     for name in ("low", "high"):
         engine.core.abort_request(name)
     engine.core.apply(HoldReturned("high", rooms[0].hold))
+
+
+def test_priority_goes_before_the_kind_of_work(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=1, scheduling_policy="priority")
+    engine.add([1] * 6, "unwanted", priority=-2, transfer_source=True)
+    engine.add([2] * 6, "wanted", priority=5, transfer_source=True, wanted_from=0)
+    engine.add([3] * 6, "local", priority=0, params={"max_tokens": 1})
+    engine.run()
+    assert list(engine.answers) == ["unwanted", "local", "wanted"]
+    give_back(engine)
+
+
+def test_a_transfer_that_gives_way_in_the_step_in_which_it_came_leaves_no_trace(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=20, max_num_batched_tokens=64, scheduling_policy="priority")
+    engine.add([1] * 38, "unwanted", priority=-1, transfer_source=True)
+    engine.add([2] * 60, "wanted", priority=0, transfer_source=True, wanted_from=0)
+    engine.step()
+    assert engine.running() == []
+    assert list(engine.answers) == ["wanted"]
+    assert engine.scheduler.num_preemptions == 1
+    give_back(engine)
+    engine.run()
+    assert engine.answers["unwanted"].token_ids == greedy_answer([1] * 38, 1)
+    last = engine.add([5])
+    engine.run()
+    # the runner hears of who has left with the next step
+    assert list(engine.core.runner.batch.rows) == [last]
+
+
+def give_back(engine: Harness) -> None:
+    for message in engine.outbox.take():
+        assert isinstance(message, Settled)
+        engine.core.apply(HoldReturned(message.request_id, message.hold))
