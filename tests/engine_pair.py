@@ -11,7 +11,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from engine_harness import Answer, Harness
 
 from pdserve.common.errors import TransferFailed
@@ -168,9 +167,15 @@ class Pair:
         if not transfer.runs_again and not transfer.over:
             assert transfer.room is not None
             transfer.runs_again = True
-            given = {"n": transfer.n, "output": transfer.output, "params": {"max_tokens": 99}}
-            request = self.p.request(transfer.prompt, request_id + _AGAIN, **given)
-            self.p.submit(msgspec.structs.replace(request, transfer_source=True, wanted_from=transfer.room.first_index))
+            self.p.add(
+                transfer.prompt,
+                request_id + _AGAIN,
+                n=transfer.n,
+                output=transfer.output,
+                transfer_source=True,
+                wanted_from=transfer.room.first_index,
+                params={"max_tokens": 99},
+            )
 
     def _move(self) -> None:
         for request_id, transfer in self.transfers.items():

@@ -1,6 +1,7 @@
 """Random lives of two small engines, P and D: every rule holds after every step, and both pools are whole at the end.
 
-What may happen: remote and local requests of any priority, sessions, aborts, sources that give up, transfers wanted late or never,
+What may happen: remote and local requests of any priority, with one or several sequences, from their beginning or resumed,
+sessions, aborts, sequences that end elsewhere, sources that give up, transfers wanted late or never,
 events late and twice, holds that come back in parts, and preemption because everything is too small.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
@@ -14,7 +15,7 @@ import pytest
 from engine_harness import Answer, Harness, MakeEngine
 from engine_invariants import CacheContents, StepInvariants
 from engine_pair import Pair
-from hash_model import greedy_answer
+from hash_model import greedy_answer, sampled_answer
 
 from pdserve.common.engine_types import FinishReason
 from pdserve.engine.request import RequestStatus
@@ -72,9 +73,11 @@ class Life:
         )
         self.pair = Pair(self.p, self.d, seed)
         self.contents = CacheContents(self.p)
-        self.prompts: dict[str, list[int]] = {}
-        self.expected: dict[str, list[int]] = {}
+        self.widths: dict[str, int] = {}
+        self.expected: dict[tuple[str, int], list[int]] = {}
+        """What comes of each sequence."""
         self.aborted: set[str] = set()
+        self.ended_elsewhere: set[tuple[str, int]] = set()
         self.sessions: list[Session] = []
         self.stems = [[draw.randrange(60) for _ in range(24)] for _ in range(3)]
 
@@ -135,21 +138,36 @@ class Life:
             draw.randrange(60) for _ in range(draw.randint(0, 12))
         ]
         length = draw.randint(2, 24)
-        self.prompts[request_id], self.expected[request_id] = prompt, greedy_answer(prompt, length)
-        self.contents.learn(prompt + self.expected[request_id])
         fields: dict[str, Any] = {"params": {"max_tokens": length}, "priority": draw.choice([-1, 0, 0, 3])}
+        width = self.widths[request_id] = draw.choice([1, 1, 1, 1, 2, min(3, self.d.config.max_num_seqs)])
+        if width > 1:
+            fields |= {"n": width, "params": {"max_tokens": length, "temperature": 1.0, "seed": 3}}
+            length = fields["params"]["max_tokens"] = min(length, 9)
+            answers = [sampled_answer(prompt, length, seed=3, index=index) for index in range(width)]
+        else:
+            answers = [greedy_answer(prompt, length)]
+        for answer in answers:
+            self.contents.learn(prompt + answer)
+        if width == 1 and draw.random() < 0.2:
+            resumed = draw.randint(0, length - 2)
+            fields["output"], answers[0] = answers[0][:resumed], answers[0][resumed:]
+        self.expected |= {(request_id, index): answer for index, answer in enumerate(answers)}
         kind = draw.random()
         if kind < 0.7:
             self.pair.add(prompt, request_id, **fields)
         else:
-            engine = self.d if kind < 0.9 else self.p
+            engine = self.d if kind < 0.9 or width > self.p.config.max_num_seqs else self.p
             engine.add(prompt, request_id, prefill_here=draw.random() < 0.5, **fields)
 
     def _end_one(self) -> None:
-        if not self.prompts:
+        if not self.widths:
             return
-        victim = self.draw.choice(list(self.prompts))
-        if victim not in self.pair.transfers:
+        victim = self.draw.choice(list(self.widths))
+        if self.widths[victim] > 1 and self.draw.random() < 0.5:
+            index = self.draw.randrange(self.widths[victim])
+            self.d.core.end_sequence(victim, index)
+            self.ended_elsewhere.add((victim, index))
+        elif victim not in self.pair.transfers:
             self.d.core.abort_request(victim)
             self.p.core.abort_request(victim)
             self.aborted.add(victim)
@@ -169,16 +187,19 @@ class Life:
             assert len(scheduler.turns.overdue) == len(scheduler.turns.preempted) == 0
         for session in self.sessions:
             session.check()
-        for request_id, expected in self.expected.items():
-            answer = self.pair.answer(request_id)
-            decoded = self.d.answers.get(request_id)
-            ends = decoded if decoded is not None else self.p.answers.get(request_id, Answer())
-            assert ends.finish_reason is not None, f"{request_id} never ended"
-            assert answer.token_ids == expected[: len(answer.token_ids)], f"{request_id} has a wrong token"
+        for (request_id, index), expected in self.expected.items():
+            answer = self.pair.answer(request_id, index)
+            key = f"{request_id}/{index}" if self.widths[request_id] > 1 else request_id
+            decoded = self.d.answers.get(key)
+            ends = decoded if decoded is not None else self.p.answers.get(key, Answer())
+            assert ends.finish_reason is not None, f"{key} never ended"
+            assert answer.token_ids == expected[: len(answer.token_ids)], f"{key} has a wrong token"
             if ends.finish_reason is FinishReason.LENGTH:
                 assert answer.token_ids == expected
             elif ends.finish_reason is FinishReason.ABORT:
                 assert request_id in self.aborted
+            elif ends.finish_reason is FinishReason.STOP:
+                assert (request_id, index) in self.ended_elsewhere
             else:
                 assert ends.error_code in ERRORS
 

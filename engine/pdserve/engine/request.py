@@ -148,6 +148,7 @@ class Request:
         for index in range(self.index + 1, self.index + self.core.n):
             other = Request(self.core)
             other.index = index
+            other.priority = self.priority
             other.request_id = f"{self.core.request_id.removesuffix(f'.{self.index}')}.{index}"
             other.waits_for = set()
             other.status = RequestStatus.WAITING
