@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.text.detokenizer import ByteDetokenizer
+from pdserve.text.prompt import TextInput, encode_prompt
 from pdserve.text.tokenizer import Tokenizer
 
 
@@ -207,3 +208,10 @@ def test_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_text_that_goes_on_gets_no_beginning_of_its_own(byte_level_tokenizer: Tokenizer) -> None:
+    begins = encode_prompt(byte_level_tokenizer, TextInput("the cat"), "text")
+    goes_on = encode_prompt(byte_level_tokenizer, TextInput("the cat", add_special_tokens=False), "text")
+    assert begins.token_ids[1:] == goes_on.token_ids
+    assert begins.text == goes_on.text == "the cat"
