@@ -34,6 +34,15 @@ def test_first_come_first_served_knows_no_priority(make_engine: MakeEngine) -> N
     assert order_of_ends(engine) == list("abc")
 
 
+@pytest.mark.parametrize(("policy", "expected"), [("fcfs", 0), ("priority", 5)])
+def test_all_sequences_of_a_request_have_its_priority(make_engine: MakeEngine, policy: str, expected: int) -> None:
+    engine = make_engine(scheduling_policy=policy)
+    engine.add([1, 2, 3], n=3, priority=5, params={"temperature": 1.0, "seed": 1})
+    engine.step()
+    assert [request.priority for request in engine.scheduler.requests.values()] == [expected] * 3
+    engine.run()
+
+
 def test_prompts_are_computed_by_priority(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_batched_tokens=8, scheduling_policy="priority")
     engine.add([1] * 30, "low", priority=3, params={"max_tokens": 1})

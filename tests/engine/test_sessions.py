@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from checkpoints import ARCHITECTURES, VOCAB_SIZE
 from engine_harness import Answer, Harness, MakeEngine
 from hash_model import greedy_answer
+from step_calls import calls_in
 
 from pdserve.common.engine_types import FinishReason, StreamingUpdate
 from pdserve.common.errors import Cancelled, InvalidRequest
@@ -185,19 +185,7 @@ def test_i10_idle_sessions_cost_a_step_nothing(make_engine: MakeEngine) -> None:
         engine.run()
         engine.add([1] * 9, params={"max_tokens": 30})
         engine.step()
-        calls = 0
-
-        def count_calls(frame: object, event: str, arg: object) -> None:
-            nonlocal calls
-            calls += event in ("call", "c_call")
-
-        sys.setprofile(count_calls)
-        try:
-            for _ in range(5):
-                engine.core.step()
-        finally:
-            sys.setprofile(None)
-        costs.append(calls)
+        costs.append(calls_in(engine, 5))
         engine.core.fail_all(Cancelled("x"))
         engine.scheduler.outputs.take()
     assert costs[0] == costs[1]

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 import msgspec
 import pytest
 from engine_harness import Harness, MakeEngine
+from step_calls import calls_in
 
 from pdserve.common.errors import Cancelled
 from pdserve.engine.remote_kv import HoldReturned, Landed, ReceiveInto, Settled, SourceFinished
 
 FEW, MANY = 100, 10_000
-
-
-def calls_in(engine: Harness, num_steps: int) -> int:
-    """Function calls of so many steps, Python's and C's; every turn of a generator is one."""
-    count = 0
-
-    def profile(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    for _ in range(num_steps):
-        sys.setprofile(profile)
-        try:
-            scheduled = engine.scheduler.schedule()
-        finally:
-            sys.setprofile(None)
-        assert scheduled.num_scheduled_tokens
-        computed = engine.core.runner.execute(scheduled, engine.scheduler.kv.block_ids)
-        sys.setprofile(profile)
-        try:
-            engine.scheduler.update_from_output(scheduled, computed)
-            engine.scheduler.outputs.take()
-            engine.scheduler.stats()
-        finally:
-            sys.setprofile(None)
-    return count
 
 
 def add_many(engine: Harness, count: int, prompt: list[int], *, spread: bool, **fields: Any) -> None:

@@ -150,6 +150,7 @@ class Request:
             other.index = index
             other.priority = self.priority
             other.request_id = f"{self.core.request_id.removesuffix(f'.{self.index}')}.{index}"
+            other.priority = self.priority
             other.waits_for = set()
             other.status = RequestStatus.WAITING
             other.num_computed_tokens = self.num_computed_tokens
