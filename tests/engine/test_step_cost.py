@@ -38,8 +38,18 @@ def run_two(engine: Harness) -> None:
     engine.core.step()
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("kind", ["no place", "no blocks", "unreserved", "parked", "ready"])
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        ("no place", "fcfs"),
+        ("no place", "priority"),
+        ("no blocks", "fcfs"),
+        ("no blocks", "priority"),
+        ("unreserved", "priority"),
+        ("parked", "fcfs"),
+        ("ready", "priority"),
+    ],
+)
 def test_i10_a_step_costs_the_same_however_many_wait(make_engine: MakeEngine, kind: str, policy: str) -> None:
     costs = []
     for count in (FEW, MANY):
