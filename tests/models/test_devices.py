@@ -40,7 +40,8 @@ def _answers(engine: Harness) -> list[Answer]:
         for prompt, params in zip(PROMPTS, PARAMETERS, strict=True)
     ]
     answers = engine.run()
-    return [answers[request_id] for request_id in ids]
+    siblings = engine.ask_many(PROMPTS[3], 3, params={"max_tokens": 12, "temperature": 1.0, "seed": 11, "logprobs": 1})
+    return [*(answers[request_id] for request_id in ids), *siblings]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -107,6 +107,8 @@ REFUSED_FIRST = [
     (inference_pb2.GenerateRequest(), "prompt is missing"),
     (turn(sampling={"stop": ["x"]}), "sampling.stop is not supported in a session"),
     (turn(sampling={"top_p": 2.0}), "top_p must be"),
+    (turn(sampling={"n": 2}), "sampling.n is above 1, but a session has one sequence"),
+    (turn(sampling={"best_of": 2}), "sampling.best_of is above 1"),
     (turn(max_tokens=300), "sampling.max_tokens is 300"),
     (turn(token_ids=[10**6]), "outside the vocabulary"),
 ]

@@ -16,5 +16,5 @@ def copy_blocks(kv_cache: Tensor, copies: Sequence[tuple[int, int]]) -> None:
     sources, targets = zip(*copies, strict=True)
     if len({*targets}) < len(targets):
         raise ValueError(f"a block is copied to twice: {copies}")
-    device = kv_cache.device
-    kv_cache[torch.tensor(targets, device=device)] = kv_cache[torch.tensor(sources, device=device)]
+    read, written = torch.tensor((sources, targets)).to(kv_cache.device)
+    kv_cache[written] = kv_cache[read]
