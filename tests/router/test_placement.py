@@ -166,6 +166,10 @@ def test_whatever_the_situation_a_placement_is_sound(situation):
     if placed is None:
         assert not decode or rules.local_prefill == "never"
         return
+    if rules.wish is Wish.SESSION:
+        assert placed.kind == "local"
+        assert rules.local_prefill != "never"
+        return
     if placed.prefill and placed.decode:
         assert placed.prefill.identity.layout == placed.decode.identity.layout
         assert placed.prefill.identity.protocol_version == placed.decode.identity.protocol_version

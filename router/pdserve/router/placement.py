@@ -200,6 +200,8 @@ def place(
     prefill, decode: workers that live.
     """
     if rules.wish is Wish.SESSION:
+        if rules.local_prefill == "never":
+            return None
         at = choose(decode, WorkerRole.DECODE, rules)
         return None if at is None else Placement(decode=at.worker, decode_share=at.share(prefills=True, grows=True))
     if max_tokens == 1 and rules.local_prefill != "always":
