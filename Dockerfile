@@ -16,6 +16,8 @@ COPY pyproject.toml constraints.txt ./
 COPY deploy/dependencies.py deploy/
 RUN python deploy/dependencies.py ${EXTRAS} > /tmp/dependencies.txt \
  && pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} -r /tmp/dependencies.txt hatchling
+# xgrammar asks for triton, which only a GPU uses: 1 GB less for a torch without CUDA.
+RUN if python -c 'import torch; raise SystemExit(torch.version.cuda is not None)'; then pip uninstall --yes triton; fi
 COPY . .
 RUN pip install --no-deps --no-build-isolation . && pip uninstall --yes hatchling
 

@@ -21,6 +21,7 @@ from pdserve.common.engine_types import (
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.grammar_compiler import GrammarCompiler
 from pdserve.engine.remote_kv import OutOfEngine
 
 KEY = b"a key for tests, 16 or more"
@@ -75,14 +76,21 @@ class Answer:
 class Harness:
     """One engine and everything it said."""
 
-    def __init__(self, config: EngineConfig, model: Any, kv_cache: Any, vocab_size: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Any,
+        kv_cache: Any,
+        vocab_size: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self.config = config
         self.model = model
         self.kv_cache = kv_cache
         self.hasher = BlockHasher(KEY, config.block_size)
         self.root = self.hasher.root("fingerprint")
         self.outbox = Outbox()
-        self.core = EngineCore(config, model, kv_cache, self.hasher, vocab_size, self.outbox)
+        self.core = EngineCore(config, model, kv_cache, self.hasher, vocab_size, self.outbox, grammars)
         self.scheduler = self.core.scheduler
         self.answers: dict[str, Answer] = {}
         """By request; by `request/index` where it has several sequences."""
@@ -141,6 +149,7 @@ class Harness:
 
     def step(self) -> None:
         """One step, its outputs booked, then the pool check (I2)."""
+        self.core.wait_for_grammar(timeout_s=0.05)
         self._book(self.core.step().outputs)
         self.scheduler.check()
 
@@ -216,13 +225,13 @@ def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
     from pdserve.models.kv_cache import make_kv_cache
     from pdserve.models.loading import load_decoder
 
-    def make(folder: Path, device: str = "cpu", **fields: Any) -> Harness:
+    def make(folder: Path, device: str = "cpu", grammars: GrammarCompiler | None = None, **fields: Any) -> Harness:
         decoder = load_decoder(folder, dtype="float32", device=device)
         fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
         config = EngineConfig(**fields)
         layout = decoder.config.kv_layout(config.block_size, "fingerprint")
         kv_cache = make_kv_cache(layout, config.num_blocks, device)
-        harness = Harness(config, decoder, kv_cache, decoder.config.vocab_size)
+        harness = Harness(config, decoder, kv_cache, decoder.config.vocab_size, grammars)
         harnesses.append(harness)
         return harness
 

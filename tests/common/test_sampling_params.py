@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.sampling_params import SamplingParams, clamped_logit_bias, verify_token_ids
+from pdserve.common.structured_outputs import StructuredOutputsParams
 
 NAN, INF = float("nan"), float("inf")
 GOOD: list[dict[str, Any]] = [
@@ -40,8 +41,45 @@ GOOD: list[dict[str, Any]] = [
     {"n": 16},
     {"n": 3, "best_of": 3},
     {"best_of": 16},
+    {"structured_outputs": StructuredOutputsParams(json={"type": "object"})},
+    {"structured_outputs": StructuredOutputsParams(json="true", disable_any_whitespace=True)},
+    {"structured_outputs": StructuredOutputsParams(choice=["x"] * 1024)},
+    {"structured_outputs": StructuredOutputsParams(regex="x" * 8192)},
+    {"structured_outputs": StructuredOutputsParams(grammar="x" * 65536)},
+    {"structured_outputs": StructuredOutputsParams(json_object=True, regex=None)},
+    {"structured_outputs": StructuredOutputsParams(structural_tag="{}")},
+]
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"json_object": False},
+    {"regex": "x", "grammar": "y"},
+    {"json_object": True, "choice": ["x"]},
+    {"json": "[]"},
+    {"json": "{"},
+    {"json": {"x": {1, 2}}},
+    {"json": {"x": NAN}},
+    {"json": 7},
+    {"json": {"x": "y" * 65536}},
+    {"regex": ""},
+    {"regex": 7},
+    {"regex": "x" * 8193},
+    {"regex": "\ud800"},
+    {"choice": []},
+    {"choice": "xy"},
+    {"choice": ["x", ""]},
+    {"choice": ["x", 7]},
+    {"choice": ["x"] * 1025},
+    {"choice": ["x" * 65537]},
+    {"grammar": ""},
+    {"grammar": "x" * 65537},
+    {"json_object": 1},
+    {"structural_tag": "[]"},
+    {"structural_tag": {}},
+    {"regex": "x", "whitespace_pattern": " "},
+    {"regex": "x", "disable_any_whitespace": 1},
 ]
 BAD: list[tuple[str, dict[str, Any]]] = [
+    *(("structured_outputs", {"structured_outputs": StructuredOutputsParams(**form)}) for form in FORMS),
     *(("temperature", {"temperature": value}) for value in (-0.1, 100.1, NAN, INF, -INF)),
     *(("top_p", {"top_p": value}) for value in (0.0, -0.5, 1.0001, NAN, INF)),
     *(("top_k", {"top_k": value}) for value in (-2, 2**31, 10**30)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.prepared_request import PreparedRequest, ResumeState
 from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.structured_outputs import StructuredOutputsParams
 from pdserve.common.wire import (
     finish_reason_from_wire,
     finish_reason_to_wire,
@@ -31,6 +33,26 @@ from pdserve.common.wire import (
 from pdserve.v1 import kv_source_pb2, request_pb2
 
 TOKENS = st.integers(0, 2**32 - 1)
+
+
+def structured_outputs() -> st.SearchStrategy[StructuredOutputsParams]:
+    text = st.text(min_size=1, max_size=9)
+    forms: st.SearchStrategy[dict[str, Any]] = st.one_of(
+        st.builds(lambda title: {"json": json.dumps({"title": title})}, text),
+        st.fixed_dictionaries({"regex": text}),
+        st.fixed_dictionaries({"choice": st.lists(text, min_size=1, max_size=3).map(tuple)}),
+        st.fixed_dictionaries({"grammar": text}),
+        st.just({"json_object": True}),
+        st.just({"structural_tag": "{}"}),
+    )
+    return st.builds(
+        lambda form, whitespace, properties: StructuredOutputsParams(
+            disable_any_whitespace=whitespace, disable_additional_properties=properties, **form
+        ),
+        forms,
+        st.booleans(),
+        st.booleans(),
+    )
 
 
 @st.composite
@@ -60,6 +82,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         logprobs=draw(st.none() | st.integers(0, 20)),
         n=draw(st.integers(1, 8)),
         best_of=draw(st.none() | st.integers(8, 16)),
+        structured_outputs=draw(st.none() | structured_outputs()),
     )
 
 

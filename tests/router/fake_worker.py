@@ -192,6 +192,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         max_local_prefill_tokens: int | None = None,
         epoch: int = 1,
         tls: ServerTls | None = None,
+        max_model_len: int = MAX_MODEL_LEN,
     ) -> None:
         self._tls = tls
         self.role, self.said_role = role, said_role or role
@@ -200,6 +201,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.protocol_version = protocol_version
         self.max_local_prefill_tokens = max_local_prefill_tokens
         self.epoch = epoch
+        self.max_model_len = max_model_len
         self.port = 0
         self.step_s = 0.0
         self.script: Script = prefill_well if role == "prefill" else decode_well
@@ -263,7 +265,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
                 layout=layout_to_wire(self.layout),
                 tokenizer_fingerprint=self.fingerprint,
                 key_check=key_check(self.key),
-                max_model_len=MAX_MODEL_LEN,
+                max_model_len=self.max_model_len,
                 vocab_size=VOCAB_SIZE,
                 num_blocks=100,
                 max_local_prefill_tokens=self.max_local_prefill_tokens,

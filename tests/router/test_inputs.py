@@ -101,7 +101,7 @@ HTTP_REFUSALS = [
         "top_logprobs",
         "top_logprobs must be from 0 to 20, not 21",
     ),
-    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools", "tools"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools[0].function", "tools"),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 1000},

@@ -187,6 +187,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     """Those of its request, with the last output."""
     index: int = 0
     """Which of the request's sequences."""
+    error_field: str = ""
+    """What an `InvalidRequest` is about."""
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):

@@ -207,6 +207,12 @@ BY_CODE: dict[str, type[PdServeError]] = {error.code: error for error in _tree(P
 BY_CODE["internal_error"] = InternalError
 
 
-def from_code(code: str, message: str) -> PdServeError:
-    """Rebuild a peer's error; unknown codes, which a newer peer may send, become `InternalError`."""
-    return BY_CODE.get(code, InternalError)(message)
+def from_code(code: str, message: str, field: str | None = None) -> PdServeError:
+    """Rebuild a peer's error; unknown codes, which a newer peer may send, become `InternalError`.
+
+    field: of an `InvalidRequest`.
+    """
+    error = BY_CODE.get(code, InternalError)(message)
+    if isinstance(error, InvalidRequest):
+        error.field = field or None
+    return error

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 << 20
 ERROR_CODE_KEY = "pdserve-error-code"
+ERROR_FIELD_KEY = "pdserve-error-field"
+"""Of an `InvalidRequest`: which field is wrong."""
 RETRY_AFTER_KEY = "pdserve-retry-after-s"
 
 _KEEPALIVE = [
@@ -103,7 +105,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
     code = _metadata_value(error, ERROR_CODE_KEY)
     message = error.details() or ""
     if code is not None:
-        rebuilt = errors.from_code(code, message)
+        rebuilt = errors.from_code(code, message, _metadata_value(error, ERROR_FIELD_KEY))
         if isinstance(rebuilt, errors.Overloaded):
             rebuilt.retry_after_s = _retry_after_s(error)
         return rebuilt
@@ -153,6 +155,8 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PdServe
     metadata = [(ERROR_CODE_KEY, error.code)]
     if isinstance(error, errors.Overloaded):
         metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
+    if isinstance(error, errors.InvalidRequest) and error.field and error.field.isascii() and error.field.isprintable():
+        metadata.append((ERROR_FIELD_KEY, error.field))
     await context.abort(error.grpc_status, error.message, tuple(metadata))
     raise AssertionError("abort returned")  # pragma: no cover - abort always raises
 

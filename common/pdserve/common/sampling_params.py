@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.structured_outputs import StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
 """At or below this temperature the most likely token is taken."""
@@ -77,6 +78,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     """So many sequences continue the prompt, each with noise of its own; at most 16."""
     best_of: int | None = None
     """So many are made, and the n with the highest cumulative log-probability answered; None is n. Engines know only n."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output must have; None for any."""
 
     @property
     def num_sequences(self) -> int:
@@ -129,6 +132,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         if self.logprobs is not None:
             _require(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
         self.verify_sequences()
+        if self.structured_outputs is not None:
+            self.structured_outputs.verify()
         if vocab_size is not None:
             verify_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
             verify_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)

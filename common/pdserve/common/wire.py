@@ -11,6 +11,7 @@ from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.prepared_request import PreparedRequest, ResumeState
 from pdserve.common.sampling_params import SamplingParams, clamped_logit_bias
+from pdserve.common.structured_outputs import StructuredOutputsParams
 from pdserve.common.timeline import to_unix_ns
 from pdserve.v1 import kv_source_pb2, request_pb2
 
@@ -53,7 +54,34 @@ def sampling_to_wire(params: SamplingParams) -> request_pb2.SamplingParams:
     for name in (*_SAMPLING_OPTIONAL, *_SAMPLING_PLAIN):
         if (value := getattr(params, name)) is not None:
             setattr(message, name, value)
+    if params.structured_outputs is not None:
+        message.structured_outputs.CopyFrom(_structured_outputs_to_wire(params.structured_outputs))
     return message
+
+
+def _structured_outputs_to_wire(params: StructuredOutputsParams) -> request_pb2.StructuredOutputs:
+    return request_pb2.StructuredOutputs(
+        json=None if params.json is None else params.json_schema,
+        regex=params.regex,
+        choice=params.choice,
+        grammar=params.grammar,
+        json_object=bool(params.json_object),
+        structural_tag=params.structural_tag,
+        disable_any_whitespace=params.disable_any_whitespace,
+        disable_additional_properties=params.disable_additional_properties,
+        whitespace_pattern=params.whitespace_pattern,
+    )
+
+
+def _structured_outputs_from_wire(message: request_pb2.StructuredOutputs) -> StructuredOutputsParams:
+    texts = ("json", "regex", "grammar", "structural_tag", "whitespace_pattern")
+    return StructuredOutputsParams(
+        choice=tuple(message.choice) or None,
+        json_object=message.json_object or None,
+        disable_any_whitespace=message.disable_any_whitespace,
+        disable_additional_properties=message.disable_additional_properties,
+        **{name: getattr(message, name) for name in texts if message.HasField(name)},  # type: ignore[arg-type]
+    )
 
 
 def sampling_from_wire(
@@ -70,6 +98,11 @@ def sampling_from_wire(
         allowed_token_ids=tuple(message.allowed_token_ids) or None,
         bad_words=tuple(message.bad_words),
         bad_words_token_ids=tuple(tuple(sequence.token_ids) for sequence in message.bad_words_token_ids),
+        structured_outputs=(
+            _structured_outputs_from_wire(message.structured_outputs)
+            if message.HasField("structured_outputs")
+            else None
+        ),
         **given,  # type: ignore[arg-type]
     )
     params.verify()

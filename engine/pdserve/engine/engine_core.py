@@ -11,10 +11,17 @@ from pdserve.common.engine_types import EngineCoreOutputs, EngineCoreRequest, St
 from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.grammar_compiler import GrammarCompiler
 from pdserve.engine.model_runner import DecoderModel, ModelRunner
 from pdserve.engine.remote_kv import IntoEngine, KVConnector, NoTransfers, ReceiveFailed, SourceFinished
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
+
+
+def _verify_free_form(params: SamplingParams) -> None:
+    """A turn of a session begins at once, without a wait for a grammar. Raises: InvalidRequest."""
+    if params.structured_outputs is not None:
+        raise InvalidRequest("structured_outputs is not supported in a session", "structured_outputs")
 
 
 class EngineCore:
@@ -28,14 +35,16 @@ class EngineCore:
         hasher: BlockHasher,
         vocab_size: int,
         connector: KVConnector | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
+        """grammars: None where there is no tokenizer; requests for structured outputs are refused then."""
         self.config = config
         self.vocab_size = vocab_size
         self.tick = 0
         """Advances at each turn of the loop and before each layer: whoever watches sees progress within a step."""
         self.ticked_at = time.monotonic()
         """When it last did, `time.monotonic()` seconds."""
-        self.scheduler = Scheduler(config, hasher, connector or NoTransfers())
+        self.scheduler = Scheduler(config, hasher, connector or NoTransfers(), grammars)
         self.runner = ModelRunner(config, model, kv_cache, vocab_size, before_layer=self.beat)
 
     def beat(self) -> None:
@@ -46,6 +55,10 @@ class EngineCore:
         """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
         request.verify_supported()
         request.sampling_params.verify(self.vocab_size)
+        if request.resumable:
+            _verify_free_form(request.sampling_params)
+        if request.sampling_params.structured_outputs is not None and not self.scheduler.grammars.is_possible:
+            raise InvalidRequest("structured_outputs needs a tokenizer, and this engine has none", "structured_outputs")
         num_tokens = len(request.prompt_token_ids)
         if num_tokens == 0:
             raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")
@@ -80,6 +93,7 @@ class EngineCore:
     def verify_update(self, update: StreamingUpdate) -> None:
         """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
         update.sampling_params.verify(self.vocab_size)
+        _verify_free_form(update.sampling_params)
         if not update.prompt_token_ids:
             raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")
         verify_token_ids("prompt_token_ids", update.prompt_token_ids, self.vocab_size)
@@ -116,6 +130,11 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    def wait_for_grammar(self, timeout_s: float) -> None:
+        """For whoever steps by hand: blocks while nothing but a grammar's arrival could give a step something to do."""
+        if not self.scheduler.has_tokens_to_compute and len(self.scheduler.grammars):
+            self.scheduler.grammars.wait(timeout_s)
 
     def step(self) -> EngineCoreOutputs:
         """Schedule, compute, book. Cheap when nothing can run."""

@@ -31,6 +31,10 @@ BLOCKED_S = 0.05
 """How long to wait for an event when sequences wait for room and nothing can run."""
 
 
+def _look_again(core: EngineCore) -> None:
+    """Something has come that the next step takes: end the wait for commands."""
+
+
 class EngineThread:
     """Starts with `start`, ends with `stop`; a failed step ends every request and the thread."""
 
@@ -51,6 +55,7 @@ class EngineThread:
         self._cpu_core = cpu_core
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        core.scheduler.grammars.on_arrival = lambda: self.post(_look_again)
 
     def start(self) -> None:
         self._thread.start()

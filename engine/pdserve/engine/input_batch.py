@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.grammar_masks import GrammarMaskTable
 from pdserve.engine.penalties import PenaltyTable
 from pdserve.engine.request import Request
 from pdserve.engine.sampler import SamplingMetadata
@@ -43,6 +44,7 @@ class InputBatch:
         self._num_logprobs = np.full(rows, -1, dtype=np.int64)
         self._token_rules = TokenRuleTable(rows, vocab_size)
         self._penalties = PenaltyTable(rows)
+        self._grammars = GrammarMaskTable(rows, vocab_size)
 
     def add(self, request: Request, block_ids: list[int]) -> None:
         """A sequence enters: everything it has is copied into its row."""
@@ -65,6 +67,7 @@ class InputBatch:
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._token_rules.add(row, request)
         self._penalties.set(row, params)
+        self._grammars.add(row, request)
 
     def remove(self, request_id: str) -> None:
         """A sequence leaves; harmless when it never came."""
@@ -72,6 +75,7 @@ class InputBatch:
         if row is not None:
             del self.requests[row]
             self._token_rules.remove(row)
+            self._grammars.remove(row)
             self._free_rows.append(row)
 
     def add_blocks(self, request_id: str, block_ids: list[int]) -> None:
@@ -102,5 +106,6 @@ class InputBatch:
             positions=self.num_tokens[rows] - self.num_prompt[rows],
             token_rules=self._token_rules.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
             penalties=self._penalties.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
+            grammar_mask=self._grammars.of_step(rows),
             num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
         )

@@ -14,6 +14,7 @@ from pdserve.common.fingerprint import model_fingerprint, tokenizer_fingerprint
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings import WorkerSettings
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.grammar_compiler import GrammarCompiler
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import LoadProgress, load_decoder
@@ -32,10 +33,17 @@ class LoadedModel:
     """`[num_blocks, L, 2, Hkv, bs, D]`"""
     max_model_len: int
     tokenizer_fingerprint: str
+    folder: Path
 
     @property
     def num_blocks(self) -> int:
         return int(self.kv_cache.shape[0])
+
+    def grammar_compiler(self) -> GrammarCompiler | None:
+        """For structured outputs; reads nothing yet. None without a tokenizer."""
+        if not (self.folder / "tokenizer.json").is_file():
+            return None
+        return GrammarCompiler(self.folder, self.decoder.config.vocab_size)
 
     def engine_config(self, settings: WorkerSettings) -> EngineConfig:
         """The engine's part of the settings, with what the model leaves of them."""
@@ -62,7 +70,7 @@ def load_model(
     layout = config.kv_layout(settings.block_size, model_fingerprint(folder, config.dtype))
     num_blocks, max_model_len = pool_size(settings, layout, config.max_position_embeddings)
     kv_cache = make_kv_cache(layout, num_blocks, settings.device)
-    return LoadedModel(decoder, layout, kv_cache, max_model_len, tokenizer_fingerprint(folder))
+    return LoadedModel(decoder, layout, kv_cache, max_model_len, tokenizer_fingerprint(folder), folder)
 
 
 def pool_size(settings: WorkerSettings, layout: KvLayout, max_positions: int) -> tuple[int, int]:

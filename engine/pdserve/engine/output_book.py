@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.common.engine_types import EngineCoreOutput, LogprobsLists
-from pdserve.common.errors import PdServeError
+from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.engine.request import FINISH_REASONS, Request, RequestStatus
 
 
@@ -55,5 +55,6 @@ class OutputBook:
                 num_preemptions=request.num_preemptions,
                 events=request.take_events() if request.events else [],
                 trace_headers=request.core.trace_headers if status is not None else {},
+                error_field=(cause.field or "") if isinstance(cause, InvalidRequest) else "",
             )
         )

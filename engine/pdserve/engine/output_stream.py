@@ -84,4 +84,4 @@ def _joined(first: LogprobsLists | None, then: LogprobsLists | None) -> Logprobs
 
 def engine_error(output: EngineCoreOutput) -> PdServeError:
     """The error an output carries."""
-    return from_code(output.error_code, output.error_message)
+    return from_code(output.error_code, output.error_message, output.error_field)

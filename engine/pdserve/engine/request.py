@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import time
+from typing import TYPE_CHECKING
 
 from pdserve.common.engine_types import (
     EngineCoreEvent,
@@ -13,6 +14,9 @@ from pdserve.common.engine_types import (
     FinishReason,
     StreamingUpdate,
 )
+
+if TYPE_CHECKING:
+    from pdserve.engine.sequence_grammar import SequenceGrammar
 
 _arrivals = itertools.count()
 
@@ -94,6 +98,10 @@ class Request:
         self.block_hashes = list(core.block_hashes)
         """Of full blocks, prompt first; grows as output fills blocks."""
         self.waits_for: set[Wait] = {Wait.REMOTE_KV} if core.remote_prefill else set()
+        if self.sampling_params.structured_outputs is not None:
+            self.waits_for.add(Wait.GRAMMAR)
+        self.grammar: SequenceGrammar | None = None
+        """Its place in its grammar, once that is compiled: after every output token, whatever is preempted."""
         self.status = self._first_status()
         self.stop_reason: int | None = None
         self.wanted_from: int | None = core.wanted_from
@@ -152,6 +160,7 @@ class Request:
             other.request_id = f"{self.core.request_id.removesuffix(f'.{self.index}')}.{index}"
             other.priority = self.priority
             other.waits_for = set()
+            other.grammar = None if self.grammar is None else self.grammar.fork()
             other.status = RequestStatus.WAITING
             other.num_computed_tokens = self.num_computed_tokens
             other.num_cached_tokens = self.num_cached_tokens
@@ -212,7 +221,12 @@ class Request:
         return events
 
     def append_output(self, token_id: int, max_model_len: int) -> RequestStatus | None:
-        """Add a sampled or received token; returns the status it ends with, or None to go on."""
+        """Add a sampled or received token; returns the status it ends with, or None to go on.
+
+        FINISHED_ERROR: the token does not fit the grammar, and was not added.
+        """
+        if self.grammar is not None and not self.grammar.accept(token_id):
+            return RequestStatus.FINISHED_ERROR
         self.token_ids.append(token_id)
         params = self.sampling_params
         if self.num_output_tokens >= params.min_tokens:
@@ -221,6 +235,8 @@ class Request:
             if token_id in params.stop_token_ids:
                 self.stop_reason = token_id
                 return RequestStatus.FINISHED_STOPPED
+        if self.grammar is not None and self.grammar.has_ended:
+            return RequestStatus.FINISHED_STOPPED
         if self.num_output_tokens >= params.max_tokens or self.num_tokens >= max_model_len:
             return RequestStatus.FINISHED_LENGTH_CAPPED
         return None

@@ -1,7 +1,8 @@
 """`Sampler`: from logits to one token a row, in fixed stages over the whole batch.
 
     1. log-probabilities of the logits as they are, for rows that ask for them (`logprobs.py`)
-    2. allowed_token_ids: all others get -inf (`token_rules.py`, to stage 4)
+    2. structured_outputs: tokens that the grammar does not allow get -inf (`grammar_masks.py`); then allowed_token_ids:
+       all others do (`token_rules.py`, to stage 4)
     3. bad_words, and EOS and stop tokens before min_tokens, get -inf
     4. logit_bias is added
     5. repetition, then frequency, then presence penalty (`penalties.py`)
@@ -23,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.engine.grammar_masks import GrammarMask
 from pdserve.engine.logprobs import LogprobsTensors, RawLogprobs
 from pdserve.engine.noise import uniform
 from pdserve.engine.penalties import Penalties
@@ -46,6 +48,7 @@ class SamplingMetadata:
     """Output position of the token to sample."""
     token_rules: TokenRules | None = None
     penalties: Penalties | None = None
+    grammar_mask: GrammarMask | None = None
     num_logprobs: NDArray[np.int64] | None = None
     """`[N]` most likely tokens to report, -1 for rows that ask for no log-probabilities; None when no row asks."""
 
@@ -65,6 +68,8 @@ class Sampler:
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """logits `[N, V]` float32; changed in place."""
         raw = RawLogprobs.of(logits, metadata.num_logprobs)
+        if metadata.grammar_mask is not None:
+            metadata.grammar_mask.apply(logits)
         if metadata.token_rules is not None:
             metadata.token_rules.apply(logits)
         if metadata.penalties is not None:
@@ -87,7 +92,7 @@ class Sampler:
             for rows, draw in ((random_rows[filtered], _draw_filtered), (random_rows[~filtered], _draw_plain)):
                 if len(rows):
                     sampled[rows] = draw(logits, rows, metadata).cpu().numpy()
-        if metadata.token_rules is not None:
+        if metadata.token_rules is not None or metadata.grammar_mask is not None:
             sampled = np.where(best.values.isneginf().cpu().numpy(), NO_TOKEN, sampled)
         return sampled
 

@@ -13,10 +13,12 @@ from pdserve.common.engine_types import (
     SchedulerStats,
     StreamingUpdate,
 )
-from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
 from pdserve.engine.admission import Admission, Refusal
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.grammar_compiler import GrammarCompiler
+from pdserve.engine.grammar_waits import GrammarWaits
 from pdserve.engine.hold_ledger import HoldLedger
 from pdserve.engine.kv_cache_manager import KVCacheManager
 from pdserve.engine.output_book import OutputBook
@@ -37,6 +39,7 @@ from pdserve.engine.turns import Turns
 def _no_token_left(request: Request) -> InvalidRequest:
     params = request.sampling_params
     rules = {
+        "structured_outputs": params.structured_outputs,
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words_token_ids,
         "min_tokens": params.min_tokens,
@@ -53,7 +56,13 @@ class Scheduler:
     Cost per step grows with what is scheduled, not with what waits (I10).
     """
 
-    def __init__(self, config: EngineConfig, hasher: BlockHasher, connector: KVConnector) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        hasher: BlockHasher,
+        connector: KVConnector,
+        compiler: GrammarCompiler | None = None,
+    ) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self.kv = KVCacheManager(self.pool, hasher)
@@ -61,6 +70,7 @@ class Scheduler:
         self.turns = Turns(config.max_overtakes)
         self.receives = RemoteReceives(config, self.kv, self.holds, connector, self.turns)
         self.sources = SourcePublishing(self.kv, self.holds, connector)
+        self.grammars = GrammarWaits(compiler, config.grammar_timeout_s)
         self.admission = Admission(config, self.kv, self.turns)
         self.outputs = OutputBook()
         self.requests: dict[str, Request] = {}
@@ -85,9 +95,11 @@ class Scheduler:
         if self.config.scheduling_policy == "fcfs":
             request.priority = 0
         self.requests[request.request_id] = request
+        if Wait.GRAMMAR in request.waits_for:
+            self.grammars.start(request)
         if Wait.REMOTE_KV in request.waits_for and not self._goes_local(request):
             self.receives.add(request)
-        else:
+        elif not request.waits_for:
             self.admission.add(request)
 
     def _goes_local(self, request: Request) -> bool:
@@ -143,7 +155,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step might compute something now. Parked requests wait for events, not for steps."""
+        """Whether a step might do something, now or when a grammar has come. Remote KV comes as an event, not by steps."""
+        return self.has_tokens_to_compute or len(self.grammars) > 0
+
+    @property
+    def has_tokens_to_compute(self) -> bool:
+        """Whether a step might compute something now."""
         return bool(self.running) or len(self.admission) > 0 or self.receives.num_unreserved > 0
 
     # ---- events from the transfer side
@@ -161,18 +178,46 @@ class Scheduler:
             return
         request, first_tokens = ready
         request.settle_wait(Wait.REMOTE_KV)
+        if request.waits_for:
+            self.grammars.hold(request, first_tokens)
+        else:
+            self._start_decoding(request, first_tokens)
+
+    def _start_decoding(self, request: Request, first_tokens: Sequence[int]) -> None:
+        """Its KV is here, and the first token of each of its sequences came with it."""
         for sequence, ended_with in self._branch(request, first_tokens):
-            if ended_with is not None:
+            if ended_with is RequestStatus.FINISHED_ERROR:
+                cause = TransferFailed("the source's first token does not fit the request's grammar")
+                self._finish(sequence, ended_with, cause=cause)
+            elif ended_with is not None:
                 self._finish(sequence, ended_with)
             elif sequence is request:
                 self.admission.add_ready(request)
+
+    # ---- grammars
+
+    def _take_grammars(self) -> None:
+        for request, grammar in self.grammars.take():
+            if isinstance(grammar, PdServeError):
+                self._finish(request, RequestStatus.FINISHED_ERROR, cause=grammar)
+                continue
+            request.grammar = grammar
+            request.settle_wait(Wait.GRAMMAR)
+            if grammar.has_ended:
+                self._finish(request, RequestStatus.FINISHED_STOPPED)
+            elif (first_tokens := self.grammars.first_tokens(request)) is not None:
+                self._start_decoding(request, first_tokens)
+            elif not request.waits_for:
+                self.admission.add(request)
 
     # ---- one step
 
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. Changes block tables; `update_from_output` must follow a step."""
         step = Step(self.config.max_num_batched_tokens)
-        self.receives.reserve(num_growing=self.running.num_growing + self.admission.num_ready)
+        self._take_grammars()
+        num_growing = self.running.num_growing + self.admission.num_ready + self.grammars.num_landed
+        self.receives.reserve(num_growing)
         ahead = self.running.running_ahead()
         # sequences that decode come before those that still prefill: a long prompt must not stall every stream
         self._schedule_running(step, [*self.running.decoding(), *self.running.prefilling()])
@@ -214,7 +259,7 @@ class Scheduler:
                 self.sources.publish(request)
 
     def _try_admit(self, step: Step, request: Request) -> int | Refusal | PdServeError:
-        num_growing = self.running.num_growing + self.receives.num_parked
+        num_growing = self.running.num_growing + self.receives.num_parked + self.grammars.num_landed
         return self.admission.try_admit(request, step.budget, self.running, num_growing)
 
     def _is_full(self, step: Step) -> bool:
@@ -250,6 +295,10 @@ class Scheduler:
             return
         request.mark("first_token")
         sequences = self._branch(request, token_ids)
+        if any(ended_with is RequestStatus.FINISHED_ERROR for _, ended_with in sequences):
+            cause = InternalError("a token was sampled that does not fit the request's grammar")
+            self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            return
         for (sequence, ended_with), token_id, of_token in zip(sequences, token_ids, logprobs, strict=True):
             if ended_with is None or request.core.transfer_source:
                 self.outputs.tokens(sequence, [token_id], ended_with, of_token)
@@ -317,12 +366,13 @@ class Scheduler:
         if request.num_sequences > 1:
             for sequence in request.fork():
                 self.outputs.tokens(sequence, [], status, cause=cause)
-        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+        if Wait.REMOTE_KV in request.waits_for:
             self.receives.stop(request, cause)
         self._forget(request, status)
 
     def _forget(self, request: Request, status: RequestStatus) -> None:
         self.admission.remove(request)
+        self.grammars.forget(request)
         self.running.leave(request)
         self.kv.free(request)
         del self.requests[request.request_id]
@@ -344,7 +394,7 @@ class Scheduler:
         """The state now; costs no more than what runs."""
         return SchedulerStats(
             num_running_reqs=len(self.running),
-            num_waiting_reqs=len(self.admission),
+            num_waiting_reqs=len(self.admission) + len(self.grammars),
             num_remote_kv_reqs=len(self.receives),
             num_blocks_total=self.pool.num_total,
             num_blocks_free=self.pool.num_available - self.pool.num_cached,

@@ -22,7 +22,7 @@ from pdserve.engine.remote_kv import (
     Want,
 )
 from pdserve.engine.remote_receives import Ready, RemoteReceives
-from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.source_publishing import SourcePublishing
 
 
@@ -94,7 +94,7 @@ class TransferEvents:
         self._admission.wanted(request)
 
     def _failed(self, request: Request, cause: PdServeError) -> End | None:
-        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+        if Wait.REMOTE_KV in request.waits_for:
             return End(request, RequestStatus.FINISHED_ERROR, cause)
         self.num_dropped += 1
         return None

@@ -32,6 +32,9 @@ from pdserve.llm.request_factory import LocalRequest, RequestFactory
 from pdserve.text.output_processor import RequestOutput
 from pdserve.text.tokenizer import Tokenizer
 
+_GRAMMAR_POLL_S = 0.05
+"""While only grammars are awaited: how often to look at their deadlines."""
+
 
 class LLM:
     """A model and its engine, for one call at a time. The prefix cache stays from call to call.
@@ -176,6 +179,7 @@ def _run(core: EngineCore, requests: Sequence[LocalRequest], progress: Progress)
     while unfinished:
         if not core.has_work:
             raise InternalError(f"the engine has nothing to do, but {len(unfinished)} requests have not ended")
+        core.wait_for_grammar(_GRAMMAR_POLL_S)
         for output in core.step().outputs:
             answered = unfinished.get(output.request_id)
             if answered is None:

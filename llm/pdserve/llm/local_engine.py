@@ -44,6 +44,7 @@ class LocalEngine:
         folder = model_folder(str(model))
         self.tokenizer = Tokenizer.from_folder(folder)
         self.model = load_model(folder, self._settings)
+        self._grammars = self.model.grammar_compiler()
         # no hash leaves this process, so nobody needs to be kept from reading them
         self.hasher = BlockHasher(DEVELOPMENT_KEY, self._settings.block_size)
 
@@ -62,7 +63,8 @@ class LocalEngine:
     def make_core(self) -> EngineCore:
         """An engine with an empty cache over the one pool: the last one made owns it."""
         config = self.model.engine_config(self._settings)
-        return EngineCore(config, self.model.decoder, self.model.kv_cache, self.hasher, self.vocab_size)
+        model = self.model
+        return EngineCore(config, model.decoder, model.kv_cache, self.hasher, self.vocab_size, grammars=self._grammars)
 
 
 def _settings(options: EngineOptions) -> WorkerSettings:

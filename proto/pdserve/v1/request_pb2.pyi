@@ -94,6 +94,7 @@ class SamplingParams(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     N_FIELD_NUMBER: builtins.int
     BEST_OF_FIELD_NUMBER: builtins.int
+    STRUCTURED_OUTPUTS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """default 1; 0 is greedy"""
     top_p: builtins.float
@@ -146,6 +147,10 @@ class SamplingParams(google.protobuf.message.Message):
     def bad_words_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
         """made of bad_words by the router; refused from clients"""
 
+    @property
+    def structured_outputs(self) -> Global___StructuredOutputs:
+        """the form that the output must have; absent: any"""
+
     def __init__(
         self,
         *,
@@ -172,10 +177,11 @@ class SamplingParams(google.protobuf.message.Message):
         logprobs: builtins.int | None = ...,
         n: builtins.int | None = ...,
         best_of: builtins.int | None = ...,
+        structured_outputs: Global___StructuredOutputs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bad_words_token_ids", b"bad_words_token_ids", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bad_words_token_ids", b"bad_words_token_ids", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best_of: typing_extensions.TypeAlias = typing.Literal["best_of"]
     _WhichOneofArgType__best_of: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of"]
@@ -239,6 +245,81 @@ class SamplingParams(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
+
+@typing.final
+class StructuredOutputs(google.protobuf.message.Message):
+    """Names and meanings follow vLLM's StructuredOutputsParams. Exactly one of fields 1 to 6 is given."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
+    JSON_OBJECT_FIELD_NUMBER: builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: builtins.int
+    DISABLE_ANY_WHITESPACE_FIELD_NUMBER: builtins.int
+    DISABLE_ADDITIONAL_PROPERTIES_FIELD_NUMBER: builtins.int
+    WHITESPACE_PATTERN_FIELD_NUMBER: builtins.int
+    json: builtins.str
+    """a JSON schema, as JSON"""
+    regex: builtins.str
+    """the whole output matches it"""
+    grammar: builtins.str
+    """EBNF; the first rule is `root`"""
+    json_object: builtins.bool
+    """any JSON object"""
+    structural_tag: builtins.str
+    """free text with parts of a fixed form, as JSON in the format of xgrammar"""
+    disable_any_whitespace: builtins.bool
+    """JSON in one line, one space after commas and colons"""
+    disable_additional_properties: builtins.bool
+    """changes nothing: objects have only what their schema names or allows"""
+    whitespace_pattern: builtins.str
+    """refused"""
+    @property
+    def choice(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """the output is one of these; none: not given"""
+
+    def __init__(
+        self,
+        *,
+        json: builtins.str | None = ...,
+        regex: builtins.str | None = ...,
+        choice: collections.abc.Iterable[builtins.str] | None = ...,
+        grammar: builtins.str | None = ...,
+        json_object: builtins.bool = ...,
+        structural_tag: builtins.str | None = ...,
+        disable_any_whitespace: builtins.bool = ...,
+        disable_additional_properties: builtins.bool = ...,
+        whitespace_pattern: builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_grammar", b"_grammar", "_json", b"_json", "_regex", b"_regex", "_structural_tag", b"_structural_tag", "_whitespace_pattern", b"_whitespace_pattern", "grammar", b"grammar", "json", b"json", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_grammar", b"_grammar", "_json", b"_json", "_regex", b"_regex", "_structural_tag", b"_structural_tag", "_whitespace_pattern", b"_whitespace_pattern", "choice", b"choice", "disable_additional_properties", b"disable_additional_properties", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grammar: typing_extensions.TypeAlias = typing.Literal["grammar"]
+    _WhichOneofArgType__grammar: typing_extensions.TypeAlias = typing.Literal["_grammar", b"_grammar"]
+    _WhichOneofReturnType__json: typing_extensions.TypeAlias = typing.Literal["json"]
+    _WhichOneofArgType__json: typing_extensions.TypeAlias = typing.Literal["_json", b"_json"]
+    _WhichOneofReturnType__regex: typing_extensions.TypeAlias = typing.Literal["regex"]
+    _WhichOneofArgType__regex: typing_extensions.TypeAlias = typing.Literal["_regex", b"_regex"]
+    _WhichOneofReturnType__structural_tag: typing_extensions.TypeAlias = typing.Literal["structural_tag"]
+    _WhichOneofArgType__structural_tag: typing_extensions.TypeAlias = typing.Literal["_structural_tag", b"_structural_tag"]
+    _WhichOneofReturnType__whitespace_pattern: typing_extensions.TypeAlias = typing.Literal["whitespace_pattern"]
+    _WhichOneofArgType__whitespace_pattern: typing_extensions.TypeAlias = typing.Literal["_whitespace_pattern", b"_whitespace_pattern"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__json) -> _WhichOneofReturnType__json | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__regex) -> _WhichOneofReturnType__regex | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__structural_tag) -> _WhichOneofReturnType__structural_tag | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__whitespace_pattern) -> _WhichOneofReturnType__whitespace_pattern | None: ...
+
+Global___StructuredOutputs: typing_extensions.TypeAlias = StructuredOutputs
 
 @typing.final
 class TokenSequence(google.protobuf.message.Message):

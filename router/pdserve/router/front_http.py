@@ -21,6 +21,7 @@ from pdserve.router.generation_response import JSON, GenerationResponse, error_r
 from pdserve.router.inference import Inference
 from pdserve.router.openai_answer import Answer, error_json
 from pdserve.router.openai_protocol import ChatBody, CompletionBody, parse_body
+from pdserve.router.openai_tool_answer import ToolAnswer
 
 TIMELINE_HEADER = "x-pdserve-timeline"
 
@@ -113,14 +114,18 @@ class HttpFront:
         )
         stream = bool(body.stream)
         generation = inference.generation(requests, stream=stream, client=client)
-        answer = Answer(
-            chat=chat,
-            request_id=generation.request_id,
-            model=inference.model,
-            include_usage=body.include_usage,
-            num_logprobs=body.num_logprobs,
-            include_timeline=request.headers.get(TIMELINE_HEADER) == "1",
-        )
+        fields: dict[str, Any] = {
+            "request_id": generation.request_id,
+            "model": inference.model,
+            "include_usage": body.include_usage,
+            "num_logprobs": body.num_logprobs,
+            "include_timeline": request.headers.get(TIMELINE_HEADER) == "1",
+        }
+        tools = body.tool_use if isinstance(body, ChatBody) else None
+        if tools is not None and tools.tools:
+            answer: Answer = ToolAnswer(max_calls=tools.max_calls, **fields)
+        else:
+            answer = Answer(chat=chat, **fields)
         return GenerationResponse(generation, answer, stream=stream)
 
     def _model(self) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.sampling_params import MAX_LOGPROBS, SamplingParams, clamped_logit_bias
+from pdserve.router.openai_form import OutputForm, ResponseFormat, StructuredOutputsBody, output_form
+from pdserve.router.openai_tools import NamedTool, ToolBody, ToolUse, tool_use
 from pdserve.router.preparation import ClientRequest
 from pdserve.text.prompt import ChatInput, Prompt, TextInput, TokenInput
 
@@ -35,6 +37,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
     # extensions that go by vLLM's names
     top_k: int | None = None
     min_p: float | None = None
@@ -47,6 +50,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: float | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     cache_salt: str | None = None
     priority: int | None = None
     n: int | None = None
@@ -86,7 +90,12 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             given["allowed_token_ids"] = tuple(self.allowed_token_ids)
         if self.bad_words is not None:
             given["bad_words"] = tuple(self.bad_words)
-        return SamplingParams(logprobs=self.num_logprobs, **given)
+        return SamplingParams(logprobs=self.num_logprobs, structured_outputs=self.form.params, **given)
+
+    @property
+    def form(self) -> OutputForm:
+        """What the answer must look like. Raises: InvalidRequest."""
+        return output_form(self.response_format, self.structured_outputs)
 
     def _requests(
         self,
@@ -108,6 +117,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 sampling=sampling,
                 max_tokens=max_tokens,
                 max_tokens_field=max_tokens_field,
+                form_field=self.form.field,
                 cache_salt=self.cache_salt or None,
                 priority=self.priority or 0,
                 timeout_s=timeout_s,
@@ -161,9 +171,8 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -171,6 +180,20 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What the tools come to. Raises: InvalidRequest."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def form(self) -> OutputForm:
+        forced = self.tool_use.form
+        if forced is None:
+            return super().form
+        if super().form.params is not None:
+            raise InvalidRequest("tool_choice forces a call, so that no other form can be asked for", "tool_choice")
+        return OutputForm(forced, "tools")
 
     def requests(
         self, defaults: Mapping[str, float | int], timeout_s: float, trace_headers: dict[str, str]
@@ -186,7 +209,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest("messages is empty, at least one message is needed", "messages")
         newer = self.max_completion_tokens is not None
         return self._requests(
-            [ChatInput(self.messages)],
+            [ChatInput(self.messages, tools=self.tool_use.tools)],
             "messages",
             max_tokens=self.max_completion_tokens if newer else self.max_tokens,
             max_tokens_field="max_completion_tokens" if newer else "max_tokens",
@@ -225,9 +248,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "store": (False,),
 }
 B = TypeVar("B", bound=GenerationBody)

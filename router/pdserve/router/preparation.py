@@ -37,6 +37,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     """None: the default of the prompt's kind."""
     max_tokens_field: str = "max_tokens"
+    form_field: str = "structured_outputs"
+    """What the client calls the form that it asks for."""
     cache_salt: str | None = None
     priority: int = 0
     """Lower goes first, where the services' `scheduling_policy` is `priority`."""

@@ -14,12 +14,14 @@ from pdserve.common.errors import (
     DeadlineExceeded,
     Evicted,
     InternalError,
+    InvalidRequest,
     PdServeError,
     WorkerLost,
 )
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.prepared_request import PreparedRequest, ResumeState
 from pdserve.common.settings import RouterSettings
+from pdserve.common.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.admission import Admission
 from pdserve.router.attempt import Attempt
@@ -118,7 +120,7 @@ class RequestRun:
             expired = deadline.expired()
             self._fail(self._too_late() if expired else InternalError("something timed out in the router"))
         except PdServeError as error:
-            self._fail(error)
+            self._fail(self._in_the_clients_words(error))
         except Exception:
             log.exception("request %s failed in the router", self.request_id)
             self._fail(InternalError("internal error; the router's log has the details"))
@@ -126,6 +128,13 @@ class RequestRun:
     def _fail(self, error: PdServeError) -> None:
         self._record.error = error
         self._stream.fail(error)
+
+    def _in_the_clients_words(self, error: PdServeError) -> PdServeError:
+        """Workers know the form of an output as `structured_outputs`, by whatever field it was asked for."""
+        field = self._request.form_field
+        if isinstance(error, InvalidRequest) and error.field == STRUCTURED_OUTPUTS != field:
+            return type(error)(f"{field}: {error.message}", field)
+        return error
 
     @property
     def timeout_s(self) -> float:

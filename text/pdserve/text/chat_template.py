@@ -8,13 +8,14 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from pdserve.common.errors import ConfigError, InvalidRequest
+from pdserve.text.tool_prompt import as_plain_text, with_parsed_calls
 
 FIELD = "messages"
 _MAX_DEPTH = 64
@@ -33,8 +34,10 @@ class ChatTemplate:
         Raises: ConfigError when the template does not compile.
         """
         self._special_tokens = dict(special_tokens)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self._knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"{origin}: chat template, line {error.lineno}: {error.message}") from error
 
@@ -48,14 +51,16 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. variables: the client's own for this template, such as `enable_thinking`.
 
+        tools: OpenAI's, as objects; a template that does not use them finds them in the text of a system message.
         Raises: InvalidRequest when the messages are malformed or the template refuses them.
         """
+        plain = with_parsed_calls([plain_message(message, place) for place, message in enumerate(messages)])
         given = {
             "documents": None,
             **_plain(dict(variables or {}), "chat_template_kwargs"),
             # After the client's, which replace none of these.
             **self._special_tokens,
-            "messages": [plain_message(message, place) for place, message in enumerate(messages)],
+            "messages": plain if self._knows_tools else as_plain_text(plain, tools),
             "tools": _plain(tools, "tools"),
             "add_generation_prompt": add_generation_prompt,
         }

@@ -26,6 +26,8 @@ class ChatInput(msgspec.Struct, frozen=True):
     add_generation_prompt: bool = True
     template_variables: Mapping[str, Any] = {}
     """The client's own for the chat template, such as `enable_thinking`."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """What the model may call, as OpenAI's `tools`."""
 
 
 class TokenInput(msgspec.Struct, frozen=True):
@@ -56,6 +58,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, field: str) -> EncodedPr
                 prompt.messages,
                 add_generation_prompt=prompt.add_generation_prompt,
                 variables=prompt.template_variables,
+                tools=prompt.tools or None,
             )
             # the template has written the special tokens
             token_ids = tokenizer.encode(text, add_special_tokens=False)

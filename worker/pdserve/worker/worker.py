@@ -89,6 +89,7 @@ class Worker:
             hasher,
             model.decoder.config.vocab_size,
             self.adapter,
+            model.grammar_compiler(),
         )
         self.engine = EngineClient(core, settings.num_threads, settings.cpu_core)
         self.adapter.connect(self.engine)

@@ -1,0 +1,109 @@
+"""`GrammarWaits`: sequences whose grammar is being compiled.
+
+Parked sequences cost a step nothing: a step looks whether a result has come, and at the oldest one's deadline.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.structured_outputs import FIELD
+from pdserve.engine.grammar_compiler import GrammarCompiler, GrammarJob
+from pdserve.engine.request import Request, Wait
+
+if TYPE_CHECKING:
+    from pdserve.engine.sequence_grammar import SequenceGrammar
+
+Arrived = tuple[Request, "SequenceGrammar | PdServeError"]
+
+
+class GrammarWaits:
+    """The scheduler's side of `GrammarCompiler`."""
+
+    def __init__(self, compiler: GrammarCompiler | None, timeout_s: float) -> None:
+        """compiler: None where there is no tokenizer, and `verify` lets no grammar in. timeout_s: for one grammar."""
+        self._compiler = compiler
+        self._timeout_s = timeout_s
+        self._deadlines: OrderedDict[Request, float] = OrderedDict()
+        """In the order in which they came, which is that of their deadlines."""
+        self._first_tokens: dict[Request, Sequence[int]] = {}
+        """Of those whose KV landed before their grammar came: they hold blocks."""
+        self._arrived: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
+        self._something_arrived = threading.Event()
+        self.on_arrival: Callable[[], None] | None = None
+        """Called by another thread when there is something to `take`."""
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether grammars can be compiled here at all."""
+        return self._compiler is not None
+
+    @property
+    def num_landed(self) -> int:
+        """Sequences that hold blocks and will want to grow."""
+        return sum(1 + request.num_forks for request in self._first_tokens)
+
+    def start(self, request: Request) -> None:
+        """Compile the grammar of a sequence that has just come."""
+        params = request.sampling_params.structured_outputs
+        if params is None or self._compiler is None:
+            raise RuntimeError(f"{request.request_id} waits for a grammar that nobody can make")
+        self._deadlines[request] = time.monotonic() + self._timeout_s
+        self._compiler.submit(
+            GrammarJob(
+                params,
+                request.core.eos_token_ids,
+                tuple(request.token_ids[request.num_prompt_tokens :]),
+                is_wanted=lambda: Wait.GRAMMAR in request.waits_for and not request.status.is_finished,
+                deliver=lambda grammar: self._deliver((request, grammar)),
+            )
+        )
+
+    def _deliver(self, arrived: Arrived) -> None:
+        self._arrived.put(arrived)
+        self._something_arrived.set()
+        if self.on_arrival is not None:
+            self.on_arrival()
+
+    def take(self) -> list[Arrived]:
+        """What has come since the last call for those that still wait, and the failure of those that waited too long."""
+        if not self._deadlines:
+            return []
+        self._something_arrived.clear()
+        taken: list[Arrived] = []
+        while not self._arrived.empty():
+            request, grammar = self._arrived.get()
+            if self._deadlines.pop(request, None) is not None:
+                taken.append((request, grammar))
+        now = time.monotonic()
+        while self._deadlines and (oldest := next(iter(self._deadlines.items())))[1] <= now:
+            del self._deadlines[oldest[0]]
+            error = InvalidRequest(f"{FIELD} could not be compiled within {self._timeout_s:g} s", FIELD)
+            taken.append((oldest[0], error))
+        return taken
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until something has come, for whoever has nothing else to do."""
+        self._something_arrived.wait(timeout_s)
+
+    def hold(self, request: Request, first_tokens: Sequence[int]) -> None:
+        """Its KV has landed; keep the source's first tokens until its grammar has come."""
+        self._first_tokens[request] = first_tokens
+
+    def first_tokens(self, request: Request) -> Sequence[int] | None:
+        """What `hold` kept, once."""
+        return self._first_tokens.pop(request, None)
+
+    def forget(self, request: Request) -> None:
+        """It has ended. Harmless when it is not here."""
+        self._deadlines.pop(request, None)
+        self._first_tokens.pop(request, None)

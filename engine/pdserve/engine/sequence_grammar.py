@@ -1,0 +1,201 @@
+"""`SequenceGrammar`: one sequence's place in its grammar; and from `StructuredOutputsParams` to a compiled grammar.
+
+Whoever imports this imports xgrammar and transformers, which takes a second: `GrammarCompiler` does so in its threads,
+with the first request that asks for a form.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xgrammar
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
+from pdserve.common.structured_outputs import FIELD, StructuredOutputsParams
+from pdserve.engine.schema_support import verify_enforced
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CACHE_BYTES = 32 << 20
+"""Of compiled grammars, for each compiler; those used longest ago go first."""
+_MAX_TOLD_CHARS = 300
+_JSON_OBJECT = '{"type": "object"}'
+_NO_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]")
+_CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f\xc0\xc1\xf5-\xff]")
+_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: .*? is false: )?")
+"""Time and source line, with which the library begins its messages."""
+
+
+class SequenceGrammar:
+    """Which tokens may come next. The engine thread alone uses it, once it is made."""
+
+    def __init__(
+        self, compiled: xgrammar.CompiledGrammar, eos_token_ids: Sequence[int], output_token_ids: Sequence[int] = ()
+    ) -> None:
+        """A place after `output_token_ids`, which a sequence that is resumed has already.
+
+        eos_token_ids: may come where the grammar may end; without any, it ends as soon as it can.
+        Raises: InternalError when the tokens do not fit.
+        """
+        self.matcher = xgrammar.GrammarMatcher(
+            compiled,
+            override_stop_tokens=list(eos_token_ids) or None,
+            terminate_without_stop_token=not eos_token_ids,
+        )
+        for place, token_id in enumerate(output_token_ids):
+            if not self.accept(token_id):
+                raise InternalError(f"token {token_id} at output position {place} does not fit the request's grammar")
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by one token; False, and nothing changed, when it cannot come here."""
+        return not self.has_ended and self.matcher.accept_token(token_id)
+
+    def fork(self) -> SequenceGrammar:
+        """Another sequence's place, the same as this one's now."""
+        other = copy.copy(self)
+        other.matcher = self.matcher.fork()
+        return other
+
+    @property
+    def has_ended(self) -> bool:
+        """Nothing can follow."""
+        return bool(self.matcher.is_terminated())
+
+
+class BitmaskFill:
+    """Writes the masks of many sequences in one call, which holds no interpreter lock."""
+
+    def __init__(self, max_threads: int) -> None:
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=max_threads)
+
+    def __call__(self, grammars: Sequence[SequenceGrammar], bitmask: Tensor) -> None:
+        """bitmask `[N, ceil(V / 32)]` int32; row i becomes what `grammars[i]` allows, a bit a token."""
+        self._batch.batch_fill_next_token_bitmask([grammar.matcher for grammar in grammars], bitmask)
+
+
+class Vocabulary:
+    """The tokens of a model folder as bytes, and a compiler over them. Any thread may use it."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        """vocab_size: of the model's logits.
+
+        Special tokens have no text in a grammar: they must not be taken for the characters of their names.
+        """
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        described = xgrammar.TokenizerInfo.from_huggingface(
+            PreTrainedTokenizerFast(tokenizer_object=backend), vocab_size=vocab_size, stop_token_ids=[0]
+        )
+        self._add_prefix_space = described.add_prefix_space
+        self._tokens = described.decoded_vocab
+        for token_id, token in backend.get_added_tokens_decoder().items():
+            if token_id < vocab_size:
+                self._tokens[token_id] = b"" if token.special else token.content.encode()
+
+    @cached_property
+    def plain(self) -> xgrammar.GrammarCompiler:
+        """Over all tokens, but single bytes that UTF-8 does not have: xgrammar takes them for parts of characters."""
+        return self._compiler([b"" if _NO_UTF8.search(token) else token for token in self._tokens])
+
+    @cached_property
+    def without_controls(self) -> xgrammar.GrammarCompiler:
+        """Without tokens that hold a control character other than a line break: xgrammar lets them into JSON strings
+        whose length is bounded, where JSON does not have them.
+        """
+        return self._compiler([b"" if _CONTROLS.search(token) else token for token in self._tokens])
+
+    def _compiler(self, tokens: list[bytes]) -> xgrammar.GrammarCompiler:
+        info = xgrammar.TokenizerInfo(
+            tokens,
+            xgrammar.VocabType.RAW,
+            vocab_size=len(tokens),
+            stop_token_ids=[],
+            add_prefix_space=self._add_prefix_space,
+        )
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+
+
+def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
+    """From the cache, or after milliseconds to seconds. Raises: InvalidRequest."""
+    try:
+        return _compiled(vocabulary, params)
+    except PdServeError:
+        raise
+    except Exception as error:
+        # a program over the client's text: whatever it stumbles on is about this request
+        told = _LOCATION.sub("", str(error)).strip()[:_MAX_TOLD_CHARS] or "xgrammar cannot deal with it"
+        raise InvalidRequest(f"{FIELD} cannot be compiled: {told}", FIELD) from error
+
+
+def _compiled(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
+    any_whitespace = not params.disable_any_whitespace
+    compiler = vocabulary.plain
+    if params.json is not None:
+        verify_enforced(json.loads(params.json_schema))
+        compiler = _compiler_for(vocabulary, params.json_schema)
+        return compiler.compile_json_schema(params.json_schema, any_whitespace=any_whitespace)
+    if params.json_object:
+        return compiler.compile_json_schema(_JSON_OBJECT, any_whitespace=any_whitespace)
+    if params.regex is not None:
+        return compiler.compile_regex(params.regex)
+    if params.choice is not None:
+        return compiler.compile_grammar(_ebnf_of(params.choice))
+    if params.grammar is not None:
+        return compiler.compile_grammar(params.grammar)
+    tag = json.loads(params.structural_tag or "{}")
+    for schema in _schemas_in(tag):
+        verify_enforced(schema)
+    if "structures" in tag:
+        tag = _from_older_form(tag)
+    text = json.dumps(tag)
+    return _compiler_for(vocabulary, text).compile_structural_tag(text)
+
+
+def _compiler_for(vocabulary: Vocabulary, schema: str) -> xgrammar.GrammarCompiler:
+    has_lengths = '"minLength"' in schema or '"maxLength"' in schema
+    return vocabulary.without_controls if has_lengths else vocabulary.plain
+
+
+def _schemas_in(tag: Any) -> Iterator[Any]:
+    """JSON schemas anywhere in a structural tag."""
+    if isinstance(tag, dict):
+        for name, value in tag.items():
+            if name in ("json_schema", "schema"):
+                yield value
+            else:
+                yield from _schemas_in(value)
+    elif isinstance(tag, list):
+        for value in tag:
+            yield from _schemas_in(value)
+
+
+def _from_older_form(tag: dict[str, Any]) -> dict[str, Any]:
+    """`structures` and `triggers`, which vLLM takes too, as what they stand for."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": structure["begin"],
+            "content": {"type": "json_schema", "json_schema": structure["schema"]},
+            "end": structure["end"],
+        }
+        for structure in tag["structures"]
+    ]
+    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}}
+
+
+def _ebnf_of(choices: Sequence[str]) -> str:
+    return "root ::= " + " | ".join(f'"{"".join(map(_escaped, choice))}"' for choice in choices)
+
+
+def _escaped(char: str) -> str:
+    if char in '"\\':
+        return "\\" + char
+    return char if char.isprintable() else f"\\U{ord(char):08x}"

@@ -1,0 +1,72 @@
+"""Tools in prompts: for templates that know tools, and for those that do not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.text.chat_template import ChatTemplate
+from pdserve.text.tool_calls import ToolCallDelta, ToolCallParser
+
+TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}]
+CALL = {"id": "call_1", "type": "function", "function": {"name": "sum", "arguments": '{"a": [1, 2]}'}}
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "1 + 2?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "3"}]},
+]
+SIMPLE = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
+KNOWS = (
+    "{% if tools %}{{ tools[0].function.name }}:{% endif %}{% for m in messages %}[{{ m.role }}|{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}|{{ c.function.name }}{{ c.function.arguments.a[1] }}{% endfor %}]{% endfor %}"
+)
+
+
+def render(source: str, messages: list[dict[str, Any]], tools: Any = None) -> str:
+    return ChatTemplate(source, {}, "test").render(messages, tools=tools)
+
+
+def test_a_template_that_knows_tools_gets_them_and_arguments_as_objects() -> None:
+    assert render(KNOWS, HISTORY, TOOLS) == "sum:[user|1 + 2?][assistant||sum2][tool|3]"
+
+
+def test_another_one_gets_them_as_text() -> None:
+    text = render(SIMPLE, HISTORY, TOOLS)
+    system, user, assistant, tool = text.removeprefix("[").removesuffix("]").split("][")
+    assert system.startswith("system|You may call these functions.")
+    assert json.dumps(TOOLS[0]) in system
+    assert user == "user|1 + 2?"
+    assert ToolCallParser().feed(assistant.removeprefix("assistant|")) == [ToolCallDelta(0, "sum", '{"a": [1, 2]}')]
+    assert tool == "user|<tool_response>\n3\n</tool_response>"
+
+
+def test_a_system_message_stays_first_and_only() -> None:
+    text = render(SIMPLE, [{"role": "system", "content": "Be brief."}, *HISTORY[:1]], TOOLS)
+    assert text.startswith("[system|Be brief.\n\nYou may call")
+    assert text.count("[system|") == 1
+
+
+def test_without_tools_nothing_is_told() -> None:
+    assert render(SIMPLE, HISTORY[:1]) == "[user|1 + 2?]"
+    said = [{"role": "assistant", "content": "well", "tool_calls": None}]
+    assert render(SIMPLE, said) == "[assistant|well]"
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("x", "messages[0].tool_calls[0] must be an object with function.name"),
+        ({}, "messages[0].tool_calls[0] must be an object with function.name"),
+        ({"function": {"name": 7}}, "messages[0].tool_calls[0] must be an object with function.name"),
+        ({"function": {"name": "f", "arguments": "{"}}, "messages[0].tool_calls[0].function.arguments is not JSON"),
+    ],
+)
+def test_malformed_calls_are_refused(call: Any, told: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        render(SIMPLE, [{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert told in refused.value.message
+    with pytest.raises(InvalidRequest, match="tool_calls must be a list"):
+        render(SIMPLE, [{"role": "assistant", "content": "", "tool_calls": "x"}])

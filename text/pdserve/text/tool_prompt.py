@@ -1,0 +1,86 @@
+"""Tools in a chat's messages: made ready for templates that know tools, written as plain text for those that do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.text.tool_calls import BEGIN, END
+
+FIELD = "messages"
+
+
+def with_parsed_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The arguments of earlier calls as objects, as templates expect them; clients send them as JSON text.
+
+    Raises: InvalidRequest naming the call that is malformed, or the answer of a tool that says not to which call.
+    """
+    return [_with_parsed_calls(message, f"{FIELD}[{place}]") for place, message in enumerate(messages)]
+
+
+def _with_parsed_calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    plain = dict(message)
+    if plain.get("role") == "tool" and not isinstance(plain.get("tool_call_id", ""), str):
+        raise InvalidRequest(f"{where}.tool_call_id must be a string", FIELD)
+    calls = plain.get("tool_calls")
+    if calls is None:
+        plain.pop("tool_calls", None)
+        return plain
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{where}.tool_calls must be a list, not {type(calls).__name__}", FIELD)
+    plain["tool_calls"] = [_parsed(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)]
+    return plain
+
+
+def _parsed(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{where} must be an object with function.name and function.arguments", FIELD)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{where}.function.arguments is not JSON: {error}", FIELD) from error
+    return {**call, "type": "function", "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def as_plain_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """For a template that does not know tools: they go into the system message, calls and their results into the text.
+
+    messages: contents are strings, arguments objects.
+    """
+    plain = [_as_text(message) for message in messages]
+    if not tools:
+        return plain
+    told = _told(tools)
+    if plain and plain[0]["role"] == "system":
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{told}"}, *plain[1:]]
+    return [{"role": "system", "content": told}, *plain]
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    texts = [message["content"]] if message["content"] else []
+    for call in calls:
+        function = call["function"]
+        written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+        texts.append(f"{BEGIN}\n{written}\n{END}")
+    return {"role": message["role"], "content": "\n".join(texts)}
+
+
+def _told(tools: Sequence[Mapping[str, Any]]) -> str:
+    signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    form = json.dumps({"name": "function name", "arguments": {"parameter": "value"}})
+    return (
+        f"You may call these functions. Each line describes one, its parameters as a JSON schema:\n{signatures}\n\n"
+        f"To call one, write exactly this, and nothing else between the tags:\n{BEGIN}\n{form}\n{END}"
+    )
