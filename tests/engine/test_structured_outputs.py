@@ -493,3 +493,14 @@ def test_threads_compile_and_wake(folder: Path, compiler: GrammarCompiler) -> No
     assert arrived.wait(30)
     assert len(got) == 1
     assert not got[0].has_ended
+
+
+def test_each_of_n_sequences_has_a_place_of_its_own(make: Make, tokenizer: Tokenizer) -> None:
+    params = asked(json=CITY, seed=5) | {"n": 4}
+    alone = make()
+    alone.add(PROMPT, "r.0", eos=(EOS,), params=params, n=4)
+    answers = alone.run()
+    texts = [text_of(tokenizer, answer) for answer in answers.values()]
+    assert len(texts) == 4
+    assert len(set(texts)) > 1
+    assert all(map(is_city, texts))
