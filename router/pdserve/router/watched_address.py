@@ -91,8 +91,9 @@ class WatchedAddress:
                     cause = "its watch stream ended"
                 except PdServeError as error:
                     cause = f"its watch stream broke: {error.message}"
+                before = self.refused
                 self.refused = cause if self.worker is None and failed_to_shake_hands(cause) else None
-                if self.refused is not None:
+                if self.refused is not None and before is None:
                     # it would otherwise look like a worker that is still to come
                     self._warn(
                         f"no {self.role.value} worker is reached at {self.address}: {cause}; do both sides have TLS, "
