@@ -6,10 +6,12 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tls_authority import Authority
 
 from pdserve.cli.doctor.address_check import AddressCheck
 from pdserve.cli.doctor.finding import Finding, Verdict
@@ -18,7 +20,9 @@ from pdserve.cli.doctor.key_check import KeyCheck
 from pdserve.cli.doctor.machine_memory import free_memory
 from pdserve.cli.doctor.memory_check import MemoryCheck
 from pdserve.cli.doctor.model_check import ModelCheck
+from pdserve.cli.doctor.nixl_check import NixlCheck
 from pdserve.cli.doctor.port_check import PortCheck
+from pdserve.cli.doctor.tls_check import TlsCheck
 from pdserve.common.deployment_key import key_check
 from pdserve.common.settings import DecodeSettings, PrefillSettings, RouterSettings
 from pdserve.models.model_folder import model_folder
@@ -252,6 +256,31 @@ def test_the_public_key_a_given_one_and_none_where_one_is_needed(tmp_path: Path)
     assert verdicts(KeyCheck(RouterSettings(deployment_key_file=str(file))).run()) == ["ok"]
     file.chmod(0o644)
     assert verdicts(KeyCheck(RouterSettings(deployment_key_file=str(file))).run()) == ["ok", "warning"]
+
+
+# ---- tls
+
+
+def test_tls_says_until_when_and_what_is_in_the_clear(tmp_path: Path) -> None:
+    assert verdicts(TlsCheck(PrefillSettings()).run()) == ["ok"]
+    findings = TlsCheck(RouterSettings(**BEYOND)).run()
+    assert verdicts(findings) == ["warning"]
+    assert "0.0.0.0 is in the clear" in text(findings)
+    authority = Authority(tmp_path / "ca")
+    files = authority.issue(not_after=datetime(2900, 5, 6, tzinfo=UTC))
+    files.key.chmod(0o600)
+    worker = PrefillSettings(**files.settings())
+    findings = TlsCheck(worker).run()
+    assert verdicts(findings) == ["ok"]
+    assert "valid until 2900-05-06" in text(findings)
+    assert verdicts(NixlCheck(worker).run()) == ["ok"], "nothing is tried"
+    soon = authority.issue(not_after=datetime.now(UTC) + timedelta(days=3))
+    soon.key.chmod(0o644)
+    front = {"front_tls_cert_file": str(soon.cert), "front_tls_key_file": str(soon.key)}
+    findings = TlsCheck(RouterSettings(**files.settings(), **front)).run()
+    assert verdicts(findings) == ["ok", "warning", "warning"]
+    assert "which clients are shown" in findings[1].what
+    assert str(soon.key) in findings[2].what
 
 
 # ---- ports

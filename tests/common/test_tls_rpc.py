@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import grpc.aio
 import pytest
@@ -89,7 +90,6 @@ async def test_a_client_believes_nobody_else(authority: Authority, other: Author
 
 
 async def test_a_front_end_hears_clients_without_certificates(authority: Authority) -> None:
-    identity = authority.identity()
-    front = ServerTls(identity.server.certificate, identity.server.key, None, identity.server.context)
+    front = replace(authority.identity().server, client_ca=None)
     async with served(front) as address:
         assert await ask(address, load_client(TlsFile("ca", str(authority.ca_file)))) == b"heard it"

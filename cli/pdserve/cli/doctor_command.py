@@ -21,6 +21,7 @@ from pdserve.cli.doctor.nixl_check import NixlCheck
 from pdserve.cli.doctor.port_check import PortCheck
 from pdserve.cli.doctor.redis_check import RedisCheck
 from pdserve.cli.doctor.report import make_report, show, show_summary
+from pdserve.cli.doctor.tls_check import TlsCheck
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings import DecodeSettings, PrefillSettings, RouterSettings, WorkerSettings, load_settings
 
@@ -34,7 +35,13 @@ _SETTINGS: dict[Role, type[PrefillSettings | DecodeSettings | RouterSettings]] =
 
 def checks_for(settings: WorkerSettings | RouterSettings) -> list[Check]:
     """What a service with these settings needs, in the order in which it is shown."""
-    everywhere: list[Check] = [KeyCheck(settings), PortCheck(settings), AddressCheck(settings), RedisCheck(settings)]
+    everywhere: list[Check] = [
+        KeyCheck(settings),
+        TlsCheck(settings),
+        PortCheck(settings),
+        AddressCheck(settings),
+        RedisCheck(settings),
+    ]
     if isinstance(settings, RouterSettings):
         return [ModelCheck(settings), *everywhere]
     return [ModelCheck(settings), MemoryCheck(settings), GpuCheck(settings), *everywhere, NixlCheck(settings)]

@@ -48,6 +48,8 @@ class ServerTls:
     client_ca: bytes | None
     """Clients must show a certificate that this CA signed; None lets in clients without one."""
     context: ssl.SSLContext
+    valid_until: float
+    """The certificate's last second, in Unix time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +87,9 @@ def load_identity(
     # peers keep their connections; nobody resumes a session
     server.num_tickets = 0
     name = None if own_host is None else server_name or own_host
-    _prove(server, _context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, ca), name, certificate, ca)
+    valid_until = _prove(server, _context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, ca), name, certificate, ca)
     return TlsIdentity(
-        ServerTls(certificate.read(), key.read(), ca.read(), server),
+        ServerTls(certificate.read(), key.read(), ca.read(), server, valid_until),
         ClientTls(ca.read(), certificate.read(), key.read(), server_name, client),
     )
 
@@ -99,11 +101,11 @@ def load_front(certificate: TlsFile, key: TlsFile, client_ca: TlsFile | None) ->
     client.load_verify_locations(certificate.path)
     # its issuer is the clients' business: here the certificate itself is trusted, and so only its own dates count
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    _prove(server, client, None, certificate, None)
+    valid_until = _prove(server, client, None, certificate, None)
     if client_ca is not None:
         _trust(server, client_ca)
         server.verify_mode = ssl.CERT_REQUIRED
-    return ServerTls(certificate.read(), key.read(), client_ca.read() if client_ca else None, server)
+    return ServerTls(certificate.read(), key.read(), client_ca.read() if client_ca else None, server, valid_until)
 
 
 def load_client(ca: TlsFile, certificate: TlsFile | None = None, key: TlsFile | None = None) -> ClientTls:
@@ -161,11 +163,14 @@ def _trust(context: ssl.SSLContext, ca: TlsFile) -> None:
 
 def _prove(
     server: ssl.SSLContext, client: ssl.SSLContext, name: str | None, certificate: TlsFile, ca: TlsFile | None
-) -> None:
-    """Raises: ConfigError when `client` would not take `server` for `name` (None: any name), or the other way round."""
+) -> float:
+    """How long the certificate is valid, in Unix time.
+
+    Raises: ConfigError when `client` would not take `server` for `name` (None: any name), or the other way round.
+    """
     client.check_hostname = name is not None
     try:
-        _shake_hands(server, client, name)
+        return _shake_hands(server, client, name)
     except ssl.SSLCertVerificationError as error:
         if ca is not None and error.verify_code in (_EXPIRED, _NOT_YET_VALID) and (old := _out_of_date(server)):
             raise ConfigError(f"{ca}: {old}") from error
@@ -177,7 +182,7 @@ def _prove(
         raise ConfigError(f"{certificate}: no certificate can be made out to {name!r}") from error
 
 
-def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> None:
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> float:
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = (
         client.wrap_bio(to_client, to_server, server_hostname=name),
@@ -186,6 +191,8 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | Non
     for _ in range(_FLIGHTS):
         for side in sides:
             _unless_waiting(side.do_handshake)
+    shown = sides[0].getpeercert() or {}
+    return float(ssl.cert_time_to_seconds(str(shown["notAfter"])))
 
 
 def _unless_waiting(step: Callable[[], None]) -> None:

@@ -37,6 +37,8 @@ class NixlCheck:
         """As `Check.run`."""
         if self.settings.connector == "tcp":
             return [ok("connector is tcp: NIXL is not used")]
+        if self.settings.tls_cert_file is not None and not self.settings.nixl_plaintext:
+            return [ok("TLS is configured, and NIXL encrypts nothing: it is not used (nixl_plaintext would allow it)")]
         try:
             view, read = asyncio.run(self._probe())
         except ChildBroke as error:

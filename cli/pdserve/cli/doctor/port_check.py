@@ -33,7 +33,7 @@ def ports_of(settings: WorkerSettings | RouterSettings) -> list[Port]:
     return [
         Port("port", "gRPC", host, settings.port),
         Port("data_port", "KV blocks over TCP", host, settings.data_port),
-        Port("metrics_port", "metrics", settings.metrics_host or host, settings.metrics_port),
+        Port("metrics_port", "metrics", settings.metrics_at, settings.metrics_port),
     ]
 
 

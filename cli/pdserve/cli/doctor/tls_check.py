@@ -1,0 +1,57 @@
+"""TLS: what is encrypted, until when the certificates hold, and keys that others could read."""
+
+from __future__ import annotations
+
+import stat
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pdserve.cli.doctor.finding import Finding, ok, warning
+from pdserve.common.deployment_key import is_loopback
+from pdserve.common.settings import RouterSettings, WorkerSettings
+from pdserve.common.tls import ServerTls
+
+SOON_S = 14 * 86400.0
+"""A certificate that holds no longer than this is worth a word."""
+_OTHERS = stat.S_IRGRP | stat.S_IROTH
+
+
+@dataclass(frozen=True, slots=True)
+class TlsCheck:
+    """A `Check`. Files that cannot be used are no settings, so a service with them was never examined."""
+
+    settings: WorkerSettings | RouterSettings
+    name: str = "tls"
+    deadline_s: float = 5.0
+
+    def run(self) -> list[Finding]:
+        """As `Check.run`."""
+        settings = self.settings
+        identity = settings.tls()
+        findings = []
+        if identity is not None:
+            findings += _shown("services", identity.server, settings.tls_cert_file, settings.tls_key_file)
+        if isinstance(settings, RouterSettings) and (front := settings.front_tls()) is not None:
+            findings += _shown("clients", front, settings.front_tls_cert_file, settings.front_tls_key_file)
+        return findings or [_in_the_clear(settings)]
+
+
+def _shown(to_whom: str, tls: ServerTls, certificate: str | None, key: str | None) -> list[Finding]:
+    until = (
+        f"{certificate}, which {to_whom} are shown, is valid until {datetime.fromtimestamp(tls.valid_until, UTC):%F}"
+    )
+    findings = [warning(until, "renew it") if tls.valid_until - time.time() < SOON_S else ok(until)]
+    if key is not None and Path(key).stat().st_mode & _OTHERS:
+        findings.append(warning(f"{key} can be read by other users", f"chmod 600 {key}"))
+    return findings
+
+
+def _in_the_clear(settings: WorkerSettings | RouterSettings) -> Finding:
+    if is_loopback(settings.host):
+        return ok("not configured: what goes over this machine's loopback is in the clear")
+    return warning(
+        f"not configured: what goes over {settings.host} is in the clear",
+        "certificates, as docs/deploy.md makes them; or keep others from that network",
+    )
