@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
 from pdserve.kv_transfer.nixl import NixlConnector
 from pdserve.kv_transfer.nixl_settings import NixlAddress, NixlSettings
 
-from .recorded_read import make_pool, start_read
+from .recorded_read import PATIENCE_S, make_pool, start_read
 from .source_process import BLOCK_BYTES, NUM_BLOCKS, SignalOnLanding, SourceProcess
 
 READ_STALL_S = 0.5
@@ -105,6 +106,27 @@ def test_killed_source_fails_the_read(source: SourceProcess, receiver: NixlConne
     # And whoever comes later is told, for nobody is there.
     blocks = [BlockToRead(block.index, block.digest, block.local_block, block.location) for block in source.blocks[:4]]
     assert start_read(receiver, source.metadata, source.token, blocks).wait_failed()
+
+
+def test_a_killed_source_is_given_up_and_its_next_life_is_read_from(
+    source: SourceProcess, receiver: NixlConnector, pool: PoolMemory
+) -> None:
+    assert start_read(receiver, source.metadata, source.token, source.blocks).wait_ended() is ReadOutcome.DONE
+    agent = NixlAddress.from_metadata(source.metadata, BLOCK_BYTES).agent
+    [lane] = [thread for thread in threading.enumerate() if thread.name.startswith(f"nixl-read-{agent}")]
+    source.signal(signal.SIGKILL)
+    receiver.forget(source.metadata)
+    lane.join(PATIENCE_S)
+    assert not lane.is_alive(), "the agent of a dead source was not given up"
+    next_life = SourceProcess("nixl")
+    pool.view[:] = bytes(len(pool.view))
+    try:
+        read = start_read(receiver, next_life.metadata, next_life.token, next_life.blocks)
+        assert read.wait_ended() is ReadOutcome.DONE
+        assert pool.view == next_life.pool.view
+        assert receiver.agent_counters.condemned == 0
+    finally:
+        next_life.close()
 
 
 def test_i8_blocks_that_the_source_uses_for_something_else_are_never_taken(

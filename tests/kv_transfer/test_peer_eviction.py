@@ -38,6 +38,7 @@ class World:
         with self.changed:
             self.open.append(address)
             self.num_made[address] = self.num_made.get(address, 0) + 1
+            self.changed.notify_all()
         return _Wire(self, address)
 
     def let_go(self, address: str) -> None:
@@ -49,6 +50,12 @@ class World:
         """Until exactly these have an open wire."""
         with self.changed:
             assert self.changed.wait_for(lambda: sorted(self.open) == sorted(addresses), PATIENCE_S), self.open
+
+    def wait_still_open(self, *addresses: str) -> None:
+        """Until these have a wire, the first that was made for them."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: set(addresses) <= set(self.open), PATIENCE_S), self.open
+            assert all(self.num_made[address] == 1 for address in addresses)
 
 
 class _Wire:
@@ -120,10 +127,10 @@ def test_a_peer_with_a_read_under_way_stays_however_many_come(make_desk: Callabl
     desk = make_desk(0)
     desk.world.held = {"a", "b"}
     reads = [desk.begin("a"), desk.begin("b")]
+    desk.world.wait_still_open("a", "b")
     for address in ("c", "d", "c", "d"):
         desk.read(address)
-    with desk.world.changed:
-        assert {"a", "b"} <= set(desk.world.open)
+    desk.world.wait_still_open("a", "b")
     desk.desk.retire("a")
     for address, read in zip(("a", "b"), reads, strict=True):
         desk.world.let_go(address)
