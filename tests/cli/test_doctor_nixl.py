@@ -47,6 +47,7 @@ def test_transports_that_ucx_does_not_know() -> None:
 
 BROKEN = {
     "missing": ("raise ModuleNotFoundError(\"No module named 'nixl'\")", "cannot be imported: ModuleNotFoundError"),
+    "talkative": ("import sys; sys.stderr.write('x' * (1 << 20)); raise ImportError('no')", "ImportError: no"),
     "aborting": ("import os; os.abort()", "SIGABRT"),
     "leaving": ("import sys; sys.stderr.write('no driver'); sys.exit(3)", "status 3: no driver"),
 }

@@ -118,6 +118,14 @@ def test_a_replica_takes_no_writes(tmp_path: Path) -> None:
     assert "replica" in findings[0].what
 
 
+def test_one_too_old_to_say_its_version(tmp_path: Path) -> None:
+    with redis_server(tmp_path, "--rename-command", "HELLO", "") as old:
+        findings = look(old.url)
+    assert findings[0].verdict is Verdict.FAILED
+    assert "does not say its version" in findings[0].what
+    assert "6.2 or newer" in findings[0].advice
+
+
 def register(server: RedisServer, worker_id: str, **changes: Any) -> None:
     fields: dict[str, Any] = {
         "worker_id": worker_id, "epoch": 7, "registered_us": 1, "role": "decode", "address": "127.0.0.1:7002",

@@ -14,6 +14,7 @@ import msgspec
 
 _LAST_WORDS = 300
 """Characters of what a child that broke wrote last."""
+_LAST_BYTES = 4 * _LAST_WORDS
 _MAX_LINE = 1 << 20
 
 Answer = TypeVar("Answer")
@@ -28,6 +29,8 @@ class Child:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        # read all the while: a library that logs much would fill the pipe and wait for us
+        self._last_words = asyncio.create_task(self._read_last_words())
 
     async def answer(self, kind: type[Answer]) -> Answer:
         """The next line that the child prints. Raises: ChildBroke."""
@@ -45,9 +48,27 @@ class Child:
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(value) + b"\n")
 
-    async def _how_it_ended(self) -> str:
+    async def end(self) -> None:
+        """Kill it, if it is still there, and read its pipes to their ends."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.stdout is not None
+        while await self._process.stdout.read(_MAX_LINE):
+            pass
+        await self._last_words
+        await self._process.wait()
+
+    async def _read_last_words(self) -> bytes:
         assert self._process.stderr is not None
-        words = (await self._process.stderr.read()).decode(errors="replace")
+        words = b""
+        while more := await self._process.stderr.read(_MAX_LINE):
+            words = (words + more)[-_LAST_BYTES:]
+        return words
+
+    async def _how_it_ended(self) -> str:
+        words = (await self._last_words).decode(errors="replace")
         code = await self._process.wait()
         how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with status {code}"
         last = " ".join(words.split())[-_LAST_WORDS:]
@@ -65,9 +86,8 @@ async def child(module: str, *arguments: str, environ: Mapping[str, str] | None 
         env={**os.environ, **(environ or {})},
         limit=_MAX_LINE,
     )  # fmt: skip
+    started = Child(process)
     try:
-        yield Child(process)
+        yield started
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
+        await started.end()

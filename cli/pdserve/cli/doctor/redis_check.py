@@ -7,6 +7,7 @@ import socket
 import time
 from dataclasses import dataclass
 
+from redis import exceptions
 from redis.asyncio import Redis
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
@@ -20,6 +21,7 @@ from pdserve.common.rpc import PROTOCOL_VERSION
 from pdserve.common.settings import ServiceSettings, WorkerSettings
 
 OLDEST = (6, 2)
+_NEWER = f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer"
 NUM_PINGS = 5
 SLOW_S = 0.005
 """A round trip beyond this delays what routers know of prefixes; no request waits for it."""
@@ -113,13 +115,16 @@ async def _server(redis: Redis, url: RedisUrl) -> Finding:
         await redis.ping()
         round_trips.append(time.monotonic() - started)
     # needs no right of its own, unlike INFO
-    answer = await redis.execute_command("HELLO")  # type: ignore[no-untyped-call]
+    try:
+        answer = await redis.execute_command("HELLO")  # type: ignore[no-untyped-call]
+    except exceptions.ResponseError as error:
+        return failed(f"{url} does not say its version: {error_text(error)}", _NEWER)
     said = {bytes(name): value for name, value in zip(answer[::2], answer[1::2], strict=True)}
     version = said[b"version"].decode(errors="replace")
     fastest_s = min(round_trips)
     told = f"{url}: Redis {version}, {fastest_s * 1e3:.2f} ms a round trip"
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
-        return failed(told, f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer")
+        return failed(told, _NEWER)
     if said.get(b"role") != b"master":
         return failed(f"{told}: a replica, which takes no writes", "name the primary in redis")
     if said.get(b"mode") == b"cluster":
