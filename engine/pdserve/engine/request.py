@@ -158,7 +158,6 @@ class Request:
             other.index = index
             other.priority = self.priority
             other.request_id = f"{self.core.request_id.removesuffix(f'.{self.index}')}.{index}"
-            other.priority = self.priority
             other.waits_for = set()
             other.grammar = None if self.grammar is None else self.grammar.fork()
             other.status = RequestStatus.WAITING
