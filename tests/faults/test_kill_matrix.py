@@ -1,7 +1,7 @@
 """Workers that are killed, told to leave or stopped, in every phase of a request: the client notices nothing (I4).
 
 Two prefill and two decode workers, float32. A worker pauses in the phase (`pausing_worker.py`), the victim gets its
-signal, the pause ends. Three requests run; every answer must be that of an undisturbed run. `make test` runs a cell
+signal, the pause ends. Four requests run; every answer must be that of an undisturbed run. `make test` runs a cell
 of each phase, `make faults` all of them.
 """
 
@@ -25,6 +25,8 @@ import grpc.aio
 import pytest
 from cluster_processes import Cluster, Service, running_cluster
 from inference_client import InferenceClient
+
+from pdserve.v1 import request_pb2
 
 from .conftest import Row
 from .pausing_worker import PHASES
@@ -62,10 +64,17 @@ def _prompt(length: int, seed: int) -> list[int]:
     return [draw.randrange(3, 300) for _ in range(length)]
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "sizes": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["name", "sizes"],
+}
+FORM = request_pb2.StructuredOutputs(json=json.dumps(SCHEMA))
 REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "greedy": (_prompt(200, 1), {"max_tokens": 24}),
     "seeded": (_prompt(170, 2), {"max_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 11}),
     "penalties": (_prompt(133, 3), {"max_tokens": 24, "repetition_penalty": 1.2, "min_tokens": 24, "temperature": 0.0}),
+    "form": (_prompt(90, 4), {"max_tokens": 24, "temperature": 0.8, "seed": 12, "structured_outputs": FORM}),
 }
 
 
