@@ -218,16 +218,16 @@ async def test_a_sequence_that_fails_for_good_ends_the_others_too(cluster):
 async def test_a_prompt_that_kills_two_workers_in_mid_stream_is_refused_from_its_beginning(cluster):
     await cluster.start(prefill=0, decode=3)
 
-    def dies_after(*events):
-        async def die(worker, call):
-            asyncio.get_running_loop().create_task(worker.kill())
-            await forever(worker, call)
+    def next_token(worker, call):
+        position = len(call.request.request.resume.output_token_ids)
+        return decode_outputs(position, said(1, position))
 
-        return play(ADMITTED, *events, die)
+    async def die(worker, call):
+        asyncio.get_running_loop().create_task(worker.kill())
+        await forever(worker, call)
 
-    decode_scripts(
-        cluster, dies_after(decode_outputs(0, "a"), decode_outputs(1, "b")), dies_after(decode_outputs(2, "c"))
-    )
+    # the first is lost with its worker or not, as it comes
+    decode_scripts(cluster, play(ADMITTED, next_token, die), play(ADMITTED, next_token, die))
     response = await cluster.complete(max_tokens=8)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_lost")
     again = await cluster.complete(max_tokens=8)
