@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.sampling_params import SamplingParams
 
 
@@ -38,7 +39,10 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling_params: SamplingParams
+    sampling_params: SamplingParams = SamplingParams()
+    """Means nothing where `pooling_params` is given."""
+    pooling_params: PoolingParams | None = None
+    """The prompt's embedding is asked for and no token: the request ends with its prompt."""
     output_token_ids: list[int] = []
     """Output that the sequence has from earlier attempts: it is computed with the prompt, and counts as output."""
     eos_token_ids: tuple[int, ...] = ()
@@ -83,6 +87,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
                 raise InvalidRequest(f"{name} is set, and this engine does not support it", name)
         if self.resumable and (self.remote_prefill or self.transfer_source):
             raise InvalidRequest("resumable is set, but KV of a session is never transferred", "resumable")
+        if self.resumable and self.pooling_params is not None:
+            raise InvalidRequest("resumable is set, but an embedding ends with its prompt", "resumable")
         if self.resumable and self.n > 1:
             raise InvalidRequest(f"n is {self.n}, but a session has one sequence", "n")
 
@@ -185,6 +191,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     """What the scheduler did with it since its last output."""
     trace_headers: dict[str, str] = {}
     """Those of its request, with the last output."""
+    pooling_output: list[float] | None = None
+    """The prompt's embedding, in the last output of a request with `pooling_params`."""
     index: int = 0
     """Which of the request's sequences."""
     error_field: str = ""

@@ -3,6 +3,8 @@
     PdServeError
       InvalidRequest          the client's fault, named by field, value and limit
         PromptTooLong
+        BodyTooLarge
+        UnsupportedMediaType
       NotFound                a model, worker or request that is not there
       Unauthenticated         no or a wrong API key
       Overloaded              admission refused it; `retry_after_s` says when to come back
@@ -60,6 +62,20 @@ class PromptTooLong(InvalidRequest):
     """The prompt leaves no room for one output token."""
 
     code = "prompt_too_long"
+
+
+class BodyTooLarge(InvalidRequest):
+    """An HTTP body of more bytes than a message may have."""
+
+    code = "body_too_large"
+    http_status = 413
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """An HTTP body that is said to be no JSON."""
+
+    code = "unsupported_media_type"
+    http_status = 415
 
 
 class NotFound(PdServeError):

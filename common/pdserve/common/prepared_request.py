@@ -7,6 +7,7 @@ import time
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.sampling_params import SamplingParams
 
 MAX_PRIORITY = 2**31 - 1
@@ -42,6 +43,8 @@ class PreparedRequest(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     trace_headers: dict[str, str] = {}
     priority: int = 0
     """Lower runs first, where the worker's `scheduling_policy` is `priority`."""
+    pooling_params: PoolingParams | None = None
+    """For an embedding; `sampling_params` mean nothing then."""
     resume: ResumeState | None = None
     """The one sequence that goes on; None for all of the request's, from their beginning."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -24,10 +26,36 @@ MAX_PENALTY = 2.0
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 16
 """Of one request, `n` or `best_of`: each is a row of every step, and up to a block more than it shares."""
+MAX_LOGITS_PROCESSORS = 8
+MAX_LOGITS_PROCESSOR_NAME_CHARS = 128
+MAX_LOGITS_PROCESSOR_ARGS_BYTES = 4096
+"""As JSON."""
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_MAX_TOKENS = 2**32 - 1
 """These three are what the wire can carry."""
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each item of a stream holds."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new."""
+    FINAL_ONLY = 2
+    """There is one item, at the end."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class NamedLogitsProcessor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A logits processor that is installed at the server, and what it is told."""
+
+    name: str
+    args: dict[str, Any] = {}
+    """JSON values; what they mean is the processor's."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False):
@@ -74,12 +102,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     """Whether a tokenizer that sets spaces between tokens does so between special ones too."""
     logprobs: int | None = None
     """With each token its log-probability and those of so many most likely ones; at most 20, None for none."""
+    detokenize: bool = True
+    """Whether tokens are made text; without it there are token ids alone, and no stop strings."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each item of a stream holds; of no meaning to an engine."""
+    logits_processors: tuple[NamedLogitsProcessor, ...] = ()
+    """Plug-ins of the server that change this sequence's logits, in this order."""
     n: int = 1
     """So many sequences continue the prompt, each with noise of its own; at most 16."""
     best_of: int | None = None
     """So many are made, and the n with the highest cumulative log-probability answered; None is n. Engines know only n."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the output must have; None for any."""
+
+    def __post_init__(self) -> None:
+        stop: object = self.stop
+        if isinstance(stop, str):
+            # one stop string, as users of other engines write it
+            msgspec.structs.force_setattr(self, "stop", (stop,))
 
     @property
     def num_sequences(self) -> int:
@@ -90,10 +130,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     def greedy(self) -> bool:
         return self.temperature <= GREEDY_TEMPERATURE
 
-    def verify(self, vocab_size: int | None = None) -> None:
+    def verify(self, vocab_size: int | None = None, max_logprobs: int = MAX_LOGPROBS) -> None:
         """Raise `InvalidRequest` naming the field, its value and its limit.
 
-        vocab_size: when known, token ids are held against it.
+        vocab_size: when known, token ids are held against it. max_logprobs: an engine gives more than it gives clients.
         """
         _require_finite("temperature", self.temperature)
         _require(0 <= self.temperature <= 100, "temperature", self.temperature, "from 0 to 100")
@@ -127,10 +167,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             len(self.stop_token_ids),
             f"at most {MAX_STOP_TOKEN_IDS} ids",
         )
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop needs detokenize to be true: stop strings are found in text", "stop")
         self._verify_penalties()
         self._verify_token_rules()
+        self._verify_logits_processors()
         if self.logprobs is not None:
-            _require(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
+            _require(0 <= self.logprobs <= max_logprobs, "logprobs", self.logprobs, f"from 0 to {max_logprobs}")
         self.verify_sequences()
         if self.structured_outputs is not None:
             self.structured_outputs.verify()
@@ -176,6 +219,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             _require(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "at least one token, or absent")
         self.verify_bad_words()
         _require(all(self.bad_words_token_ids), "bad_words_token_ids", (), "sequences of at least one token")
+
+    def _verify_logits_processors(self) -> None:
+        asked = self.logits_processors
+        _require(
+            len(asked) <= MAX_LOGITS_PROCESSORS, "logits_processors", len(asked), f"at most {MAX_LOGITS_PROCESSORS}"
+        )
+        for place, one in enumerate(asked):
+            if not 0 < len(one.name) <= MAX_LOGITS_PROCESSOR_NAME_CHARS:
+                raise InvalidRequest(
+                    f"logits_processors[{place}].name must be 1 to {MAX_LOGITS_PROCESSOR_NAME_CHARS} characters, "
+                    f"not {one.name[:40]!r}",
+                    "logits_processors",
+                )
+            try:
+                num_bytes = len(msgspec.json.encode(one.args))
+            except (TypeError, msgspec.MsgspecError, RecursionError) as error:
+                raise InvalidRequest(
+                    f"logits_processors[{place}].args must be JSON values: {error}", "logits_processors"
+                ) from error
+            if num_bytes > MAX_LOGITS_PROCESSOR_ARGS_BYTES:
+                raise InvalidRequest(
+                    f"logits_processors[{place}].args must be at most {MAX_LOGITS_PROCESSOR_ARGS_BYTES} bytes of JSON, "
+                    f"not {num_bytes}",
+                    "logits_processors",
+                )
 
     def verify_bad_words(self) -> None:
         """Their number and lengths, before they are tokenized. Raises: InvalidRequest."""

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
 
 from pdserve.common.block_hash import HASH_BYTES
 from pdserve.common.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.pooling_params import PoolingParams, PoolingType
 from pdserve.common.prepared_request import PreparedRequest, ResumeState
-from pdserve.common.sampling_params import SamplingParams, clamped_logit_bias
+from pdserve.common.sampling_params import (
+    NamedLogitsProcessor,
+    RequestOutputKind,
+    SamplingParams,
+    clamped_logit_bias,
+)
 from pdserve.common.structured_outputs import StructuredOutputsParams
 from pdserve.common.timeline import to_unix_ns
 from pdserve.v1 import kv_source_pb2, request_pb2
@@ -29,6 +38,7 @@ _SAMPLING_OPTIONAL = (
     "repetition_penalty",
     "spaces_between_special_tokens",
     "logprobs",
+    "detokenize",
     "n",
     "best_of",
 )
@@ -40,6 +50,19 @@ _FINISH_TO_WIRE = {
     FinishReason.ERROR: request_pb2.FINISH_REASON_ERROR,
 }
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+_KIND_TO_WIRE = {
+    RequestOutputKind.CUMULATIVE: request_pb2.OUTPUT_KIND_CUMULATIVE,
+    RequestOutputKind.DELTA: request_pb2.OUTPUT_KIND_DELTA,
+    RequestOutputKind.FINAL_ONLY: request_pb2.OUTPUT_KIND_FINAL_ONLY,
+}
+_KIND_FROM_WIRE = {wire: kind for kind, wire in _KIND_TO_WIRE.items()}
+_KIND_FROM_WIRE[request_pb2.OUTPUT_KIND_UNSPECIFIED] = RequestOutputKind.CUMULATIVE
+_POOLING_TO_WIRE: dict[PoolingType, request_pb2.PoolingType.ValueType] = {
+    "last": request_pb2.POOLING_TYPE_LAST,
+    "mean": request_pb2.POOLING_TYPE_MEAN,
+}
+_POOLING_FROM_WIRE = {wire: name for name, wire in _POOLING_TO_WIRE.items()}
+_POOLING_FROM_WIRE[request_pb2.POOLING_TYPE_UNSPECIFIED] = PoolingParams().pooling_type
 
 
 def sampling_to_wire(params: SamplingParams) -> request_pb2.SamplingParams:
@@ -50,6 +73,11 @@ def sampling_to_wire(params: SamplingParams) -> request_pb2.SamplingParams:
         allowed_token_ids=params.allowed_token_ids,
         bad_words=params.bad_words,
         bad_words_token_ids=[request_pb2.TokenSequence(token_ids=ids) for ids in params.bad_words_token_ids],
+        output_kind=_KIND_TO_WIRE[params.output_kind],
+        logits_processors=[
+            request_pb2.LogitsProcessor(name=one.name, args=msgspec.json.encode(one.args).decode())
+            for one in params.logits_processors
+        ],
     )
     for name in (*_SAMPLING_OPTIONAL, *_SAMPLING_PLAIN):
         if (value := getattr(params, name)) is not None:
@@ -91,7 +119,12 @@ def sampling_from_wire(
     given: dict[str, object] = dict(defaults or {})
     given |= {name: getattr(message, name) for name in _SAMPLING_OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
     given |= {name: getattr(message, name) for name in _SAMPLING_PLAIN}
+    output_kind = _KIND_FROM_WIRE.get(message.output_kind)
+    if output_kind is None:
+        raise InvalidRequest(f"output_kind is {message.output_kind}, which is none", "output_kind")
     params = SamplingParams(
+        output_kind=output_kind,
+        logits_processors=tuple(_logits_processors(message)),
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias=clamped_logit_bias(message.logit_bias),
@@ -109,6 +142,37 @@ def sampling_from_wire(
     return params
 
 
+def _logits_processors(message: request_pb2.SamplingParams) -> Iterator[NamedLogitsProcessor]:
+    for place, one in enumerate(message.logits_processors):
+        try:
+            args = msgspec.json.decode(one.args, type=dict[str, Any]) if one.args else {}
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise InvalidRequest(
+                f"logits_processors[{place}].args must be a JSON object: {error}", "logits_processors"
+            ) from error
+        yield NamedLogitsProcessor(name=one.name, args=args)
+
+
+def pooling_to_wire(params: PoolingParams) -> request_pb2.PoolingParams:
+    return request_pb2.PoolingParams(
+        pooling_type=_POOLING_TO_WIRE[params.pooling_type], normalize=params.normalize, dimensions=params.dimensions
+    )
+
+
+def pooling_from_wire(message: request_pb2.PoolingParams) -> PoolingParams:
+    """Absent fields have our defaults. Raises: InvalidRequest for values outside their limits."""
+    pooling_type = _POOLING_FROM_WIRE.get(message.pooling_type)
+    if pooling_type is None:
+        raise InvalidRequest(f"pooling_type is {message.pooling_type}, which is none", "pooling_type")
+    params = PoolingParams(
+        pooling_type=pooling_type,
+        normalize=message.normalize if message.HasField("normalize") else True,
+        dimensions=message.dimensions if message.HasField("dimensions") else None,
+    )
+    params.verify()
+    return params
+
+
 def prepared_to_wire(request: PreparedRequest) -> request_pb2.PreparedRequest:
     return request_pb2.PreparedRequest(
         request_id=request.request_id,
@@ -121,6 +185,7 @@ def prepared_to_wire(request: PreparedRequest) -> request_pb2.PreparedRequest:
         deadline_s=request.remaining_s,
         trace_headers=request.trace_headers,
         priority=request.priority,
+        pooling=None if request.pooling_params is None else pooling_to_wire(request.pooling_params),
         resume=None if request.resume is None else _resume_to_wire(request.resume),
     )
 
@@ -169,6 +234,7 @@ def prepared_from_wire(message: request_pb2.PreparedRequest, block_size: int) ->
         deadline=time.monotonic() + message.deadline_s,
         trace_headers=dict(message.trace_headers),
         priority=message.priority,
+        pooling_params=pooling_from_wire(message.pooling) if message.HasField("pooling") else None,
         resume=_resume_from_wire(message),
     )
 

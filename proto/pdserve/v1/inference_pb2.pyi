@@ -285,6 +285,124 @@ class Usage(google.protobuf.message.Message):
 Global___Usage: typing_extensions.TypeAlias = Usage
 
 @typing.final
+class EmbedRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INPUTS_FIELD_NUMBER: builtins.int
+    POOLING_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    CLIENT_REQUEST_ID_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """empty: whichever is served; another name is NOT_FOUND"""
+    client_request_id: builtins.str
+    """only an attribute of spans and logs"""
+    cache_salt: builtins.str
+    """requests with different salts never share prefix cache"""
+    @property
+    def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
+        """1 to 2048"""
+
+    @property
+    def pooling(self) -> pdserve.v1.request_pb2.PoolingParams:
+        """for all of them"""
+
+    def __init__(
+        self,
+        *,
+        inputs: collections.abc.Iterable[Global___EmbedInput] | None = ...,
+        pooling: pdserve.v1.request_pb2.PoolingParams | None = ...,
+        model: builtins.str = ...,
+        client_request_id: builtins.str = ...,
+        cache_salt: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["pooling", b"pooling"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "client_request_id", b"client_request_id", "inputs", b"inputs", "model", b"model", "pooling", b"pooling"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___EmbedRequest: typing_extensions.TypeAlias = EmbedRequest
+
+@typing.final
+class EmbedInput(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    @property
+    def text(self) -> Global___TextPrompt: ...
+    @property
+    def tokens(self) -> Global___TokenPrompt: ...
+    def __init__(
+        self,
+        *,
+        text: Global___TextPrompt | None = ...,
+        tokens: Global___TokenPrompt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["input", b"input", "text", b"text", "tokens", b"tokens"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["input", b"input", "text", b"text", "tokens", b"tokens"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: typing_extensions.TypeAlias = typing.Literal["text", "tokens"]
+    _WhichOneofArgType_input: typing_extensions.TypeAlias = typing.Literal["input", b"input"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___EmbedInput: typing_extensions.TypeAlias = EmbedInput
+
+@typing.final
+class EmbedResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    EMBEDDINGS_FIELD_NUMBER: builtins.int
+    USAGE_FIELD_NUMBER: builtins.int
+    MOMENTS_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    @property
+    def embeddings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """in the order of the inputs"""
+
+    @property
+    def usage(self) -> Global___Usage:
+        """summed over the inputs"""
+
+    @property
+    def moments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pdserve.v1.request_pb2.Moment]:
+        """of the first input"""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        embeddings: collections.abc.Iterable[Global___Embedding] | None = ...,
+        usage: Global___Usage | None = ...,
+        moments: collections.abc.Iterable[pdserve.v1.request_pb2.Moment] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["usage", b"usage"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["embeddings", b"embeddings", "moments", b"moments", "request_id", b"request_id", "usage", b"usage"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___EmbedResponse: typing_extensions.TypeAlias = EmbedResponse
+
+@typing.final
+class Embedding(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: builtins.int
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["values", b"values"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Embedding: typing_extensions.TypeAlias = Embedding
+
+@typing.final
 class GetModelRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -302,11 +420,14 @@ class GetModelResponse(google.protobuf.message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: builtins.int
     model: builtins.str
     max_model_len: builtins.int
     vocab_size: builtins.int
     model_fingerprint: builtins.str
     """empty until a worker is known"""
+    hidden_size: builtins.int
+    """numbers in an embedding; 0 until a worker is known"""
     def __init__(
         self,
         *,
@@ -314,8 +435,9 @@ class GetModelResponse(google.protobuf.message.Message):
         max_model_len: builtins.int = ...,
         vocab_size: builtins.int = ...,
         model_fingerprint: builtins.str = ...,
+        hidden_size: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocab_size", b"vocab_size"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocab_size", b"vocab_size"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse

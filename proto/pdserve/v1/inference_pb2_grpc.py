@@ -44,6 +44,11 @@ class InferenceServiceStub(object):
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/pdserve.v1.InferenceService/Embed',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/pdserve.v1.InferenceService/GetModel',
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
@@ -75,6 +80,13 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Embeddings of one or more inputs, computed by prefill workers. All are answered, or the call ends with a status.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """The model that is served.
         """
@@ -94,6 +106,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -155,6 +172,33 @@ class InferenceService(object):
             '/pdserve.v1.InferenceService/Session',
             pdserve_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/Embed',
+            pdserve_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

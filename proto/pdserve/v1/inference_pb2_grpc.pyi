@@ -38,6 +38,8 @@ class InferenceServiceStub:
     priority. `sampling` counts for its turn. The client ends the session by closing its side. It is served by one
     decode worker: UNAVAILABLE when that is lost; DEADLINE_EXCEEDED when nothing came for session_idle_timeout_s.
     """
+    Embed: grpc.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.EmbedRequest, pdserve.v1.inference_pb2.EmbedResponse]
+    """Embeddings of one or more inputs, computed by prefill workers. All are answered, or the call ends with a status."""
     GetModel: grpc.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.GetModelRequest, pdserve.v1.inference_pb2.GetModelResponse]
     """The model that is served."""
 
@@ -57,6 +59,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     priority. `sampling` counts for its turn. The client ends the session by closing its side. It is served by one
     decode worker: UNAVAILABLE when that is lost; DEADLINE_EXCEEDED when nothing came for session_idle_timeout_s.
     """
+    Embed: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.EmbedRequest, pdserve.v1.inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Embeddings of one or more inputs, computed by prefill workers. All are answered, or the call ends with a status."""
     GetModel: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.GetModelRequest, pdserve.v1.inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """The model that is served."""
 
@@ -85,6 +89,14 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         priority. `sampling` counts for its turn. The client ends the session by closing its side. It is served by one
         decode worker: UNAVAILABLE when that is lost; DEADLINE_EXCEEDED when nothing came for session_idle_timeout_s.
         """
+
+    @abc.abstractmethod
+    def Embed(
+        self,
+        request: pdserve.v1.inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pdserve.v1.inference_pb2.EmbedResponse, collections.abc.Awaitable[pdserve.v1.inference_pb2.EmbedResponse]]:
+        """Embeddings of one or more inputs, computed by prefill workers. All are answered, or the call ends with a status."""
 
     @abc.abstractmethod
     def GetModel(

@@ -54,6 +54,58 @@ class PrefillRequest(google.protobuf.message.Message):
 Global___PrefillRequest: typing_extensions.TypeAlias = PrefillRequest
 
 @typing.final
+class PoolingRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    @property
+    def request(self) -> pdserve.v1.request_pb2.PreparedRequest:
+        """with `pooling`"""
+
+    @property
+    def attempt(self) -> pdserve.v1.request_pb2.Attempt: ...
+    def __init__(
+        self,
+        *,
+        request: pdserve.v1.request_pb2.PreparedRequest | None = ...,
+        attempt: pdserve.v1.request_pb2.Attempt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "request", b"request"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "request", b"request"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___PoolingRequest: typing_extensions.TypeAlias = PoolingRequest
+
+@typing.final
+class PoolingResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    MOMENTS_FIELD_NUMBER: builtins.int
+    num_cached_tokens: builtins.int
+    """prompt tokens that needed no computing"""
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """the embedding: `dimensions` numbers, or the model's hidden size"""
+
+    @property
+    def moments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pdserve.v1.request_pb2.Moment]: ...
+    def __init__(
+        self,
+        *,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+        num_cached_tokens: builtins.int = ...,
+        moments: collections.abc.Iterable[pdserve.v1.request_pb2.Moment] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["moments", b"moments", "num_cached_tokens", b"num_cached_tokens", "values", b"values"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___PoolingResponse: typing_extensions.TypeAlias = PoolingResponse
+
+@typing.final
 class Receiver(google.protobuf.message.Message):
     """Who will read the blocks."""
 

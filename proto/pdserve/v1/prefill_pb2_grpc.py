@@ -39,6 +39,11 @@ class PrefillServiceStub(object):
                 request_serializer=pdserve_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/pdserve.v1.PrefillService/Embed',
+                request_serializer=pdserve_dot_v1_dot_prefill__pb2.PoolingRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_prefill__pb2.PoolingResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer(object):
@@ -53,6 +58,14 @@ class PrefillServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Compute a prompt's embedding. No token is sampled, and nothing is kept for a transfer.
+        Statuses as of Prefill; the router may try a retryable one elsewhere.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=pdserve_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_prefill__pb2.PrefillEvent.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=pdserve_dot_v1_dot_prefill__pb2.PoolingRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_prefill__pb2.PoolingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +107,33 @@ class PrefillService(object):
             '/pdserve.v1.PrefillService/Prefill',
             pdserve_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             pdserve_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.PrefillService/Embed',
+            pdserve_dot_v1_dot_prefill__pb2.PoolingRequest.SerializeToString,
+            pdserve_dot_v1_dot_prefill__pb2.PoolingResponse.FromString,
             options,
             channel_credentials,
             insecure,

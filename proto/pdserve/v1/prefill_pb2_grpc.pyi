@@ -30,6 +30,10 @@ class PrefillServiceStub:
     The call lives exactly as long as the transfer; cancelling it cancels the transfer in any state.
     Refusals come as a status before any event: INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE while draining.
     """
+    Embed: grpc.UnaryUnaryMultiCallable[pdserve.v1.prefill_pb2.PoolingRequest, pdserve.v1.prefill_pb2.PoolingResponse]
+    """Compute a prompt's embedding. No token is sampled, and nothing is kept for a transfer.
+    Statuses as of Prefill; the router may try a retryable one elsewhere.
+    """
 
 @typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -38,6 +42,10 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Compute the prompt's KV blocks and the first token, and keep the blocks for one transfer.
     The call lives exactly as long as the transfer; cancelling it cancels the transfer in any state.
     Refusals come as a status before any event: INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE while draining.
+    """
+    Embed: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.prefill_pb2.PoolingRequest, pdserve.v1.prefill_pb2.PoolingResponse]  # type: ignore[assignment]
+    """Compute a prompt's embedding. No token is sampled, and nothing is kept for a transfer.
+    Statuses as of Prefill; the router may try a retryable one elsewhere.
     """
 
 class PrefillServiceServicer(metaclass=abc.ABCMeta):
@@ -50,6 +58,16 @@ class PrefillServiceServicer(metaclass=abc.ABCMeta):
         """Compute the prompt's KV blocks and the first token, and keep the blocks for one transfer.
         The call lives exactly as long as the transfer; cancelling it cancels the transfer in any state.
         Refusals come as a status before any event: INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE while draining.
+        """
+
+    @abc.abstractmethod
+    def Embed(
+        self,
+        request: pdserve.v1.prefill_pb2.PoolingRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pdserve.v1.prefill_pb2.PoolingResponse, collections.abc.Awaitable[pdserve.v1.prefill_pb2.PoolingResponse]]:
+        """Compute a prompt's embedding. No token is sampled, and nothing is kept for a transfer.
+        Statuses as of Prefill; the router may try a retryable one elsewhere.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -19,6 +19,54 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _OutputKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _OutputKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_OutputKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    OUTPUT_KIND_UNSPECIFIED: _OutputKind.ValueType  # 0
+    OUTPUT_KIND_CUMULATIVE: _OutputKind.ValueType  # 1
+    """everything so far"""
+    OUTPUT_KIND_DELTA: _OutputKind.ValueType  # 2
+    """what is new since the last message; needs `stream`"""
+    OUTPUT_KIND_FINAL_ONLY: _OutputKind.ValueType  # 3
+    """one message, at the end"""
+
+class OutputKind(_OutputKind, metaclass=_OutputKindEnumTypeWrapper): ...
+
+OUTPUT_KIND_UNSPECIFIED: OutputKind.ValueType  # 0
+OUTPUT_KIND_CUMULATIVE: OutputKind.ValueType  # 1
+"""everything so far"""
+OUTPUT_KIND_DELTA: OutputKind.ValueType  # 2
+"""what is new since the last message; needs `stream`"""
+OUTPUT_KIND_FINAL_ONLY: OutputKind.ValueType  # 3
+"""one message, at the end"""
+Global___OutputKind: typing_extensions.TypeAlias = OutputKind
+
+class _PoolingType:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PoolingTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PoolingType.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    POOLING_TYPE_UNSPECIFIED: _PoolingType.ValueType  # 0
+    """last"""
+    POOLING_TYPE_LAST: _PoolingType.ValueType  # 1
+    """the last token's hidden state"""
+    POOLING_TYPE_MEAN: _PoolingType.ValueType  # 2
+    """the mean over all tokens"""
+
+class PoolingType(_PoolingType, metaclass=_PoolingTypeEnumTypeWrapper): ...
+
+POOLING_TYPE_UNSPECIFIED: PoolingType.ValueType  # 0
+"""last"""
+POOLING_TYPE_LAST: PoolingType.ValueType  # 1
+"""the last token's hidden state"""
+POOLING_TYPE_MEAN: PoolingType.ValueType  # 2
+"""the mean over all tokens"""
+Global___PoolingType: typing_extensions.TypeAlias = PoolingType
+
 class _FinishReason:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -95,6 +143,9 @@ class SamplingParams(google.protobuf.message.Message):
     N_FIELD_NUMBER: builtins.int
     BEST_OF_FIELD_NUMBER: builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: builtins.int
+    DETOKENIZE_FIELD_NUMBER: builtins.int
+    OUTPUT_KIND_FIELD_NUMBER: builtins.int
+    LOGITS_PROCESSORS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """default 1; 0 is greedy"""
     top_p: builtins.float
@@ -127,6 +178,10 @@ class SamplingParams(google.protobuf.message.Message):
     """default 1; sequences that continue the prompt; at most 16"""
     best_of: builtins.int
     """default n; so many are made, the n likeliest answered; never sent to workers"""
+    detokenize: builtins.bool
+    """default true; false: no text, only token ids, and no stop strings"""
+    output_kind: Global___OutputKind.ValueType
+    """what each message of a stream holds; by GenerateRequest.stream if unspecified"""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """applied by the router, where text is made"""
@@ -150,6 +205,10 @@ class SamplingParams(google.protobuf.message.Message):
     @property
     def structured_outputs(self) -> Global___StructuredOutputs:
         """the form that the output must have; absent: any"""
+
+    @property
+    def logits_processors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LogitsProcessor]:
+        """plug-ins of the server, in this order; INVALID_ARGUMENT lists those there are"""
 
     def __init__(
         self,
@@ -178,13 +237,18 @@ class SamplingParams(google.protobuf.message.Message):
         n: builtins.int | None = ...,
         best_of: builtins.int | None = ...,
         structured_outputs: Global___StructuredOutputs | None = ...,
+        detokenize: builtins.bool | None = ...,
+        output_kind: Global___OutputKind.ValueType = ...,
+        logits_processors: collections.abc.Iterable[Global___LogitsProcessor] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "best_of", b"best_of", "detokenize", b"detokenize", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bad_words_token_ids", b"bad_words_token_ids", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bad_words_token_ids", b"bad_words_token_ids", "best_of", b"best_of", "detokenize", b"detokenize", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logits_processors", b"logits_processors", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "output_kind", b"output_kind", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best_of: typing_extensions.TypeAlias = typing.Literal["best_of"]
     _WhichOneofArgType__best_of: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of"]
+    _WhichOneofReturnType__detokenize: typing_extensions.TypeAlias = typing.Literal["detokenize"]
+    _WhichOneofArgType__detokenize: typing_extensions.TypeAlias = typing.Literal["_detokenize", b"_detokenize"]
     _WhichOneofReturnType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["frequency_penalty"]
     _WhichOneofArgType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty"]
     _WhichOneofReturnType__logprobs: typing_extensions.TypeAlias = typing.Literal["logprobs"]
@@ -216,6 +280,8 @@ class SamplingParams(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__detokenize) -> _WhichOneofReturnType__detokenize | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
@@ -245,6 +311,65 @@ class SamplingParams(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
+
+@typing.final
+class LogitsProcessor(google.protobuf.message.Message):
+    """A logits processor that is installed at the workers. Never code."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    ARGS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    args: builtins.str
+    """a JSON object; empty: {}"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        args: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["args", b"args", "name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LogitsProcessor: typing_extensions.TypeAlias = LogitsProcessor
+
+@typing.final
+class PoolingParams(google.protobuf.message.Message):
+    """How the last hidden states of a prompt become one vector, in place of sampling."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POOLING_TYPE_FIELD_NUMBER: builtins.int
+    NORMALIZE_FIELD_NUMBER: builtins.int
+    DIMENSIONS_FIELD_NUMBER: builtins.int
+    pooling_type: Global___PoolingType.ValueType
+    """default last"""
+    normalize: builtins.bool
+    """default true: scaled to length 1"""
+    dimensions: builtins.int
+    """only the first so many numbers, normalised after; absent: the model's hidden size"""
+    def __init__(
+        self,
+        *,
+        pooling_type: Global___PoolingType.ValueType = ...,
+        normalize: builtins.bool | None = ...,
+        dimensions: builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "normalize", b"normalize"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "normalize", b"normalize", "pooling_type", b"pooling_type"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dimensions: typing_extensions.TypeAlias = typing.Literal["dimensions"]
+    _WhichOneofArgType__dimensions: typing_extensions.TypeAlias = typing.Literal["_dimensions", b"_dimensions"]
+    _WhichOneofReturnType__normalize: typing_extensions.TypeAlias = typing.Literal["normalize"]
+    _WhichOneofArgType__normalize: typing_extensions.TypeAlias = typing.Literal["_normalize", b"_normalize"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+
+Global___PoolingParams: typing_extensions.TypeAlias = PoolingParams
 
 @typing.final
 class StructuredOutputs(google.protobuf.message.Message):
@@ -372,6 +497,7 @@ class PreparedRequest(google.protobuf.message.Message):
     TRACE_HEADERS_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
+    POOLING_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """made by the router; a client's own id is only an attribute"""
     hash_root: builtins.bytes
@@ -400,6 +526,10 @@ class PreparedRequest(google.protobuf.message.Message):
     def resume(self) -> Global___ResumeState:
         """absent: all sequences of the prompt, from their beginning"""
 
+    @property
+    def pooling(self) -> Global___PoolingParams:
+        """an embedding is asked for: `sampling` means nothing, and only PrefillService.Embed takes it"""
+
     def __init__(
         self,
         *,
@@ -414,10 +544,11 @@ class PreparedRequest(google.protobuf.message.Message):
         trace_headers: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         priority: builtins.int = ...,
         resume: Global___ResumeState | None = ...,
+        pooling: Global___PoolingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["resume", b"resume", "sampling", b"sampling"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["pooling", b"pooling", "resume", b"resume", "sampling", b"sampling"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hashes", b"block_hashes", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "hash_root", b"hash_root", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_digest", b"request_digest", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "trace_headers", b"trace_headers"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hashes", b"block_hashes", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "hash_root", b"hash_root", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_digest", b"request_digest", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "trace_headers", b"trace_headers"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PreparedRequest: typing_extensions.TypeAlias = PreparedRequest

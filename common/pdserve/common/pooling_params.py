@@ -1,0 +1,46 @@
+"""`PoolingParams`: what a client may ask of an embedding, by vLLM's name."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from pdserve.common.errors import InvalidRequest
+
+PoolingType = Literal["last", "mean"]
+POOLING_TYPES: tuple[PoolingType, ...] = get_args(PoolingType)
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """How the last hidden states of a prompt become one vector: pooled, cut to `dimensions`, then normalised."""
+
+    pooling_type: PoolingType = "last"
+    """`last` takes the last token's hidden state, `mean` the mean over all tokens."""
+    normalize: bool = True
+    """Whether the vector is scaled to length 1."""
+    dimensions: int | None = None
+    """Only the first so many numbers, for models trained so that these are an embedding; None is all."""
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether a cached prefix helps: a mean needs the hidden state of every token, and a cache has none."""
+        return self.pooling_type != "mean"
+
+    def verify(self, hidden_size: int | None = None) -> None:
+        """Raise `InvalidRequest` naming the field, its value and its limit.
+
+        hidden_size: when known, `dimensions` is held against it.
+        """
+        if self.pooling_type not in POOLING_TYPES:
+            known = " or ".join(map(repr, POOLING_TYPES))
+            raise InvalidRequest(f"pooling_type must be {known}, not {self.pooling_type!r:.60}", "pooling_type")
+        if self.dimensions is None:
+            return
+        if self.dimensions < 1 or (hidden_size is not None and self.dimensions > hidden_size):
+            limit = "at least 1" if hidden_size is None else f"from 1 to {hidden_size}, the model's hidden size"
+            raise InvalidRequest(f"dimensions must be {limit}, not {self.dimensions}", "dimensions")
+
+    def num_dimensions(self, hidden_size: int) -> int:
+        """Numbers in the vector."""
+        return hidden_size if self.dimensions is None else self.dimensions
