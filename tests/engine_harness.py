@@ -55,6 +55,7 @@ class Answer:
     transfer_unwanted: bool = False
     num_outputs: int = 0
     logprobs: LogprobsLists | None = None
+    pooling_output: list[float] | None = None
 
     def add(self, output: EngineCoreOutput) -> None:
         assert self.finish_reason is None, f"{output.request_id} said something after its end"
@@ -71,6 +72,7 @@ class Answer:
         self.error_code, self.error_message = output.error_code, output.error_message
         self.num_cached_tokens = output.num_cached_tokens
         self.transfer_unwanted = output.transfer_unwanted
+        self.pooling_output = output.pooling_output
 
 
 class Harness:
@@ -83,6 +85,7 @@ class Harness:
         kv_cache: Any,
         vocab_size: int,
         grammars: GrammarCompiler | None = None,
+        processors: Any = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -90,7 +93,7 @@ class Harness:
         self.hasher = BlockHasher(KEY, config.block_size)
         self.root = self.hasher.root("fingerprint")
         self.outbox = Outbox()
-        self.core = EngineCore(config, model, kv_cache, self.hasher, vocab_size, self.outbox, grammars)
+        self.core = EngineCore(config, model, kv_cache, self.hasher, vocab_size, self.outbox, grammars, processors)
         self.scheduler = self.core.scheduler
         self.answers: dict[str, Answer] = {}
         """By request; by `request/index` where it has several sequences."""
@@ -208,11 +211,12 @@ def harnesses() -> Iterator[list[Harness]]:
 def make_engine(harnesses: list[Harness]) -> MakeEngine:
     """`make_engine(num_blocks=..., ...)`: an engine over the hash model; all of `EngineConfig` may be given."""
 
-    def make(**fields: Any) -> Harness:
+    def make(processors: Any = None, **fields: Any) -> Harness:
         fields = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16} | fields
         fields.setdefault("max_model_len", min(256, fields["block_size"] * fields["num_blocks"]))
         config = EngineConfig(**fields)
-        harness = Harness(config, HashModel(), make_hash_cache(config.num_blocks, config.block_size), VOCAB_SIZE)
+        cache = make_hash_cache(config.num_blocks, config.block_size)
+        harness = Harness(config, HashModel(), cache, VOCAB_SIZE, processors=processors)
         harnesses.append(harness)
         return harness
 
@@ -225,13 +229,19 @@ def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
     from pdserve.models.kv_cache import make_kv_cache
     from pdserve.models.loading import load_decoder
 
-    def make(folder: Path, device: str = "cpu", grammars: GrammarCompiler | None = None, **fields: Any) -> Harness:
+    def make(
+        folder: Path,
+        device: str = "cpu",
+        grammars: GrammarCompiler | None = None,
+        processors: Any = None,
+        **fields: Any,
+    ) -> Harness:
         decoder = load_decoder(folder, dtype="float32", device=device)
         fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
         config = EngineConfig(**fields)
         layout = decoder.config.kv_layout(config.block_size, "fingerprint")
         kv_cache = make_kv_cache(layout, config.num_blocks, device)
-        harness = Harness(config, decoder, kv_cache, decoder.config.vocab_size, grammars)
+        harness = Harness(config, decoder, kv_cache, decoder.config.vocab_size, grammars, processors)
         harnesses.append(harness)
         return harness
 

@@ -85,6 +85,8 @@ def make_hash_cache(num_blocks: int, block_size: int) -> Tensor:
 class HashModel:
     """See above. `num_tokens` counts every token computed."""
 
+    hidden_size = 1
+
     def __init__(self) -> None:
         self.num_tokens = 0
         self.batches: list[tuple[int, int]] = []

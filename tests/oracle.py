@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,10 @@ with warnings.catch_warnings():
 
 NEAR_TIE = 1e-4
 """Two candidates closer than this may change places between two correct float32 implementations (I1)."""
+
+
+_PAD = 100_000
+"""Fills what follows a beam's end; no token of any model here."""
 
 
 class Oracle:
@@ -39,6 +44,25 @@ class Oracle:
         """`[T, V]` float32, of every position."""
         logits: torch.Tensor = self._model(torch.tensor([list(token_ids)])).logits[0]
         return logits
+
+    @torch.inference_mode()
+    def hidden_states(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """`[T, H]` float32: the base model's last, after its final norm."""
+        states: torch.Tensor = self._model.model(torch.tensor([list(token_ids)])).last_hidden_state[0]
+        return states
+
+    @torch.inference_mode()
+    def beams(self, prompt: Sequence[int], params: Any, eos: Sequence[int]) -> list[tuple[list[int], float]]:
+        """Output tokens and score of every beam, best first. params: a `BeamSearchParams`."""
+        ids = torch.tensor([prompt])
+        output = self._model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=params.max_tokens, do_sample=False,
+            num_beams=params.beam_width, num_return_sequences=params.beam_width, length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping, eos_token_id=list(eos) or None, pad_token_id=_PAD,
+            return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        beams = [[token for token in row if token != _PAD] for row in output.sequences[:, len(prompt) :].tolist()]
+        return list(zip(beams, output.sequences_scores.tolist(), strict=True))
 
     @torch.inference_mode()
     def check(self, prompt: Sequence[int], answer: Sequence[int]) -> None:

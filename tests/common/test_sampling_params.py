@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.sampling_params import SamplingParams, clamped_logit_bias, verify_token_ids
+from pdserve.common.sampling_params import (
+    NamedLogitsProcessor,
+    RequestOutputKind,
+    SamplingParams,
+    clamped_logit_bias,
+    verify_token_ids,
+)
 from pdserve.common.structured_outputs import StructuredOutputsParams
 
 NAN, INF = float("nan"), float("inf")
@@ -38,6 +44,9 @@ GOOD: list[dict[str, Any]] = [
     {"bad_words": ("x" * 256,) * 128, "bad_words_token_ids": ((0, 9),)},
     {"logprobs": 0},
     {"logprobs": 20},
+    {"detokenize": False},
+    *({"output_kind": kind} for kind in RequestOutputKind),
+    {"logits_processors": (NamedLogitsProcessor(name="x" * 128, args={"a": [1, None, "b"]}),) * 8},
     {"n": 16},
     {"n": 3, "best_of": 3},
     {"best_of": 16},
@@ -108,6 +117,12 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("bad_words", {"bad_words_token_ids": ((1, 10),)}),
     ("bad_words_token_ids", {"bad_words_token_ids": ((1,), ())}),
     *(("logprobs", {"logprobs": value}) for value in (-1, 21)),
+    ("stop", {"stop": ("x",), "detokenize": False}),
+    ("logits_processors", {"logits_processors": (NamedLogitsProcessor(name="x"),) * 9}),
+    *(
+        ("logits_processors", {"logits_processors": (NamedLogitsProcessor(name=name, args=args),)})
+        for name, args in (("", {}), ("x" * 129, {}), ("x", {"a": "b" * 4096}), ("x", {"a": object()}))
+    ),
     *(("n", {"n": value}) for value in (0, -1, 17)),
     *(("best_of", {"n": 2, "best_of": value}) for value in (0, 1, 17)),
 ]
@@ -136,6 +151,18 @@ def test_a_bias_beyond_its_range_counts_as_the_range() -> None:
     assert clamped_logit_bias({1: 1e9, 2: -INF, 3: 5.0}) == {1: 100.0, 2: -100.0, 3: 5.0}
     with pytest.raises(InvalidRequest, match=r"logit_bias\[4\] must be from -100 to 100, not nan"):
         SamplingParams(logit_bias=clamped_logit_bias({4: NAN})).verify()
+
+
+def test_one_stop_string_may_stand_alone() -> None:
+    assert SamplingParams(stop="###").stop == ("###",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=("a", "b")).stop == ("a", "b")
+
+
+def test_an_engine_gives_more_log_probabilities_than_clients_may_ask_for() -> None:
+    params = SamplingParams(logprobs=320)
+    params.verify(vocab_size=320, max_logprobs=320)
+    with pytest.raises(InvalidRequest, match="logprobs must be from 0 to 20, not 320"):
+        params.verify(vocab_size=320)
 
 
 def test_greedy_is_temperature_zero_or_almost() -> None:

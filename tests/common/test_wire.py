@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.pooling_params import POOLING_TYPES, PoolingParams
 from pdserve.common.prepared_request import PreparedRequest, ResumeState
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
 from pdserve.common.structured_outputs import StructuredOutputsParams
 from pdserve.common.wire import (
     finish_reason_from_wire,
@@ -25,6 +26,7 @@ from pdserve.common.wire import (
     logprobs_to_wire,
     moments_from_wire,
     moments_to_wire,
+    pooling_from_wire,
     prepared_from_wire,
     prepared_to_wire,
     sampling_from_wire,
@@ -80,10 +82,19 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         bad_words=tuple(draw(st.lists(st.text(min_size=1, max_size=9), max_size=4))),
         bad_words_token_ids=tuple(draw(st.lists(st.lists(TOKENS, min_size=1, max_size=3).map(tuple), max_size=3))),
         logprobs=draw(st.none() | st.integers(0, 20)),
+        output_kind=draw(st.sampled_from(RequestOutputKind)),
+        logits_processors=tuple(draw(st.lists(logits_processors(), max_size=2))),
         n=draw(st.integers(1, 8)),
         best_of=draw(st.none() | st.integers(8, 16)),
         structured_outputs=draw(st.none() | structured_outputs()),
     )
+
+
+@st.composite
+def logits_processors(draw: st.DrawFn) -> NamedLogitsProcessor:
+    values = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(max_size=4)
+    args = draw(st.dictionaries(st.text(max_size=4), values | st.lists(values, max_size=3), max_size=3))
+    return NamedLogitsProcessor(name=draw(st.text(min_size=1, max_size=9)), args=args)
 
 
 @given(sampling_params())
@@ -98,9 +109,44 @@ def test_absent_fields_take_the_given_defaults_and_then_ours() -> None:
     assert sampling_from_wire(message, {"temperature": 0.3, "top_k": 9}) == SamplingParams(top_k=7, temperature=0.3)
 
 
+def test_sequences_without_text_come_back_too() -> None:
+    params = SamplingParams(detokenize=False)
+    assert sampling_from_wire(sampling_to_wire(params)) == params
+    assert sampling_from_wire(request_pb2.SamplingParams()).detokenize
+
+
+@pytest.mark.parametrize("args", ["{", "[1]", "5", '"x"', "[" * 5000])
+def test_arguments_of_a_plug_in_that_are_no_object(args: str) -> None:
+    message = request_pb2.SamplingParams(logits_processors=[request_pb2.LogitsProcessor(name="x", args=args)])
+    with pytest.raises(InvalidRequest, match=r"logits_processors\[0\].args must be a JSON object"):
+        sampling_from_wire(message)
+
+
 def test_values_outside_their_limits_are_refused_on_arrival() -> None:
+    with pytest.raises(InvalidRequest, match="output_kind is 9"):
+        sampling_from_wire(request_pb2.SamplingParams(output_kind=9))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="top_p"):
         sampling_from_wire(request_pb2.SamplingParams(top_p=float("nan")))
+
+
+@st.composite
+def pooling_params(draw: st.DrawFn) -> PoolingParams:
+    return PoolingParams(
+        pooling_type=draw(st.sampled_from(POOLING_TYPES)),
+        normalize=draw(st.booleans()),
+        dimensions=draw(st.none() | st.integers(1, 2**32 - 1)),
+    )
+
+
+def test_pooling_params_that_are_wrong_or_left_out() -> None:
+    assert pooling_from_wire(request_pb2.PoolingParams()) == PoolingParams()
+    for wrong, field in (
+        (request_pb2.PoolingParams(pooling_type=7), "pooling_type"),  # type: ignore[arg-type]
+        (request_pb2.PoolingParams(dimensions=0), "dimensions"),
+    ):
+        with pytest.raises(InvalidRequest, match=field) as refused:
+            pooling_from_wire(wrong)
+        assert refused.value.field == field
 
 
 @st.composite
@@ -123,6 +169,7 @@ def prepared_requests(draw: st.DrawFn) -> PreparedRequest:
         deadline=time.monotonic() + draw(st.floats(1, 86_000)),
         trace_headers=draw(st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)),
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
+        pooling_params=draw(st.none() | pooling_params()),
     )
 
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 from engine_harness import Answer, Harness, harnesses, make_real_engine  # noqa: F401
+from logits_plugins import installed
 from pretend_device import DEVICE, PretendTensor, pretended_device
+
+from pdserve.common.pooling_params import PoolingParams
+from pdserve.common.sampling_params import NamedLogitsProcessor
 
 PROMPTS = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in (1, 15, 16, 17, 40, 100)]
 PARAMETERS = [
@@ -63,6 +68,32 @@ def test_every_operation_of_a_step_stays_on_its_device(
         assert ours.finish_reason == theirs.finish_reason
     for ours, theirs in zip(found[3].logprobs.logprobs, expected[3].logprobs.logprobs, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_embeddings_and_plug_ins_stay_on_their_device(
+    tmp_path: Path,
+    device: str,
+    make_real_engine: Callable[..., Harness],  # noqa: F811
+) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+
+    def answers(**options: Any) -> list[Answer]:
+        engine = make_real_engine(
+            folder, processors=installed(), max_num_batched_tokens=48, num_blocks=40, max_model_len=180, **options
+        )
+        ids = [
+            engine.add(prompt, pooling_params=PoolingParams(pooling_type=pooling_type, dimensions=20))
+            for prompt, pooling_type in zip(PROMPTS, ("last", "mean") * 3, strict=True)
+        ]
+        for name, args in (("ban", {"tokens": [7, 9]}), ("only", {"token": 5}), ("broken", {"how": "nan", "at": 2})):
+            asked = NamedLogitsProcessor(name=name, args=args)
+            ids.append(engine.add(PROMPTS[2], params={"logits_processors": (asked,)}))
+        found = engine.run()
+        return [found[request_id] for request_id in ids]
+
+    for ours, theirs in zip(answers(device=device), answers(), strict=True):
+        assert (ours.token_ids, ours.error_message) == (theirs.token_ids, theirs.error_message)
+        assert ours.pooling_output == pytest.approx(theirs.pooling_output, abs=1e-4)
 
 
 def test_a_tensor_forgotten_on_the_processor_is_refused() -> None:

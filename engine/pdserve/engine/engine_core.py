@@ -12,6 +12,7 @@ from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.grammar_compiler import GrammarCompiler
+from pdserve.engine.logits_processors import LogitsProcessors
 from pdserve.engine.model_runner import DecoderModel, ModelRunner
 from pdserve.engine.remote_kv import IntoEngine, KVConnector, NoTransfers, ReceiveFailed, SourceFinished
 from pdserve.engine.request import Request
@@ -36,16 +37,22 @@ class EngineCore:
         vocab_size: int,
         connector: KVConnector | None = None,
         grammars: GrammarCompiler | None = None,
+        logits_processors: LogitsProcessors | None = None,
     ) -> None:
-        """grammars: None where there is no tokenizer; requests for structured outputs are refused then."""
+        """grammars: None where there is no tokenizer; requests for structured outputs are refused then.
+
+        logits_processors: plug-ins that requests may name; default: none.
+        """
         self.config = config
         self.vocab_size = vocab_size
+        self.hidden_size = model.hidden_size
         self.tick = 0
         """Advances at each turn of the loop and before each layer: whoever watches sees progress within a step."""
         self.ticked_at = time.monotonic()
         """When it last did, `time.monotonic()` seconds."""
         self.scheduler = Scheduler(config, hasher, connector or NoTransfers(), grammars)
-        self.runner = ModelRunner(config, model, kv_cache, vocab_size, before_layer=self.beat)
+        self._logits_processors = logits_processors or LogitsProcessors()
+        self.runner = ModelRunner(config, model, kv_cache, vocab_size, self.beat, self._logits_processors)
 
     def beat(self) -> None:
         self.tick += 1
@@ -54,18 +61,23 @@ class EngineCore:
     def verify(self, request: EngineCoreRequest) -> None:
         """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
         request.verify_supported()
-        request.sampling_params.verify(self.vocab_size)
         if request.resumable:
             _verify_free_form(request.sampling_params)
         if request.sampling_params.structured_outputs is not None and not self.scheduler.grammars.is_possible:
             raise InvalidRequest("structured_outputs needs a tokenizer, and this engine has none", "structured_outputs")
         num_tokens = len(request.prompt_token_ids)
+        num_to_come = 0 if request.pooling_params is not None else 1
+        if request.pooling_params is not None:
+            request.pooling_params.verify(self.hidden_size)
+        else:
+            self._verify_sampling(request.sampling_params)
         if num_tokens == 0:
             raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")
         self._verify_resumed(request)
-        if num_tokens >= self.config.max_model_len:
+        if num_tokens + num_to_come > self.config.max_model_len:
+            room = ", and one more must fit" if num_to_come else ""
             raise InvalidRequest(
-                f"prompt_token_ids has {num_tokens} tokens, at most {self.config.max_model_len - 1} leave room for one more",
+                f"prompt_token_ids has {num_tokens} tokens; the model's length is {self.config.max_model_len}{room}",
                 "prompt_token_ids",
             )
         verify_token_ids("prompt_token_ids", request.prompt_token_ids, self.vocab_size)
@@ -92,11 +104,15 @@ class EngineCore:
 
     def verify_update(self, update: StreamingUpdate) -> None:
         """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
-        update.sampling_params.verify(self.vocab_size)
+        self._verify_sampling(update.sampling_params)
         _verify_free_form(update.sampling_params)
         if not update.prompt_token_ids:
             raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")
         verify_token_ids("prompt_token_ids", update.prompt_token_ids, self.vocab_size)
+
+    def _verify_sampling(self, params: SamplingParams) -> None:
+        params.verify(self.vocab_size, max_logprobs=self.vocab_size)
+        self._logits_processors.verify(params.logits_processors, self.vocab_size)
 
     def resume_request(self, update: StreamingUpdate) -> None:
         """The next turn of a session that awaits input; `verify_update` has passed it."""

@@ -10,7 +10,10 @@ from numpy.typing import NDArray
 
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.grammar_masks import GrammarMaskTable
+from pdserve.engine.logits_plugin_stage import PluginTable
+from pdserve.engine.logits_processors import LogitsProcessors
 from pdserve.engine.penalties import PenaltyTable
+from pdserve.engine.pooler import Pooler
 from pdserve.engine.request import Request
 from pdserve.engine.sampler import SamplingMetadata
 from pdserve.engine.token_rules import TokenRuleTable
@@ -19,7 +22,7 @@ from pdserve.engine.token_rules import TokenRuleTable
 class InputBatch:
     """`max_num_seqs` rows."""
 
-    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+    def __init__(self, config: EngineConfig, vocab_size: int, processors: LogitsProcessors) -> None:
         rows = config.max_num_seqs
         self._vocab_size = vocab_size
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -44,6 +47,8 @@ class InputBatch:
         self._num_logprobs = np.full(rows, -1, dtype=np.int64)
         self._token_rules = TokenRuleTable(rows, vocab_size)
         self._penalties = PenaltyTable(rows)
+        self._plugins = PluginTable(processors)
+        self.pooler = Pooler(rows)
         self._grammars = GrammarMaskTable(rows, vocab_size)
 
     def add(self, request: Request, block_ids: list[int]) -> None:
@@ -56,6 +61,9 @@ class InputBatch:
         self.num_computed[row] = request.num_computed_tokens
         self.num_blocks[row] = 0
         self.add_blocks(request.request_id, block_ids)
+        if request.core.pooling_params is not None:
+            self.pooler.add(row, request.core.pooling_params)
+            return
         params = request.sampling_params
         self._temperature[row] = 0.0 if params.greedy else params.temperature
         self._top_p[row] = params.top_p
@@ -66,6 +74,7 @@ class InputBatch:
         self.num_sequences[row] = request.num_sequences
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._token_rules.add(row, request)
+        self._plugins.add(row, params.logits_processors)
         self._penalties.set(row, params)
         self._grammars.add(row, request)
 
@@ -75,6 +84,8 @@ class InputBatch:
         if row is not None:
             del self.requests[row]
             self._token_rules.remove(row)
+            self._plugins.remove(row)
+            self.pooler.remove(row)
             self._grammars.remove(row)
             self._free_rows.append(row)
 
@@ -105,6 +116,7 @@ class InputBatch:
             indexes=self._indexes[rows] + offsets,
             positions=self.num_tokens[rows] - self.num_prompt[rows],
             token_rules=self._token_rules.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
+            plugins=self._plugins.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
             penalties=self._penalties.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
             grammar_mask=self._grammars.of_step(rows),
             num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,

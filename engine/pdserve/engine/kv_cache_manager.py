@@ -69,6 +69,8 @@ class KVCacheManager:
 
         Takes no reference: use the answer before anything else is allocated.
         """
+        if request.skip_reading_prefix_cache:
+            return NO_BLOCKS
         found = []
         for block_hash in request.block_hashes[: limit_tokens // self.block_size]:
             block = self.pool.find(block_hash)

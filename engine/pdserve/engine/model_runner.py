@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.input_batch import InputBatch
+from pdserve.engine.logits_processors import LogitsProcessors
 from pdserve.engine.request import Request
 from pdserve.engine.sampler import Sampler, SamplerOutput
 from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -21,6 +22,10 @@ from pdserve.kernels.block_copies import copy_blocks
 
 class DecoderModel(Protocol):
     """What the runner needs of a model."""
+
+    @property
+    def hidden_size(self) -> int:
+        """H: numbers in a hidden state."""
 
     def forward(
         self,
@@ -45,6 +50,7 @@ class ModelRunner:
         kv_cache: Tensor,
         vocab_size: int,
         before_layer: Callable[[], None] | None = None,
+        logits_processors: LogitsProcessors | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -52,7 +58,7 @@ class ModelRunner:
         self._device = kv_cache.device
         self._before_layer = before_layer
         self._sampler = Sampler()
-        self.batch = InputBatch(config, vocab_size)
+        self.batch = InputBatch(config, vocab_size, logits_processors or LogitsProcessors())
 
     @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput, block_ids_of: Callable[[Request], list[int]]) -> ModelRunnerOutput:
@@ -68,8 +74,14 @@ class ModelRunner:
 
         ends = np.cumsum(counts) - 1
         complete = np.flatnonzero(self.batch.num_computed[rows] == self.batch.num_tokens[rows])
+        pooler_output: dict[str, list[float]] = {}
+        if len(self.batch.pooler):
+            self.batch.pooler.add_chunks(hidden, rows, counts)
+            is_pooled = self.batch.pooler.is_pooled(rows[complete])
+            pooler_output = self._pool(hidden, rows, ends, complete[is_pooled])
+            complete = complete[~is_pooled]
         if len(complete) == 0:
-            return ModelRunnerOutput([], [], device_event=written)
+            return ModelRunnerOutput([], [], device_event=written, pooler_output=pooler_output)
         logits = self._model.compute_logits(hidden[torch.from_numpy(ends[complete]).to(self._device)])
         sampled_rows = rows[complete]
         num_sequences = self.batch.num_sequences[sampled_rows]
@@ -79,6 +91,8 @@ class ModelRunner:
             [requests[row].request_id for row in np.repeat(sampled_rows, num_sequences).tolist()],
             output.sampled_token_ids.tolist(),
             output.logprobs.lists() if output.logprobs is not None else {},
+            output.failed,
+            pooler_output,
             device_event=written,
         )
 
@@ -95,6 +109,18 @@ class ModelRunner:
         output = self._sampler(logits, self.batch.sampling_metadata(rows[places], offsets))
         self.batch.append_tokens(rows, output.sampled_token_ids[firsts])
         return output
+
+    def _pool(
+        self, hidden: Tensor, rows: NDArray[np.int64], ends: NDArray[np.int64], complete: NDArray[np.int64]
+    ) -> dict[str, list[float]]:
+        """request_id -> embedding, of the step's rows at `complete`."""
+        if len(complete) == 0:
+            return {}
+        pooled_rows = rows[complete]
+        last = hidden[torch.from_numpy(ends[complete]).to(self._device)]
+        vectors = self.batch.pooler.finish(last, pooled_rows, self.batch.num_tokens[pooled_rows])
+        req_ids = (self.batch.requests[row].request_id for row in pooled_rows.tolist())
+        return dict(zip(req_ids, vectors, strict=True))
 
     def _device_event(self) -> torch.cuda.Event | None:
         """Completes when the device has done everything it was given so far; None on a processor, which has."""

@@ -30,6 +30,7 @@ class OutputBook:
         new_logprobs: LogprobsLists | None = None,
         cause: PdServeError | None = None,
         awaits_input: bool = False,
+        pooling_output: list[float] | None = None,
     ) -> None:
         """New tokens of a sequence, its end, or both. status: what it, or its turn, ends with; None when it goes on."""
         if status is not None:
@@ -55,6 +56,7 @@ class OutputBook:
                 num_preemptions=request.num_preemptions,
                 events=request.take_events() if request.events else [],
                 trace_headers=request.core.trace_headers if status is not None else {},
+                pooling_output=pooling_output,
                 error_field=(cause.field or "") if isinstance(cause, InvalidRequest) else "",
             )
         )

@@ -141,6 +141,11 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Whether every token must be computed here, cached or not."""
+        return self.core.pooling_params is not None and not self.core.pooling_params.reads_prefix_cache
+
+    @property
     def num_sequences(self) -> int:
         """Sequences this one stands for: the request's n until its prompt is computed, then itself alone."""
         return 1 if self.num_output_tokens else self.core.n

@@ -5,10 +5,11 @@
        all others do (`token_rules.py`, to stage 4)
     3. bad_words, and EOS and stop tokens before min_tokens, get -inf
     4. logit_bias is added
-    5. repetition, then frequency, then presence penalty (`penalties.py`)
-    6. greedy rows take the most likely token; the others are divided by their temperature
-    7. min_p, then top_k, then top_p leave a set of tokens
-    8. one token of that set by inverse CDF of one uniform number: seed, sequence index, output position (`noise.py`)
+    5. logits_processors: plug-ins, in the order in which a row names them (`logits_plugin_stage.py`)
+    6. repetition, then frequency, then presence penalty (`penalties.py`)
+    7. greedy rows take the most likely token; the others are divided by their temperature
+    8. min_p, then top_k, then top_p leave a set of tokens
+    9. one token of that set by inverse CDF of one uniform number: seed, sequence index, output position (`noise.py`)
 
 A row's result does not depend on its batch mates: filtered and unfiltered rows are drawn apart, each by its own rule.
 A row whose rules leave no token at all gets `NO_TOKEN`.
@@ -17,14 +18,17 @@ Source: the stages follow vLLM's V1 sampler in order and meaning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.common.errors import InternalError
 from pdserve.engine.grammar_masks import GrammarMask
+from pdserve.engine.logits_plugin_stage import PluginStage
 from pdserve.engine.logprobs import LogprobsTensors, RawLogprobs
 from pdserve.engine.noise import uniform
 from pdserve.engine.penalties import Penalties
@@ -47,6 +51,7 @@ class SamplingMetadata:
     positions: NDArray[np.int64]
     """Output position of the token to sample."""
     token_rules: TokenRules | None = None
+    plugins: PluginStage | None = None
     penalties: Penalties | None = None
     grammar_mask: GrammarMask | None = None
     num_logprobs: NDArray[np.int64] | None = None
@@ -60,6 +65,8 @@ class SamplerOutput:
     sampled_token_ids: NDArray[np.int64]
     logprobs: LogprobsTensors | None = None
     """Of the rows that ask."""
+    failed: Mapping[int, InternalError] = field(default_factory=dict)
+    """Row -> why its request must end: a plug-in failed on it. Its token means nothing."""
 
 
 class Sampler:
@@ -72,13 +79,14 @@ class Sampler:
             metadata.grammar_mask.apply(logits)
         if metadata.token_rules is not None:
             metadata.token_rules.apply(logits)
+        failed = metadata.plugins.apply(logits) if metadata.plugins is not None else {}
         if metadata.penalties is not None:
             metadata.penalties.apply(logits)
         sampled = self._sample(logits, metadata)
-        return SamplerOutput(sampled, None if raw is None else raw.of_tokens(sampled))
+        return SamplerOutput(sampled, None if raw is None else raw.of_tokens(sampled), failed)
 
     def _sample(self, logits: Tensor, metadata: SamplingMetadata) -> NDArray[np.int64]:
-        """`[N]` token ids: stages 6 to 8."""
+        """`[N]` token ids: stages 7 to 9."""
         random_rows = np.flatnonzero(metadata.temperature > 0)
         best = logits.max(-1)
         sampled: NDArray[np.int64] = best.indices.cpu().numpy()
@@ -92,7 +100,7 @@ class Sampler:
             for rows, draw in ((random_rows[filtered], _draw_filtered), (random_rows[~filtered], _draw_plain)):
                 if len(rows):
                     sampled[rows] = draw(logits, rows, metadata).cpu().numpy()
-        if metadata.token_rules is not None or metadata.grammar_mask is not None:
+        if metadata.token_rules is not None or metadata.plugins is not None or metadata.grammar_mask is not None:
             sampled = np.where(best.values.isneginf().cpu().numpy(), NO_TOKEN, sampled)
         return sampled
 

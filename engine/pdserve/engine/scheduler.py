@@ -43,6 +43,7 @@ def _no_token_left(request: Request) -> InvalidRequest:
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words_token_ids,
         "min_tokens": params.min_tokens,
+        "logits_processors": params.logits_processors,
     }
     asked = [name for name, given in rules.items() if given]
     return InvalidRequest(
@@ -285,8 +286,14 @@ class Scheduler:
             request = self.requests[computed.req_ids[place]]
             places = range(place, place + request.num_sequences)
             place = places.stop
+            cause = next((computed.failed[place] for place in places if place in computed.failed), None)
+            if cause is not None:
+                self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+                continue
             token_ids = [computed.sampled_token_ids[place] for place in places]
             self._append(request, token_ids, [computed.logprobs.get(place) for place in places])
+        for request_id, values in computed.pooler_output.items():
+            self._finish(self.requests[request_id], RequestStatus.FINISHED_STOPPED, pooling_output=values)
 
     def _append(self, request: Request, token_ids: list[int], logprobs: list[LogprobsLists | None]) -> None:
         """A sequence's new token; at the end of a prompt the first one of each sequence that continues it."""
@@ -361,8 +368,9 @@ class Scheduler:
         new_token_ids: list[int] | None = None,
         new_logprobs: LogprobsLists | None = None,
         cause: PdServeError | None = None,
+        pooling_output: list[float] | None = None,
     ) -> None:
-        self.outputs.tokens(request, new_token_ids or [], status, new_logprobs, cause)
+        self.outputs.tokens(request, new_token_ids or [], status, new_logprobs, cause, pooling_output=pooling_output)
         if request.num_sequences > 1:
             for sequence in request.fork():
                 self.outputs.tokens(sequence, [], status, cause=cause)

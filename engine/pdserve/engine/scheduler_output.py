@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve.common.engine_types import LogprobsLists
+from pdserve.common.errors import PdServeError
 from pdserve.engine.request import Request
 
 NO_TOKEN = -1
@@ -42,5 +44,9 @@ class ModelRunnerOutput:
     """`NO_TOKEN` for a sequence whose rules leave none."""
     logprobs: dict[int, LogprobsLists] = field(default_factory=dict)
     """Place in `req_ids` -> of the new token; only of those that ask."""
+    failed: Mapping[int, PdServeError] = field(default_factory=dict)
+    """Place in `req_ids` -> what ends the request instead of its new token."""
+    pooler_output: dict[str, list[float]] = field(default_factory=dict)
+    """request_id -> its embedding; of those whose prompt is complete."""
     device_event: object | None = None
     """On a GPU: recorded after the step's last kernel that writes KV."""

@@ -43,6 +43,11 @@ class Decoder:
         self._windows = frozenset(config.sliding_windows)
         self._pages: KvPages | None = None
 
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.config.hidden_size
+
     def forward(
         self,
         token_ids: Tensor,
