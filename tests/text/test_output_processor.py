@@ -376,3 +376,15 @@ class TestLogprobs:
                 processor.process(0, 0, [a], None, None, logprobs)
         assert processor.process(0, 0, [a], None, None, logprobs_of(((a,), (-1.0,), 1))).token_ids == [a]
         assert processor.process(0, 1, [], ABORT, None).logprobs == []
+
+
+def test_without_text_there_are_tokens_and_their_log_probabilities(make, ids_of):
+    processor = make(detokenize=False, logprobs=0)
+    ids = ids_of("hey")
+    logprobs = LogprobsLists([[token] for token in ids], [[-0.5]] * 3, [1] * 3)
+    output = processor.process(0, 0, ids, FinishReason.LENGTH, None, logprobs)
+    assert (output.text, output.token_ids, output.finish_reason) == ("", ids, "length")
+    assert [entry[token].decoded_token for entry, token in zip(output.logprobs, ids, strict=True)] == [""] * 3
+    assert output.cumulative_logprob == -1.5
+    assert output.text_offsets == [0, 0, 0]
+    assert processor.request_output().outputs[0].text == ""

@@ -21,6 +21,7 @@ from pdserve.common.engine_types import (
 )
 from pdserve.common.errors import Draining, TransferFailed
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.common.timeline import to_unix_ns
 from pdserve.common.trace_headers import TRACEPARENT
@@ -255,3 +256,24 @@ def test_spans_say_what_the_records_say() -> None:
     assert failed.attributes["error.type"] == "transfer_failed"
     assert not failed.status.is_ok
     tracing.close()
+
+
+def test_an_embedding_ends_with_its_prompt() -> None:
+    request = EngineCoreRequest(
+        request_id="r.0.0", prompt_token_ids=[1] * 9, pooling_params=PoolingParams(), arrival_time=10.0
+    )
+    closed: list[LegRecord] = []
+    record = LegRecord("prefill", request, {TRACEPARENT: PARENT}, closed.append)
+    with record:
+        moments = {"scheduled": 10.5, "finished": 12.0}
+        record.take(
+            EngineCoreOutput(
+                request_id="r.0.0", finish_reason=FinishReason.STOP, moments=moments, pooling_output=[0.5, 0.5]
+            )
+        )
+    record.close()
+    assert [(stage.name, stage.start, stage.end, stage.cause) for stage in record.stages()] == [
+        ("prefill.queue", 10.0, 10.5, None),
+        ("prefill.compute", 10.5, 12.0, None),
+    ]
+    assert (record.outcome, closed) == ("ok", [record])

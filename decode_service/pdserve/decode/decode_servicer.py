@@ -40,6 +40,8 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         worker = self._worker
         prepared = prepared_from_wire(request.request, worker.settings.block_size)
+        if prepared.pooling_params is not None:
+            raise InvalidRequest("request.pooling is given: prefill workers compute embeddings", "pooling")
         remote = request.HasField("source")
         engine_request = make_engine_request(
             prepared,

@@ -1,21 +1,21 @@
-"""`PrefillServicer`: the prefill leg of an attempt."""
+"""`PrefillServicer`: the prefill leg of an attempt, and embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc
 
 from pdserve.common import timeline
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
-from pdserve.common.errors import InvalidRequest
+from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import metadata_of
 from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire
 from pdserve.kv_transfer.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
 from pdserve.kv_transfer.transfer_state import SourceState
-from pdserve.v1 import prefill_pb2, prefill_pb2_grpc
+from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
 from pdserve.worker.engine_request import make_engine_request
 from pdserve.worker.worker import Worker
 
@@ -25,6 +25,7 @@ _MOMENTS = {
     "scheduled": timeline.PREFILL_STARTED,
     "first_token": timeline.PREFILL_COMPUTED,
 }
+_POOLING_MOMENTS = _MOMENTS | {"finished": timeline.PREFILL_COMPUTED}
 _ENDED = {
     SourceState.RELEASED: prefill_pb2.Ended.RELEASED,
     SourceState.REVOKED: prefill_pb2.Ended.REVOKED,
@@ -43,6 +44,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         worker = self._worker
         prepared = prepared_from_wire(request.request, worker.settings.block_size)
+        if prepared.pooling_params is not None:
+            raise InvalidRequest("request.pooling is given: embeddings are asked for with Embed", "pooling")
         if len(request.transfer_id) not in (0, TRANSFER_ID_BYTES):
             raise InvalidRequest(
                 f"transfer_id has {len(request.transfer_id)} bytes, not {TRANSFER_ID_BYTES}", "transfer_id"
@@ -76,6 +79,34 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             if transfer is not None:
                 transfer.cancel()
 
+    async def Embed(
+        self, request: prefill_pb2.PoolingRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> prefill_pb2.PoolingResponse:
+        worker = self._worker
+        prepared = prepared_from_wire(request.request, worker.settings.block_size)
+        if prepared.pooling_params is None:
+            raise InvalidRequest("request.pooling is missing: it says which embedding is wanted", "pooling")
+        engine_request = make_engine_request(prepared, request.attempt.number, prefill_here=True)
+        worker.engine.core.verify(engine_request)
+        record = worker.telemetry.leg("prefill", engine_request, metadata_of(context))
+        stream = None
+        try:
+            with record:
+                stream = worker.engine.submit(engine_request, record.take)
+                output = await stream.get()
+                if output.pooling_output is None:
+                    raise InternalError(f"the engine ended an embedding without one: {output.finish_reason}")
+                return prefill_pb2.PoolingResponse(
+                    values=output.pooling_output,
+                    num_cached_tokens=output.num_cached_tokens,
+                    moments=_moments(output, _POOLING_MOMENTS),
+                )
+        finally:
+            if stream is not None:
+                worker.engine.release(stream, record.close)
+            else:
+                record.close()
+
     def _expect(
         self, request: prefill_pb2.PrefillRequest, prepared: PreparedRequest, engine_request: EngineCoreRequest
     ) -> SourceTransfer:
@@ -96,10 +127,13 @@ def _admitted(request: EngineCoreRequest) -> prefill_pb2.Admitted:
 
 
 def _computed(prepared: PreparedRequest, outputs: Sequence[EngineCoreOutput]) -> prefill_pb2.Computed:
-    moments = {_MOMENTS[name]: at for name, at in outputs[0].moments.items() if name in _MOMENTS}
     return prefill_pb2.Computed(
         num_tokens=len(prepared.given_token_ids),
         request_digest=prepared.request_digest,
         first_outputs=[outputs_to_wire(output, {}) for output in outputs],
-        moments=moments_to_wire(moments),
+        moments=_moments(outputs[0], _MOMENTS),
     )
+
+
+def _moments(output: EngineCoreOutput, names: Mapping[str, str]) -> list[request_pb2.Moment]:
+    return moments_to_wire({names[name]: at for name, at in output.moments.items() if name in names})

@@ -42,6 +42,18 @@ class IncrementalDetokenizer(ABC):
         """The sequence has ended: what was incomplete, as U+FFFD. Called at most once, last."""
 
 
+class NoDetokenizer(IncrementalDetokenizer):
+    """For a sequence whose client wants token ids alone."""
+
+    __slots__ = ()
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
     """Decoding error handler: one U+FFFD a byte, which is how byte fallback shows what is not UTF-8."""
     if not isinstance(error, UnicodeDecodeError):

@@ -10,7 +10,7 @@ from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import InternalError
 from pdserve.common.request_metrics import RequestMetrics
 from pdserve.common.sampling_params import SamplingParams
-from pdserve.text.detokenizer import IncrementalDetokenizer
+from pdserve.text.detokenizer import IncrementalDetokenizer, NoDetokenizer
 from pdserve.text.stop_strings import StopAutomaton, StopStringMatcher
 from pdserve.text.tokenizer import Tokenizer
 
@@ -78,7 +78,8 @@ class LogprobsLedger:
 
     __slots__ = ("_cumulative", "_logprobs", "_offsets", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """tokenizer: None leaves tokens without text."""
         self._tokenizer = tokenizer
         self._cumulative = 0.0
         self._logprobs: list[dict[int, Logprob]] = []
@@ -111,7 +112,7 @@ class LogprobsLedger:
         ]
 
     def _candidate(self, token_id: int, value: float, rank: int) -> Logprob:
-        piece = self._tokenizer.token_piece(token_id)
+        piece = b"" if self._tokenizer is None else self._tokenizer.token_piece(token_id)
         return Logprob(logprob=value, rank=rank, decoded_token=piece.decode(errors="replace"), decoded_bytes=piece)
 
 
@@ -298,6 +299,18 @@ class RequestState:
         return output
 
 
+def _detokenizer(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
+) -> IncrementalDetokenizer:
+    if not params.detokenize:
+        return NoDetokenizer()
+    return tokenizer.detokenizer(
+        prompt_token_ids,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )
+
+
 class OutputProcessor:
     """The stream of one client: n sequences, each by output position. Not shared between tasks.
 
@@ -331,15 +344,11 @@ class OutputProcessor:
         self._states = tuple(
             RequestState(
                 index,
-                tokenizer.detokenizer(
-                    prompt_token_ids,
-                    skip_special_tokens=params.skip_special_tokens,
-                    spaces_between_special_tokens=params.spaces_between_special_tokens,
-                ),
+                _detokenizer(tokenizer, prompt_token_ids, params),
                 None if automaton is None else StopStringMatcher(automaton, include),
                 params.min_tokens,
                 frozenset() if include else frozenset(stop_ids),
-                None if params.logprobs is None else LogprobsLedger(tokenizer),
+                None if params.logprobs is None else LogprobsLedger(tokenizer if params.detokenize else None),
             )
             for index in range(num_sequences)
         )

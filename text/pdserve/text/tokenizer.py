@@ -113,6 +113,10 @@ class Tokenizer:
             return self._token_bytes.table(skip_special_tokens=False)[token_id]
         return self.decode([token_id], skip_special_tokens=False).encode(errors="replace")
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it; empty for a number that is no token."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

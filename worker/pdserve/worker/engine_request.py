@@ -30,6 +30,7 @@ def make_engine_request(
         request_id=engine_request_id(request.request_id, attempt, index),
         prompt_token_ids=request.prompt_token_ids,
         sampling_params=request.sampling_params,
+        pooling_params=request.pooling_params,
         output_token_ids=[] if resume is None else resume.output_token_ids,
         eos_token_ids=request.eos_token_ids,
         arrival_time=time.monotonic(),

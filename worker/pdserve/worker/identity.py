@@ -31,3 +31,5 @@ class WorkerIdentity:
     connectors: tuple[str, ...]
     max_local_prefill_tokens: int | None
     max_num_seqs: int
+    hidden_size: int
+    """Numbers in an embedding."""

@@ -27,6 +27,7 @@ from pdserve.common.settings import WorkerSettings
 from pdserve.common.tls import TlsIdentity
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.loaded_model import LoadedModel
+from pdserve.engine.logits_processors import LogitsProcessors
 from pdserve.kv_transfer.attach_client import Receiving
 from pdserve.kv_transfer.attach_servicer import AttachServicer
 from pdserve.kv_transfer.connector_set import ConnectorSet
@@ -90,6 +91,7 @@ class Worker:
             model.decoder.config.vocab_size,
             self.adapter,
             model.grammar_compiler(),
+            LogitsProcessors.from_entry_points(),
         )
         self.engine = EngineClient(core, settings.num_threads, settings.cpu_core)
         self.adapter.connect(self.engine)
@@ -124,6 +126,7 @@ class Worker:
             connectors=self.connectors.names,
             max_local_prefill_tokens=settings.max_local_prefill_tokens,
             max_num_seqs=settings.max_num_seqs,
+            hidden_size=model.decoder.hidden_size,
         )
 
     def _add_servicers(self, add_servicers: AddServicers) -> None:

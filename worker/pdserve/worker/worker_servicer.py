@@ -103,6 +103,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             connectors=identity.connectors,
             max_local_prefill_tokens=identity.max_local_prefill_tokens,
             max_num_seqs=identity.max_num_seqs,
+            hidden_size=identity.hidden_size,
         )
 
     def _load_message(self) -> worker_pb2.Load:
