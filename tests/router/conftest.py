@@ -31,6 +31,7 @@ def _share(name: str) -> None:
 
 _share("fake_worker")
 _share("candidates")
+_share("bad_requests")
 from fake_worker import FakeWorker, save_tokenizer  # noqa: E402
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,6 +34,7 @@ TEMPLATE = (
 )
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32", model_fingerprint="m" * 32)
 MAX_MODEL_LEN = 256
+HIDDEN_SIZE = 8
 TEXT = "abcdefghijklmnopqrstuvwxyz"
 """What every fake worker says, over and over."""
 
@@ -115,7 +117,7 @@ def needs_prefill(uncached: int = 100) -> decode_pb2.DecodeEvent:
 class Call:
     """One leg that a worker was asked for."""
 
-    request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest | None
+    request: prefill_pb2.PrefillRequest | prefill_pb2.PoolingRequest | decode_pb2.DecodeRequest | None
     """None for a session."""
     turns: AsyncIterator[decode_pb2.DecodeTurn] | None = None
     """Of a session."""
@@ -176,6 +178,22 @@ async def session_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
             )
 
 
+def embedding(prompt: list[int], pooling: request_pb2.PoolingParams) -> list[float]:
+    """What fake workers say of a prompt."""
+    size = pooling.dimensions if pooling.HasField("dimensions") else HIDDEN_SIZE
+    return [len(prompt) + (prompt[0] + place) / 16 for place in range(size)]
+
+
+async def embed_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
+    await asyncio.sleep(worker.step_s)
+    prepared = call.request.request
+    yield prefill_pb2.PoolingResponse(
+        values=embedding(list(prepared.prompt_token_ids), prepared.pooling),
+        num_cached_tokens=2,
+        moments=[request_pb2.Moment(name="prefill_computed", unix_ns=1)],
+    )
+
+
 class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceServicer):
     """One worker. `script` may be replaced at any time; `scripts`, while there are any, are used once each, first."""
 
@@ -201,6 +219,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.protocol_version = protocol_version
         self.max_local_prefill_tokens = max_local_prefill_tokens
         self.epoch = epoch
+        self.hidden_size = HIDDEN_SIZE
         self.max_model_len = max_model_len
         self.port = 0
         self.step_s = 0.0
@@ -267,6 +286,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
                 key_check=key_check(self.key),
                 max_model_len=self.max_model_len,
                 vocab_size=VOCAB_SIZE,
+                hidden_size=self.hidden_size,
                 num_blocks=100,
                 max_local_prefill_tokens=self.max_local_prefill_tokens,
             )
@@ -303,6 +323,11 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
     async def Session(self, request_iterator, context):
         async for event in self._play(Call(None, request_iterator), self.session_script):
             yield event
+
+    async def Embed(self, request, context):
+        script = None if self.scripts else embed_well
+        async with contextlib.aclosing(self._play(Call(request), script)) as answers:
+            return await anext(answers)
 
     async def EndSequences(self, request, context):
         self.ended_sequences.put_nowait(request)

@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 import pytest
-from fake_worker import ADMITTED, MAX_MODEL_LEN, VOCAB_SIZE, first, forever, outputs, play, said, tokens
+from fake_worker import ADMITTED, MAX_MODEL_LEN, VOCAB_SIZE, decode_outputs, first, forever, outputs, play, said, tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -191,3 +191,70 @@ async def test_stop_reason_is_told(cluster):
     [response] = [response async for response in cluster.grpc.Generate(ask())]
     assert response.finish_reason == request_pb2.FINISH_REASON_STOP
     assert response.stop_reason == str(tokens("b")[0])
+
+
+KINDS = request_pb2.OutputKind
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_only_the_end(cluster, stream):
+    await cluster.start()
+    request = ask(stream=stream)
+    request.sampling.output_kind = KINDS.OUTPUT_KIND_FINAL_ONLY
+    [response] = [response async for response in cluster.grpc.Generate(request)]
+    assert response.text == said(5)
+    assert response.usage.completion_tokens == 5
+
+
+async def test_everything_so_far_in_each_message(cluster):
+    await cluster.start(prefill=0)
+    go_on = asyncio.Semaphore(0)
+
+    async def wait(worker, call):
+        await go_on.acquire()
+
+    steps = [decode_outputs(place, char, "length" if place == 3 else None) for place, char in enumerate(said(4))]
+    cluster.of("decode").script = play(*(part for step in steps for part in (step, wait)))
+    request = ask(max_tokens=4, stream=True)
+    request.sampling.output_kind = KINDS.OUTPUT_KIND_CUMULATIVE
+    texts = []
+    async for response in cluster.grpc.Generate(request):
+        texts.append(response.text)
+        assert list(response.token_ids) == tokens(response.text)
+        go_on.release()
+    assert texts == [said(count) for count in range(1, 5)]
+    assert response.finish_reason == request_pb2.FINISH_REASON_LENGTH
+    # one message of everything, where one is asked for
+    cluster.of("decode").script = play(*steps)
+    request.stream = False
+    assert [response.text async for response in cluster.grpc.Generate(request)] == [said(4)]
+
+
+async def test_deltas_by_name(cluster):
+    await cluster.start()
+    request = ask(stream=True)
+    request.sampling.output_kind = KINDS.OUTPUT_KIND_DELTA
+    assert "".join([response.text async for response in cluster.grpc.Generate(request)]) == said(5)
+
+
+async def test_token_ids_without_text(cluster):
+    await cluster.start()
+    request = ask(stream=True)
+    request.sampling.detokenize = False
+    responses = [response async for response in cluster.grpc.Generate(request)]
+    assert [token_id for response in responses for token_id in response.token_ids] == tokens(said(5))
+    assert {response.text for response in responses} == {""}
+
+
+async def test_plug_ins_reach_both_workers(cluster):
+    await cluster.start()
+    request = ask()
+    request.sampling.logits_processors.add(name="ban", args='{"tokens": [1]}')
+    _ = [response async for response in cluster.grpc.Generate(request)]
+    body = {"prompt": "hello", "max_tokens": 5, "logits_processors": [{"name": "ban", "args": {"tokens": [1]}}]}
+    assert (await cluster.http.post("/v1/completions", json=body)).status_code == 200
+    for worker in cluster.workers:
+        for call in worker.calls:
+            [asked] = call.request.request.sampling.logits_processors
+            assert (asked.name, asked.args) == ("ban", '{"tokens":[1]}')
+        assert len(worker.calls) == 2

@@ -231,3 +231,29 @@ async def test_a_client_that_sends_nothing_is_ended(cluster):
     code, _, details = await error_of(call)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "first message" in details
+
+
+async def test_a_turn_with_a_field_that_is_not_known_ends_it(cluster):
+    await cluster.start(prefill=1, decode=1)
+    call = cluster.grpc.Session()
+    await ask(call, turn())
+    newer = turn("more")
+    newer.MergeFromString(b"\xf8\x06\x01")
+    await call.write(newer)
+    code, _, details = await error_of(call)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details == "GenerateRequest has a field number 111, which is not known here"
+
+
+async def test_turns_may_tell_everything_so_far(cluster):
+    await cluster.start(prefill=1, decode=1)
+    call = cluster.grpc.Session()
+    for _ in range(2):
+        # each turn from its own first token on
+        responses = await ask(call, turn(sampling={"output_kind": request_pb2.OUTPUT_KIND_CUMULATIVE}))
+        assert responses[-1].text == said(4)
+        assert all(said(4).startswith(response.text) for response in responses)
+    [response] = await ask(call, turn(sampling={"output_kind": request_pb2.OUTPUT_KIND_FINAL_ONLY}))
+    assert response.text == said(4)
+    await call.done_writing()
+    assert await call.read() is grpc.aio.EOF

@@ -5,50 +5,48 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
 
-import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import DeadlineExceeded, InvalidRequest
 from pdserve.common.rpc import make_server, metadata_of
+from pdserve.common.sampling_params import RequestOutputKind
 from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.common.wire import finish_reason_to_wire, sampling_from_wire
-from pdserve.router.api_keys import ApiKeys
+from pdserve.router.client_stream import merged
+from pdserve.router.embed_servicer import REQUEST_ID_KEY, Context, EmbedServicer, moment_messages, usage_message
 from pdserve.router.generation import Generation
 from pdserve.router.inference import Inference
 from pdserve.router.preparation import ClientRequest
 from pdserve.router.session import StreamingSession
+from pdserve.router.unknown_fields import refuse_unknown_fields
 from pdserve.text.output_processor import CompletionOutput, Logprob
 from pdserve.text.prompt import ChatInput, Prompt, TextInput, TokenInput
 from pdserve.v1 import inference_pb2, request_pb2
-from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 SERVICE_NAME = "pdserve.v1.InferenceService"
-REQUEST_ID_KEY = "x-request-id"
 _ABSENT_MAX_TOKENS = 2**31
 """Stands for the prompt's default until its length is known; above any `min_tokens` that can be served."""
 _FINISH = {str(reason): finish_reason_to_wire(reason) for reason in FinishReason}
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class InferenceServicer(InferenceServiceServicer):
+class InferenceServicer(EmbedServicer):
     """Serves clients over gRPC."""
 
-    def __init__(self, inference: Inference) -> None:
-        self._inference = inference
-        self._keys = ApiKeys(inference.settings.api_keys)
-
     async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: _Context
+        self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         metadata = metadata_of(context)
         client = self._keys.check(metadata.get("authorization"))
+        refuse_unknown_fields(request)
         self._inference.check_model(request.model)
         generation = self._inference.generation(
-            [self._client_request(request, metadata, context.time_remaining())], stream=request.stream, client=client
+            [self._client_request(request, metadata, context.time_remaining())],
+            stream=_streams(request),
+            client=client,
         )
         # a cancelled call ends the legs at once, wherever this generator stands
         context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
@@ -57,7 +55,7 @@ class InferenceServicer(InferenceServiceServicer):
                 yield response
 
     async def Session(
-        self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: _Context
+        self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         metadata = metadata_of(context)
         client = self._keys.check(metadata.get("authorization"))
@@ -71,9 +69,10 @@ class InferenceServicer(InferenceServiceServicer):
         context.add_done_callback(cancel)  # type: ignore[arg-type]  # as above
         try:
             while (request := await self._next_turn(request_iterator, session)) is not None:
+                refuse_unknown_fields(request)
                 self._inference.check_model(request.model)
                 turn = self._client_request(request, metadata, context.time_remaining(), session)
-                generation = self._inference.turn(session, session_id, turn, stream=request.stream, client=client)
+                generation = self._inference.turn(session, session_id, turn, stream=_streams(request), client=client)
                 is_first, turns[:] = not turns, [generation]
                 async with generation:
                     async for response in self._answer(generation, request, context, headers=is_first):
@@ -105,18 +104,24 @@ class InferenceServicer(InferenceServiceServicer):
     async def _answer(
         generation: Generation,
         request: inference_pb2.GenerateRequest,
-        context: _Context,
+        context: Context,
         *,
         headers: bool = True,
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """headers: whether they are still to be sent."""
-        take = generation.stream.take if request.stream else generation.stream.take_all
+        kind = _output_kind(request)
+        take = generation.stream.take_all if kind is RequestOutputKind.FINAL_ONLY else generation.stream.take
+        so_far: list[CompletionOutput] = []
         outputs = await take()
         if headers:
             # not before the first token: a call that fails without headers may be retried by any proxy
             await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
         num_open = generation.num_choices
         while outputs:
+            if kind is RequestOutputKind.CUMULATIVE:
+                new = {output.index for output in outputs}
+                so_far = merged([*so_far, *outputs])
+                outputs = [output for output in so_far if output.index in new]
             for output in outputs:
                 num_open -= output.finish_reason is not None
                 yield _response(generation, output, request.sampling.logprobs, last=not num_open)
@@ -125,7 +130,7 @@ class InferenceServicer(InferenceServiceServicer):
             outputs = await take()
 
     async def GetModel(
-        self, request: inference_pb2.GetModelRequest, context: _Context
+        self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
         self._keys.check(metadata_of(context).get("authorization"))
         limits = self._inference.limits()
@@ -134,6 +139,7 @@ class InferenceServicer(InferenceServiceServicer):
             max_model_len=limits.max_model_len if limits else 0,
             vocab_size=limits.vocab_size if limits else self._inference.tokenizer.vocab_size,
             model_fingerprint=self._inference.model_fingerprint(),
+            hidden_size=self._inference.hidden_size(),
         )
 
     def _client_request(
@@ -147,7 +153,6 @@ class InferenceServicer(InferenceServiceServicer):
         goes_on = session is not None and bool(session.token_ids)
         if session is not None:
             _verify_turn(request, goes_on)
-        timeout_s = self._inference.settings.request_timeout_s
         if sampling.bad_words_token_ids:
             raise InvalidRequest(
                 "sampling.bad_words_token_ids is made here; send sampling.bad_words", "sampling.bad_words_token_ids"
@@ -162,7 +167,7 @@ class InferenceServicer(InferenceServiceServicer):
             max_tokens_field="sampling.max_tokens",
             cache_salt=request.cache_salt or None,
             priority=request.priority,
-            timeout_s=timeout_s if remaining_s is None else min(remaining_s, timeout_s),
+            timeout_s=self._timeout_s(remaining_s),
             trace_headers=valid_trace_headers(metadata),
         )
 
@@ -187,6 +192,25 @@ def _verify_turn(request: inference_pb2.GenerateRequest, goes_on: bool) -> None:
 
 async def _next(requests: AsyncIterator[inference_pb2.GenerateRequest]) -> inference_pb2.GenerateRequest | None:
     return await anext(requests, None)
+
+
+def _output_kind(request: inference_pb2.GenerateRequest) -> RequestOutputKind:
+    """Raises: InvalidRequest where `stream` and `output_kind` contradict each other."""
+    asked = request.sampling.output_kind
+    if asked == request_pb2.OUTPUT_KIND_UNSPECIFIED:
+        return RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    if request.stream and asked == request_pb2.OUTPUT_KIND_CUMULATIVE:
+        return RequestOutputKind.CUMULATIVE
+    if request.stream and asked == request_pb2.OUTPUT_KIND_DELTA:
+        return RequestOutputKind.DELTA
+    if asked == request_pb2.OUTPUT_KIND_DELTA:
+        raise InvalidRequest("sampling.output_kind is DELTA, which needs stream to be true", "sampling.output_kind")
+    return RequestOutputKind.FINAL_ONLY
+
+
+def _streams(request: inference_pb2.GenerateRequest) -> bool:
+    """Whether the client reads as it goes."""
+    return _output_kind(request) is not RequestOutputKind.FINAL_ONLY
 
 
 def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool) -> Prompt:
@@ -219,14 +243,8 @@ def _response(
         response.finish_reason = _FINISH[output.finish_reason]
         response.stop_reason = "" if output.stop_reason is None else str(output.stop_reason)
     if last:
-        usage = generation.usage
-        response.usage.prompt_tokens = usage.prompt_tokens
-        response.usage.completion_tokens = usage.completion_tokens
-        response.usage.cached_tokens = usage.cached_tokens
-        response.moments.extend(
-            request_pb2.Moment(name=name, unix_ns=unix_ns)
-            for name, unix_ns in generation.timeline.moments_unix_ns.items()
-        )
+        response.usage.CopyFrom(usage_message(generation.usage))
+        response.moments.extend(moment_messages(generation.timeline))
     return response
 
 

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdserve.common.errors import Cancelled, InternalError, InvalidRequest, PdServeError
+from pdserve.common.errors import InternalError, PdServeError
 from pdserve.common.metrics import CONTENT_TYPE
-from pdserve.common.rpc import MAX_MESSAGE_BYTES
 from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.router.api_keys import ApiKeys
+from pdserve.router.echo import Echo
+from pdserve.router.embedding_response import EmbeddingResponse
 from pdserve.router.generation_response import JSON, GenerationResponse, error_response
 from pdserve.router.inference import Inference
 from pdserve.router.openai_answer import Answer, error_json
-from pdserve.router.openai_protocol import ChatBody, CompletionBody, parse_body
+from pdserve.router.openai_embeddings import EmbeddingBody, embeddings_json
+from pdserve.router.openai_protocol import ChatBody, CompletionBody
 from pdserve.router.openai_tool_answer import ToolAnswer
+from pdserve.router.preparation import ClientRequest
+from pdserve.router.request_body import read_body
+from pdserve.router.tokenization_http import TokenizationHttp
+from pdserve.text.tokenizer import Tokenizer
 
 TIMELINE_HEADER = "x-pdserve-timeline"
+_HTTP_ERRORS = {
+    404: ("there is no such path", "not_found"),
+    405: ("the path does not take this method", "method_not_allowed"),
+}
 
 
 class HttpFront:
@@ -42,6 +53,8 @@ class HttpFront:
                 Route("/v1/models/{model:path}", self.model, methods=["GET"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+                *TokenizationHttp(inference, self._keys).routes,
             ],
             exception_handlers={
                 PdServeError: _on_error,
@@ -91,14 +104,27 @@ class HttpFront:
     async def completions(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
             client = self._authenticate(request)
-            body = parse_body(await _read_body(request), CompletionBody)
+            body = await read_body(request, CompletionBody)
             return self._respond(request, body, client, chat=False)
 
     async def chat_completions(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
             client = self._authenticate(request)
-            body = parse_body(await _read_body(request), ChatBody)
+            body = await read_body(request, ChatBody)
             return self._respond(request, body, client, chat=True)
+
+    async def embeddings(self, request: Request) -> Response:
+        with self._inference.telemetry.refusals():
+            client = self._authenticate(request)
+            body = await read_body(request, EmbeddingBody)
+            inference = self._inference
+            inference.check_model(body.model)
+            requests = body.requests(inference.settings.request_timeout_s, valid_trace_headers(request.headers))
+            embedding = inference.embedding(requests, field="input", client=client)
+        return EmbeddingResponse(
+            embedding,
+            lambda vectors: embeddings_json(vectors, embedding.usage, inference.model, body.encoding_format),
+        )
 
     def _authenticate(self, request: Request) -> str:
         """A name for the key. Raises: Unauthenticated."""
@@ -118,6 +144,7 @@ class HttpFront:
             "request_id": generation.request_id,
             "model": inference.model,
             "include_usage": body.include_usage,
+            "continuous_usage": body.continuous_usage,
             "num_logprobs": body.num_logprobs,
             "include_timeline": request.headers.get(TIMELINE_HEADER) == "1",
         }
@@ -125,7 +152,7 @@ class HttpFront:
         if tools is not None and tools.tools:
             answer: Answer = ToolAnswer(max_calls=tools.max_calls, **fields)
         else:
-            answer = Answer(chat=chat, **fields)
+            answer = Answer(chat=chat, echo=_echo(body, requests, inference.tokenizer), **fields)
         return GenerationResponse(generation, answer, stream=stream)
 
     def _model(self) -> dict[str, Any]:
@@ -139,17 +166,10 @@ class HttpFront:
         }
 
 
-async def _read_body(request: Request) -> bytes:
-    """Raises: InvalidRequest for more than one message may have; Cancelled when the client left meanwhile."""
-    data = bytearray()
-    try:
-        async for part in request.stream():
-            data += part
-            if len(data) > MAX_MESSAGE_BYTES:
-                raise InvalidRequest(f"the body has more than {MAX_MESSAGE_BYTES} bytes")
-    except ClientDisconnect as error:
-        raise Cancelled("the client left before its request was complete") from error
-    return bytes(data)
+def _echo(body: CompletionBody | ChatBody, requests: Sequence[ClientRequest], tokenizer: Tokenizer) -> Echo | None:
+    if not isinstance(body, CompletionBody) or not body.echo:
+        return None
+    return Echo([request.prompt for request in requests], requests[0].sampling.n, tokenizer)
 
 
 def _json(content: object, status: int = 200) -> Response:
@@ -162,9 +182,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
-    told = {404: "there is no such path", 405: "the path does not take this method"}.get(status, "the request failed")
-    message = f"{told}: {request.method} {request.url.path}"
-    return Response(error_json(status, message, "not_found"), status, headers=headers, media_type=JSON)
+    told, code = _HTTP_ERRORS.get(status, ("the request failed", "invalid_request"))
+    allowed = f"; it takes {', '.join(sorted(headers['Allow'].split(', ')))}" if headers and "Allow" in headers else ""
+    message = f"{told}: {request.method} {request.url.path:.200}{allowed}"
+    return Response(error_json(status, message, code), status, headers=headers, media_type=JSON)
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:

@@ -80,7 +80,7 @@ class GenerationResponse(Response):
             self._num_open -= 1
             if not self._num_open:
                 return self._answer.last_chunk(output, generation.usage, generation.timeline)
-        return self._answer.chunk(output)
+        return self._answer.chunk(output, generation.usage)
 
     async def _start(self, send: Send, headers: Mapping[str, str]) -> None:
         self._started = True

@@ -14,12 +14,14 @@ from pdserve.common.settings import RouterSettings
 from pdserve.router.admission import Admission, Capacity
 from pdserve.router.admission import Limits as AdmissionLimits
 from pdserve.router.client_stream import ClientStream
+from pdserve.router.embedding import Embedding
+from pdserve.router.embedding_run import EmbeddingRun
 from pdserve.router.fleet import Fleet
 from pdserve.router.generation import Generation
 from pdserve.router.placer import Placer
 from pdserve.router.poison import PoisonList
 from pdserve.router.prefix_index import PrefixIndex
-from pdserve.router.preparation import ClientRequest, Limits, Preparation
+from pdserve.router.preparation import ClientRequest, EmbeddingRequest, Limits, Preparation
 from pdserve.router.request_record import RequestRecord
 from pdserve.router.request_run import RequestRun
 from pdserve.router.router_telemetry import RouterTelemetry
@@ -29,6 +31,8 @@ from pdserve.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 128
 """Prompts in one request."""
+MAX_EMBEDDING_INPUTS = 2048
+"""Inputs in one request for embeddings; OpenAI's limit."""
 
 
 class Inference:
@@ -51,13 +55,13 @@ class Inference:
         )
         fleet.listeners.append(self.admission.recheck)
         self.placer = Placer(fleet, index, settings)
-        self._preparation = preparation
+        self.preparation = preparation
         self._poison = PoisonList()
         self.telemetry = RouterTelemetry(settings, model, lambda: self.admission.num_requests, fleet.counts)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._preparation.tokenizer
+        return self.preparation.tokenizer
 
     @property
     def healthy(self) -> bool:
@@ -74,6 +78,10 @@ class Inference:
         """Of the first live worker; empty until one is known."""
         workers = [worker for role in WorkerRole for worker in self.fleet.workers(role)]
         return workers[0].identity.layout.model_fingerprint if workers else ""
+
+    def hidden_size(self) -> int:
+        """Numbers in an embedding; 0 until a worker is known that computes any."""
+        return max((worker.identity.hidden_size for worker in self.fleet.workers(WorkerRole.PREFILL)), default=0)
 
     def check_model(self, name: str | None) -> None:
         """Raises: NotFound for another model's name; None and "" mean whichever is served."""
@@ -157,8 +165,35 @@ class Inference:
             fleet=self.fleet,
             placer=self.placer,
             admission=self.admission,
-            preparation=self._preparation,
+            preparation=self.preparation,
             poison=self._poison,
             settings=self.settings,
             record=record,
         )
+
+    def embedding(self, requests: Sequence[EmbeddingRequest], *, field: str, client: str = "") -> Embedding:
+        """Embeddings, one a request; they start when its `results` are awaited.
+
+        field: what the client calls the list of its inputs. client: whose it is, for limits per API key.
+        Raises: InvalidRequest for too many inputs.
+        """
+        if not 0 < len(requests) <= MAX_EMBEDDING_INPUTS:
+            raise InvalidRequest(f"{field} has {len(requests)} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", field)
+        request_id = uuid.uuid4().hex
+        record = self.telemetry.request(request_id, requests[0].trace_headers, "embeddings")
+        requests = [msgspec.structs.replace(request, trace_headers=record.headers) for request in requests]
+        runs = [
+            EmbeddingRun(
+                request_id if len(requests) == 1 else f"{request_id}-{place}",
+                request,
+                fleet=self.fleet,
+                placer=self.placer,
+                admission=self.admission,
+                preparation=self.preparation,
+                poison=self._poison,
+                settings=self.settings,
+                record=record,
+            )
+            for place, request in enumerate(requests)
+        ]
+        return Embedding(request_id, runs, self.admission, record, client)

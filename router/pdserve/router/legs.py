@@ -120,7 +120,7 @@ class _Leg(abc.ABC, Generic[M, E]):
         try:
             message: Any = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise _leg_failed(error) from error
+            raise leg_failed(error) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -273,7 +273,8 @@ def _outputs(message: request_pb2.Outputs) -> Outputs:
     )
 
 
-def _leg_failed(rpc_error: grpc.aio.AioRpcError) -> LegFailed:
+def leg_failed(rpc_error: grpc.aio.AioRpcError) -> LegFailed:
+    """Why a call of ours ended, and whether anybody on the other side said so."""
     error = from_rpc_error(rpc_error)
     if any(name == ERROR_CODE_KEY for name, _ in rpc_error.trailing_metadata() or ()):
         return LegFailed(error, died=False)

@@ -10,6 +10,7 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.timeline import Timeline
+from pdserve.router.echo import Echo
 from pdserve.router.openai_logprobs import chat_logprobs, completion_logprobs
 from pdserve.router.request_run import Usage
 from pdserve.text.output_processor import CompletionOutput
@@ -23,6 +24,7 @@ _ERROR_TYPES = {
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
@@ -43,13 +45,21 @@ class Answer:
         model: str,
         include_usage: bool,
         include_timeline: bool,
+        continuous_usage: bool = False,
         num_logprobs: int | None = None,
+        echo: Echo | None = None,
     ) -> None:
-        """num_logprobs: most likely tokens to name with each; None for no log-probabilities."""
+        """num_logprobs: most likely tokens to name with each; None for no log-probabilities.
+
+        continuous_usage: every chunk tells the usage so far. echo: each choice begins with its prompt.
+        """
         self._chat = chat
         self._num_logprobs = num_logprobs
         self._include_usage = include_usage
         self._include_timeline = include_timeline
+        self._continuous_usage = continuous_usage
+        self._num_streamed = 0
+        self._echo = echo
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
             "object": "chat.completion" if chat else "text_completion",
@@ -73,7 +83,7 @@ class Answer:
         }
         return _encode(body | self._vendor(timeline))
 
-    def chunk(self, output: CompletionOutput) -> bytes:
+    def chunk(self, output: CompletionOutput, usage: Usage) -> bytes:
         """The event for one choice's new text; before a chat choice's first, the event that opens it."""
         opening = b""
         if self._chat and output.index not in self._started:
@@ -82,11 +92,11 @@ class Answer:
                 b',"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,'
                 b'"finish_reason":null}]}\n\n' % output.index
             )
-        return opening + self._text_chunk(output) + b"}\n\n"
+        return opening + self._text_chunk(output) + self._usage_so_far(output, usage) + b"}\n\n"
 
     def last_chunk(self, output: CompletionOutput, usage: Usage, timeline: Timeline) -> bytes:
         """Like `chunk`, for the output that ends the request, with all that follows it."""
-        event = self.chunk(output)
+        event = self.chunk(output, usage)
         vendor = self._vendor(timeline)
         if self._include_usage:
             return event + self._chunk_head + _tail({"choices": [], "usage": usage_json(usage)} | vendor) + DONE
@@ -100,11 +110,22 @@ class Answer:
                 b',"finish_reason":' + _encode(output.finish_reason) + b',"stop_reason":' + _encode(output.stop_reason)
             )
         head = self._chunk_head + self._before_text % output.index
-        return head + _encode(output.text) + self._after_text + logprobs + reason + b"}]"
+        return head + _encode(self._text(output)) + self._after_text + logprobs + reason + b"}]"
+
+    def _text(self, output: CompletionOutput) -> str:
+        return output.text if self._echo is None else self._echo.before(output.index) + output.text
+
+    def _usage_so_far(self, output: CompletionOutput, usage: Usage) -> bytes:
+        """A further field of a chunk: tokens of the chunks up to and with this one, not of those that wait."""
+        if not self._continuous_usage:
+            return b""
+        self._num_streamed += len(output.token_ids)
+        so_far = msgspec.structs.replace(usage, completion_tokens=self._num_streamed)
+        return b',"usage":' + _encode(usage_json(so_far))
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
         text: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": output.text}} if self._chat else {"text": output.text}
+            {"message": {"role": "assistant", "content": output.text}} if self._chat else {"text": self._text(output)}
         )
         return {
             "index": output.index,

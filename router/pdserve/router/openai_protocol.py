@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.sampling_params import MAX_LOGPROBS, SamplingParams, clamped_logit_bias
+from pdserve.common.sampling_params import MAX_LOGPROBS, NamedLogitsProcessor, SamplingParams, clamped_logit_bias
 from pdserve.router.openai_form import OutputForm, ResponseFormat, StructuredOutputsBody, output_form
+from pdserve.router.openai_neutral import verify_neutral
+from pdserve.router.openai_prompts import OpenAIPrompts, as_prompts
 from pdserve.router.openai_tools import NamedTool, ToolBody, ToolUse, tool_use
 from pdserve.router.preparation import ClientRequest
-from pdserve.text.prompt import ChatInput, Prompt, TextInput, TokenInput
+from pdserve.router.request_body import shown
+from pdserve.text.prompt import ChatInput, Prompt
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: the usage so far in every chunk."""
+    include_obfuscation: bool | None = None
+
+    def verify(self) -> None:
+        """Raises: InvalidRequest."""
+        if self.continuous_usage_stats and not self.include_usage:
+            raise InvalidRequest(
+                "stream_options.continuous_usage_stats needs include_usage to be true", "stream_options"
+            )
+        if self.include_obfuscation:
+            raise InvalidRequest(
+                "stream_options.include_obfuscation is true, but only false is supported", "stream_options"
+            )
 
 
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -53,13 +69,22 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     structured_outputs: StructuredOutputsBody | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    logits_processors: list[NamedLogitsProcessor] | None = None
     n: int | None = None
     # known, but only with the value that changes nothing
     prompt_logprobs: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -70,11 +95,14 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Raises: InvalidRequest for what is not supported."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+        if self.stream_options is not None:
+            self.stream_options.verify()
+        verify_neutral(self)
         for field, neutral in _NEUTRAL.items():
             value = getattr(self, field, None)
             if value is not None and value not in neutral:
                 allowed = " or ".join(map(json.dumps, neutral))
-                raise InvalidRequest(f"{field} is {_shown(value)}, but only {allowed} is supported so far", field)
+                raise InvalidRequest(f"{field} is {shown(value)}, but only {allowed} is supported so far", field)
 
     def sampling(self, defaults: Mapping[str, float | int]) -> SamplingParams:
         """Absent fields take `defaults`, then ours; limits are held in `Preparation`, where the lengths are known."""
@@ -90,6 +118,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             given["allowed_token_ids"] = tuple(self.allowed_token_ids)
         if self.bad_words is not None:
             given["bad_words"] = tuple(self.bad_words)
+        if self.logits_processors is not None:
+            given["logits_processors"] = tuple(self.logits_processors)
         return SamplingParams(logprobs=self.num_logprobs, structured_outputs=self.form.params, **given)
 
     @property
@@ -99,7 +129,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def _requests(
         self,
-        prompts: list[Prompt],
+        prompts: Sequence[Prompt],
         field: str,
         *,
         max_tokens: int | None,
@@ -128,7 +158,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
-    prompt: str | list[int | str | list[int]]
+    prompt: OpenAIPrompts
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -138,8 +168,12 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         self, defaults: Mapping[str, float | int], timeout_s: float, trace_headers: dict[str, str]
     ) -> list[ClientRequest]:
         """One a prompt. Raises: InvalidRequest."""
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo is true and logprobs is given: log-probabilities of the prompt are not supported so far", "echo"
+            )
         return self._requests(
-            self._prompts(),
+            as_prompts(self.prompt, "prompt"),
             "prompt",
             max_tokens=self.max_tokens,
             max_tokens_field="max_tokens",
@@ -152,19 +186,6 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    def _prompts(self) -> list[Prompt]:
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [TextInput(prompt)]
-        if not prompt:
-            raise InvalidRequest("prompt is empty, at least one token is needed", "prompt")
-        kinds = {type(part) for part in prompt}
-        if len(kinds) > 1:
-            raise InvalidRequest("prompt mixes kinds: strings, token ids, or lists of token ids are needed", "prompt")
-        if kinds == {int}:
-            return [TokenInput([part for part in prompt if isinstance(part, int)])]
-        return [TokenInput(part) if isinstance(part, list) else TextInput(str(part)) for part in prompt]
-
 
 class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     messages: list[dict[str, Any]]
@@ -174,8 +195,27 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     tools: list[ToolBody] | None = None
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    # vLLM's, for the chat template
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # accepted, and without effect
     metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # OpenAI's, but only with the value that changes nothing
     store: bool | None = None
+    service_tier: str | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    moderation: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -208,8 +248,19 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         if not self.messages:
             raise InvalidRequest("messages is empty, at least one message is needed", "messages")
         newer = self.max_completion_tokens is not None
+        if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
+            raise InvalidRequest(
+                f"max_completion_tokens must be at least 1, not {self.max_completion_tokens}", "max_completion_tokens"
+            )
         return self._requests(
-            [ChatInput(self.messages, tools=self.tool_use.tools)],
+            [
+                ChatInput(
+                    self.messages,
+                    self.add_generation_prompt is not False,
+                    self.chat_template_kwargs or {},
+                    tools=self.tool_use.tools,
+                )
+            ],
             "messages",
             max_tokens=self.max_completion_tokens if newer else self.max_tokens,
             max_tokens_field="max_completion_tokens" if newer else "max_tokens",
@@ -222,7 +273,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
 def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
     for key in biases:
         if not _TOKEN_ID.fullmatch(key):
-            raise InvalidRequest(f"logit_bias has the key {_shown(key)}, but its keys are token ids", "logit_bias")
+            raise InvalidRequest(f"logit_bias has the key {shown(key)}, but its keys are token ids", "logit_bias")
     return clamped_logit_bias({int(key): bias for key, bias in biases.items()})
 
 
@@ -245,56 +296,6 @@ _SAMPLING = (
     "best_of",
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
     "suffix": ("",),
     "prompt_logprobs": (),
-    "store": (False,),
 }
-B = TypeVar("B", bound=GenerationBody)
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
-_MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
-_AT = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
-
-
-def parse_body(data: bytes, kind: type[B]) -> B:
-    """Raises: InvalidRequest naming the field that is wrong."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise _named(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        if (field := _not_finite(data)) is not None:
-            raise InvalidRequest(f"{field} must be a finite number", field) from error
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise InvalidRequest("the body is nested too deeply") from error
-
-
-def _named(message: str) -> InvalidRequest:
-    for pattern, told in ((_UNKNOWN_FIELD, "is not a known field"), (_MISSING_FIELD, "is missing")):
-        if match := pattern.fullmatch(message):
-            field = ".".join(part for part in (match[2], match[1]) if part)
-            return InvalidRequest(f"{field} {told}", field)
-    if (match := _AT.fullmatch(message)) and match[2]:
-        return InvalidRequest(f"{match[2]}: {match[1][:1].lower()}{match[1][1:]}", match[2].partition("[")[0])
-    return InvalidRequest(f"the body is wrong: {message}")
-
-
-def _not_finite(data: bytes) -> str | None:
-    """JSON knows no NaN and no infinity, yet clients send them: the first field that holds one, if that is the fault."""
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(values, dict):
-        return None
-    for key, value in values.items():
-        inner = value.values() if isinstance(value, dict) else (value,)
-        if any(isinstance(number, float) and not math.isfinite(number) for number in inner):
-            return str(key)
-    return None
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

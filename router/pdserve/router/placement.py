@@ -205,8 +205,8 @@ def place(
         at = choose(decode, WorkerRole.DECODE, rules)
         return None if at is None else Placement(decode=at.worker, decode_share=at.share(prefills=True, grows=True))
     if max_tokens == 1 and rules.local_prefill != "always":
-        if alone := choose(prefill, WorkerRole.PREFILL, rules):
-            return Placement(prefill=alone.worker, prefill_share=alone.share(prefills=True, grows=False))
+        if alone := place_prefill(prefill, rules):
+            return alone
         if rules.local_prefill == "never":
             return None
     if rules.local_prefill == "never":
@@ -232,6 +232,14 @@ def place(
         return msgspec.structs.replace(here, local_prefill_tokens=estimates.limit_tokens, estimates=estimates)
     remote = _remote(source, chosen)
     return msgspec.structs.replace(remote, local_prefill_tokens=estimates.limit_tokens, estimates=estimates)
+
+
+def place_prefill(prefill: Sequence[Candidate], rules: Rules) -> Placement | None:
+    """A prefill worker alone, whatever `local_prefill` says: for what has no token to decode. None: there is none."""
+    chosen = choose(prefill, WorkerRole.PREFILL, rules)
+    if chosen is None:
+        return None
+    return Placement(prefill=chosen.worker, prefill_share=chosen.share(prefills=True, grows=False))
 
 
 def choose(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings import RouterSettings
 from pdserve.router.fleet import Fleet
-from pdserve.router.placement import Candidate, Placement, Rules, Wish, WorkerKey, partners, place
+from pdserve.router.placement import Candidate, Placement, Rules, Wish, WorkerKey, partners, place, place_prefill
 from pdserve.router.prefix_index import PrefixIndex
 from pdserve.router.routing_decision import LeftOut, RoutingDecision, RoutingLog, views
 from pdserve.router.transfer_bandwidth import TransferBandwidth
@@ -40,10 +40,12 @@ class Placer:
         wish: Wish = Wish.ANY,
         blamed: Collection[WorkerKey] = (),
         dead: Collection[WorkerKey] = (),
+        embeds: bool = False,
     ) -> RoutingDecision | None:
         """Workers for one attempt, or None while none can serve it.
 
         num_tokens: of the prompt. dead: workers that died under this request, whatever their watch says.
+        embeds: an embedding is wanted, which a prefill worker computes alone.
         """
         rules = Rules(
             policy=self._settings.policy,
@@ -54,10 +56,17 @@ class Placer:
             bytes_per_s=self.bandwidth.bytes_per_s,
         )
         live = {role: self._fleet.workers(role) for role in WorkerRole}
+        if embeds:
+            live = {
+                WorkerRole.PREFILL: [w for w in live[WorkerRole.PREFILL] if w.identity.hidden_size],
+                WorkerRole.DECODE: [],
+            }
         now_s = time.monotonic()
         candidates = {role: self._candidates(live[role], num_tokens, hashes, dead, now_s) for role in WorkerRole}
         prefill, decode = candidates[WorkerRole.PREFILL], candidates[WorkerRole.DECODE]
-        placement = place(max_tokens, prefill=prefill, decode=decode, rules=rules)
+        placement = (
+            place_prefill(prefill, rules) if embeds else place(max_tokens, prefill=prefill, decode=decode, rules=rules)
+        )
         if placement is None:
             return None
         for role, worker in ((WorkerRole.PREFILL, placement.prefill), (WorkerRole.DECODE, placement.decode)):

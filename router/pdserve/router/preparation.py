@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import msgspec
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import PromptTooLong
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.prepared_request import PreparedRequest, ResumeState, verify_priority
 from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.router.worker import Worker
@@ -24,6 +27,7 @@ MAX_TIMEOUT_S = 86_400.0
 """Workers take no longer deadline."""
 _TOKENIZER_THREADS = 2
 _SEED_BITS = 63
+T = TypeVar("T")
 
 
 class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,11 +50,25 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace_headers: dict[str, str] = {}
 
 
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One input whose embedding is wanted, as a front end understood it."""
+
+    prompt: Prompt
+    field: str
+    """What the client calls the input: for messages."""
+    pooling: PoolingParams
+    cache_salt: str | None = None
+    timeout_s: float
+    trace_headers: dict[str, str] = {}
+
+
 class Limits(msgspec.Struct, frozen=True):
     """What every live worker can serve."""
 
     max_model_len: int
     vocab_size: int
+    hidden_size: int = 0
+    """Numbers in an embedding; 0 where some worker computes none."""
 
     @classmethod
     def of(cls, workers: Iterable[Worker]) -> Limits | None:
@@ -58,7 +76,11 @@ class Limits(msgspec.Struct, frozen=True):
         identities = [worker.identity for worker in workers]
         if not identities:
             return None
-        return cls(min(i.max_model_len for i in identities), min(i.vocab_size for i in identities))
+        return cls(
+            min(i.max_model_len for i in identities),
+            min(i.vocab_size for i in identities),
+            min(i.hidden_size for i in identities),
+        )
 
 
 class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +93,8 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     deadline: float
     trace_headers: dict[str, str]
+    pooling: PoolingParams | None = None
+    """For an embedding; `sampling` means nothing then."""
 
 
 class Preparation:
@@ -84,7 +108,11 @@ class Preparation:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def tokenize(self, request: ClientRequest) -> list[int]:
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """What `call` returns or raises, from a thread of the tokenizer's."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def tokenize(self, request: ClientRequest | EmbeddingRequest) -> list[int]:
         """The prompt's token ids. Raises: InvalidRequest."""
         if isinstance(request.prompt, TokenInput):
             return encode_prompt(self.tokenizer, request.prompt, request.field).token_ids
@@ -146,6 +174,30 @@ class Preparation:
             trace_headers=request.trace_headers,
         )
 
+    def complete_embedding(
+        self, request_id: str, request: EmbeddingRequest, token_ids: list[int], limits: Limits
+    ) -> TokenizedRequest:
+        """Raises: InvalidRequest naming the field, its value and its limit."""
+        if isinstance(request.prompt, TokenInput):
+            verify_token_ids(request.field, token_ids, limits.vocab_size)
+        verify_cache_salt(request.cache_salt)
+        if len(token_ids) > limits.max_model_len:
+            raise PromptTooLong(
+                f"{request.field} has {len(token_ids)} tokens; the model's length is {limits.max_model_len} tokens",
+                request.field,
+            )
+        request.pooling.verify(limits.hidden_size)
+        return TokenizedRequest(
+            request_id=request_id,
+            token_ids=token_ids,
+            sampling=SamplingParams(),
+            cache_salt=request.cache_salt,
+            priority=0,
+            deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
+            trace_headers=request.trace_headers,
+            pooling=request.pooling,
+        )
+
     def hashed(self, request: TokenizedRequest, layout: KvLayout, resume: ResumeState | None = None) -> PreparedRequest:
         """The request for workers with these blocks; or one sequence of it, from where it stands."""
         hasher = BlockHasher(self._key, layout.block_size)
@@ -164,4 +216,5 @@ class Preparation:
             deadline=request.deadline,
             priority=request.priority,
             trace_headers=request.trace_headers,
+            pooling_params=request.pooling,
         )

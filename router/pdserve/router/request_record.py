@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.common import timeline as moments
+from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import Cancelled, InternalError, NeedsPrefill, PdServeError
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.timeline import Timeline, now_unix_ns
@@ -180,12 +181,17 @@ class RunRecord:
         self._tokens_at[index] = now
         self.num_output_tokens += num_tokens
 
+    def embedded(self, num_cached_tokens: int) -> None:
+        """The prompt's embedding came: it ends without a token."""
+        self.num_cached_tokens = num_cached_tokens
+        self.finish_reason = str(FinishReason.STOP)
+
     def count(self, now: int) -> None:
         """Over: what the metrics want to know."""
         metrics, cause = self._metrics, self.cause
         metrics.requests.labels(self.finish_reason or (cause or _LEFT).code).inc()
         metrics.output_tokens.inc(self.num_output_tokens)
-        if self.num_output_tokens:
+        if self.num_output_tokens or cause is None:
             metrics.prompt_tokens.inc(self.num_prompt_tokens)
             metrics.cached_tokens.inc(self.num_cached_tokens)
         if (ttft_s := self.timeline.ttft_s) is not None:

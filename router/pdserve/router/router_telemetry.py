@@ -38,8 +38,13 @@ class RouterTelemetry:
         self._registry = make_registry(self._telemetry.counts if self._telemetry else None)
         self.metrics = RouterMetrics(self._registry, num_requests, worker_counts)
 
-    def request(self, request_id: str, caller_headers: Mapping[str, str]) -> RequestRecord:
-        """A client's request begins. caller_headers: its trace context, validated; may be empty."""
+    def request(
+        self, request_id: str, caller_headers: Mapping[str, str], operation: str = "text_completion"
+    ) -> RequestRecord:
+        """A client's request begins.
+
+        caller_headers: its trace context, validated; may be empty. operation: what OpenTelemetry calls its kind.
+        """
         started = now_unix_ns()
         if self._telemetry is None:
             headers = dict(caller_headers) or new_trace_headers()
@@ -49,7 +54,7 @@ class RouterTelemetry:
             "gen_ai.response.id": request_id,
             "gen_ai.request.model": self._model,
             "gen_ai.provider.name": "pdserve",
-            "gen_ai.operation.name": "text_completion",
+            "gen_ai.operation.name": operation,
         }
         span = self._telemetry.tracing.root(SPAN_NAME, caller_headers, started, attributes)
         return RequestRecord(self.metrics, started, span, span.headers)

@@ -74,6 +74,7 @@ def _identity(message: worker_pb2.Identity) -> WorkerIdentity:
         max_local_prefill_tokens=(
             message.max_local_prefill_tokens if message.HasField("max_local_prefill_tokens") else None
         ),
+        hidden_size=message.hidden_size,
         **({"max_num_seqs": message.max_num_seqs} if message.max_num_seqs else {}),
     )
 

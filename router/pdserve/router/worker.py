@@ -55,6 +55,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     max_local_prefill_tokens: int | None = None
     max_num_seqs: int = 64
     """Sequences in one step of its engine, at most."""
+    hidden_size: int = 0
+    """Numbers in an embedding; 0: it computes none."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):

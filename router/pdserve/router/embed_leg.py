@@ -1,0 +1,52 @@
+"""One embedding as a gRPC call to a prefill worker."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+import msgspec
+
+from pdserve.common.errors import InternalError, WorkerLost
+from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.wire import moments_from_wire, prepared_to_wire
+from pdserve.router.legs import LegFailed, Moments, leg_failed
+from pdserve.router.worker import Worker
+from pdserve.v1 import prefill_pb2, request_pb2
+from pdserve.v1.prefill_pb2_grpc import PrefillServiceStub
+
+
+class Embedded(msgspec.Struct):
+    """What a worker answered."""
+
+    values: list[float]
+    num_cached_tokens: int
+    moments: Moments
+
+
+async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedded:
+    """The call has ended when this returns or raises, also when the worker dies. number: of the attempt.
+
+    Raises: LegFailed; InternalError for a vector of another length than was asked for.
+    """
+    message = prefill_pb2.PoolingRequest(request=prepared_to_wire(request), attempt=request_pb2.Attempt(number=number))
+    call = PrefillServiceStub(worker.channel).Embed(
+        message, timeout=request.remaining_s, metadata=tuple(request.trace_headers.items())
+    )
+    farewell = worker.tell_death(lambda _: call.cancel())  # type: ignore[arg-type]
+    try:
+        response = await call
+    except grpc.aio.AioRpcError as error:
+        raise leg_failed(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise LegFailed(WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}"), died=True) from None
+    finally:
+        farewell()
+        call.cancel()
+    asked = request.pooling_params.num_dimensions(worker.identity.hidden_size) if request.pooling_params else 0
+    if len(response.values) != asked:
+        raise InternalError(f"worker {worker} sent {len(response.values)} numbers, {asked} were asked for")
+    return Embedded(list(response.values), response.num_cached_tokens, moments_from_wire(response.moments))

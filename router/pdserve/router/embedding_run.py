@@ -1,0 +1,209 @@
+"""One input from its text to its embedding: prepared, placed on a prefill worker, and attempted until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+from pdserve.common import timeline as moments
+from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, PdServeError, WorkerLost
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.settings import RouterSettings
+from pdserve.common.timeline import Timeline, now_unix_ns
+from pdserve.router.admission import Admission
+from pdserve.router.attempt_failure import AttemptFailed
+from pdserve.router.embed_leg import Embedded, embed
+from pdserve.router.fleet import Fleet
+from pdserve.router.legs import LegFailed
+from pdserve.router.placement import WorkerKey
+from pdserve.router.placer import Placer
+from pdserve.router.poison import DEATHS, PoisonList
+from pdserve.router.preparation import EmbeddingRequest, Limits, Preparation, TokenizedRequest
+from pdserve.router.request_record import RequestRecord
+from pdserve.router.request_run import BACKOFF_S, WAIT_FOR_WORKER_S, Usage
+from pdserve.router.routing_decision import RoutingDecision
+from pdserve.router.worker import Worker, WorkerRole
+
+log = logging.getLogger(__name__)
+
+
+class EmbeddingRun:
+    """Serves one input. `run` once."""
+
+    def __init__(
+        self,
+        request_id: str,
+        request: EmbeddingRequest,
+        *,
+        fleet: Fleet,
+        placer: Placer,
+        admission: Admission,
+        preparation: Preparation,
+        poison: PoisonList,
+        settings: RouterSettings,
+        record: RequestRecord,
+    ) -> None:
+        self.request_id = request_id
+        self.usage = Usage()
+        self.timeline = Timeline()
+        self._request = request
+        self._fleet = fleet
+        self._placer = placer
+        self._admission = admission
+        self._preparation = preparation
+        self._poison = poison
+        self._settings = settings
+        self._prepared: dict[tuple[str, int], PreparedRequest] = {}
+        self._deaths: set[WorkerKey] = set()
+        self._record = record.run(self.timeline)
+
+    @property
+    def timeout_s(self) -> float:
+        """Within which the client wants it done."""
+        return self._request.timeout_s
+
+    async def run(self) -> list[float]:
+        """The embedding. Raises: PdServeError."""
+        try:
+            async with asyncio.timeout(self._request.timeout_s) as deadline:
+                return await self._serve()
+        except TimeoutError:
+            expired = deadline.expired()
+            error: PdServeError = self._too_late() if expired else InternalError("something timed out in the router")
+        except PdServeError as failed:
+            error = failed
+        except Exception:
+            log.exception("request %s failed in the router", self.request_id)
+            error = InternalError("internal error; the router's log has the details")
+        self._record.error = error
+        raise error
+
+    async def _serve(self) -> list[float]:
+        token_ids = await self._preparation.tokenize(self._request)
+        request = self._preparation.complete_embedding(self.request_id, self._request, token_ids, await self._limits())
+        self.usage.prompt_tokens = len(token_ids)
+        self.timeline.mark(moments.TOKENIZED)
+        self._record.tokenized(len(token_ids))
+        async with self._admission.place(self._num_blocks(len(token_ids))):
+            self.timeline.mark(moments.ADMITTED)
+            self._record.admitted()
+            embedded = await self._attempts(request)
+        self.timeline.mark(moments.FINISHED)
+        self.usage.cached_tokens = embedded.num_cached_tokens
+        self._record.embedded(embedded.num_cached_tokens)
+        return embedded.values
+
+    async def _attempts(self, request: TokenizedRequest) -> Embedded:
+        """Attempt after attempt until one serves the request. Raises: PdServeError."""
+        blamed: frozenset[WorkerKey] = frozenset()
+        number = 0
+        while True:
+            started_unix_ns = now_unix_ns()
+            decision = await self._place(request, number, blamed)
+            worker = decision.placement.prefill
+            if worker is None:
+                raise InternalError("a placement without a prefill worker")
+            self.timeline.mark(moments.PLACED)
+            self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
+            prepared = self._hashed(request, worker.identity.layout)
+            self._poison.check(prepared.request_digest)
+            if not prepared.remaining_s:
+                raise self._too_late()
+            record = self._record.attempt(number, decision.placement)
+            try:
+                with record:
+                    return await self._attempt(record.carried_by(prepared), number, decision, worker)
+            except AttemptFailed as failure:
+                log.info("request %s: attempt %d failed: %s", self.request_id, number, failure)
+                number += 1
+                self._go_on_after(failure, worker, prepared, number)
+            blamed = frozenset((worker.key,))
+            await asyncio.sleep(BACKOFF_S * 2 ** (number - 1) * random.uniform(0.5, 1.5))
+
+    async def _attempt(
+        self, prepared: PreparedRequest, number: int, decision: RoutingDecision, worker: Worker
+    ) -> Embedded:
+        """Raises: AttemptFailed."""
+        booking = worker.book(decision.placement.prefill_share)
+        try:
+            embedded = await embed(worker, prepared, number)
+        except LegFailed as failure:
+            if isinstance(failure.error, Draining):
+                worker.refuse_more()
+            raise AttemptFailed(failure.error, worker, died=failure.died) from failure
+        finally:
+            booking.end()
+        self.timeline.merge(embedded.moments)
+        return embedded
+
+    def _go_on_after(
+        self, failure: AttemptFailed, worker: Worker, prepared: PreparedRequest, num_attempts: int
+    ) -> None:
+        """Raises the failure's error when there is to be no other attempt."""
+        error = failure.error
+        if failure.died:
+            self._deaths.add(worker.key)
+            if len(self._deaths) >= DEATHS:
+                self._poison.add(prepared.request_digest)
+                raise WorkerLost(
+                    f"{DEATHS} workers died while they served this request; last: {error.message}"
+                ) from failure
+        if not error.retryable or num_attempts >= self._settings.max_attempts:
+            raise error
+
+    async def _limits(self) -> Limits:
+        limits = await self._fleet.wait_for(lambda: Limits.of(self._workers()), self._patience_s)
+        if limits is None:
+            raise self._no_worker()
+        return limits
+
+    async def _place(self, request: TokenizedRequest, attempt: int, blamed: frozenset[WorkerKey]) -> RoutingDecision:
+        def look() -> RoutingDecision | None:
+            return self._placer.place(
+                self.request_id,
+                attempt,
+                num_tokens=len(request.token_ids),
+                max_tokens=0,
+                hashes=lambda layout: self._known_hashes(request, layout),
+                blamed=blamed,
+                dead=self._deaths,
+                embeds=True,
+            )
+
+        decision = await self._fleet.wait_for(look, self._patience_s)
+        if decision is None:
+            raise self._no_worker()
+        return decision
+
+    def _known_hashes(self, request: TokenizedRequest, layout: KvLayout) -> list[bytes]:
+        """What of the prompt a cache may serve: nothing of a mean."""
+        return self._hashed(request, layout).block_hashes if self._request.pooling.reads_prefix_cache else []
+
+    def _hashed(self, request: TokenizedRequest, layout: KvLayout) -> PreparedRequest:
+        key = (layout.model_fingerprint, layout.block_size)
+        if key not in self._prepared:
+            self._prepared[key] = self._preparation.hashed(request, layout)
+        return self._prepared[key]
+
+    def _workers(self) -> list[Worker]:
+        return [worker for worker in self._fleet.workers(WorkerRole.PREFILL) if worker.identity.hidden_size]
+
+    @property
+    def _patience_s(self) -> float:
+        """How long to wait for a worker: not at all in a fleet that has none of the kind."""
+        return WAIT_FOR_WORKER_S if self._fleet.counts()[WorkerRole.PREFILL.value]["addresses"] else 0.0
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        sizes = [worker.identity.layout.block_size for worker in self._workers()]
+        return -(-num_tokens // min(sizes)) if sizes else 0
+
+    def _too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the request was not done within {self._request.timeout_s:g} s")
+
+    def _no_worker(self) -> WorkerLost:
+        return WorkerLost(
+            f"embeddings are computed by prefill workers, and none could serve this: "
+            f"{self._fleet.describe(WorkerRole.PREFILL)}"
+        )

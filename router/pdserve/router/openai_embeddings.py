@@ -1,0 +1,77 @@
+"""OpenAI's `/v1/embeddings`: what clients may send, and what they get."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Any, Literal
+
+import msgspec
+
+from pdserve.common.pooling_params import PoolingParams, PoolingType
+from pdserve.router.openai_prompts import OpenAIPrompts, as_prompts
+from pdserve.router.preparation import EmbeddingRequest
+from pdserve.router.request_run import Usage
+
+EncodingFormat = Literal["float", "base64"]
+
+
+class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    input: OpenAIPrompts
+    model: str | None = None
+    dimensions: int | None = None
+    encoding_format: EncodingFormat | None = None
+    user: str | None = None
+    # extensions
+    pooling_type: PoolingType | None = None
+    normalize: bool | None = None
+    cache_salt: str | None = None
+
+    def requests(self, timeout_s: float, trace_headers: dict[str, str]) -> list[EmbeddingRequest]:
+        """One an input. Raises: InvalidRequest."""
+        prompts = as_prompts(self.input, "input")
+        pooling = PoolingParams(
+            pooling_type=self.pooling_type or "last",
+            normalize=self.normalize is not False,
+            dimensions=self.dimensions,
+        )
+        pooling.verify()
+        return [
+            EmbeddingRequest(
+                prompt=prompt,
+                field="input" if len(prompts) == 1 else f"input[{place}]",
+                pooling=pooling,
+                cache_salt=self.cache_salt or None,
+                timeout_s=timeout_s,
+                trace_headers=trace_headers,
+            )
+            for place, prompt in enumerate(prompts)
+        ]
+
+
+def embeddings_json(
+    vectors: list[list[float]], usage: Usage, model: str, encoding_format: EncodingFormat | None
+) -> dict[str, Any]:
+    """The body of an answer."""
+    return {
+        "object": "list",
+        "data": [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _base64(vector) if encoding_format == "base64" else vector,
+            }
+            for index, vector in enumerate(vectors)
+        ],
+        "model": model,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "total_tokens": usage.prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        },
+    }
+
+
+def _base64(vector: list[float]) -> str:
+    """float32, little-endian."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")

@@ -1,0 +1,22 @@
+"""Prompts and inputs as OpenAI's clients write them: a text, token ids, or a list of either."""
+
+from __future__ import annotations
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.text.prompt import TextInput, TokenInput
+
+OpenAIPrompts = str | list[int | str | list[int]]
+
+
+def as_prompts(given: OpenAIPrompts, field: str) -> list[TextInput | TokenInput]:
+    """One or many. field: what the client calls them. Raises: InvalidRequest."""
+    if isinstance(given, str):
+        return [TextInput(given)]
+    if not given:
+        raise InvalidRequest(f"{field} is empty, at least one token is needed", field)
+    kinds = {type(part) for part in given}
+    if len(kinds) > 1:
+        raise InvalidRequest(f"{field} mixes kinds: strings, token ids, or lists of token ids are needed", field)
+    if kinds == {int}:
+        return [TokenInput([part for part in given if isinstance(part, int)])]
+    return [TokenInput(part) if isinstance(part, list) else TextInput(str(part)) for part in given]

@@ -1,0 +1,107 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.sampling_params import verify_token_ids
+from pdserve.router.api_keys import ApiKeys
+from pdserve.router.generation_response import JSON
+from pdserve.router.inference import Inference
+from pdserve.router.request_body import read_body
+from pdserve.text.tokenizer import Tokenizer
+
+
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    """Default: true for a prompt; false for messages, whose template writes them."""
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    def verify(self) -> None:
+        """Raises: InvalidRequest."""
+        if (self.prompt is None) == (self.messages is None):
+            given = "neither is given" if self.prompt is None else "both are given"
+            raise InvalidRequest(f"one of prompt and messages is needed, {given}", "prompt")
+        if self.messages is None:
+            for field in ("add_generation_prompt", "chat_template_kwargs"):
+                if getattr(self, field) is not None:
+                    raise InvalidRequest(f"{field} needs messages, but prompt is given", field)
+        elif not self.messages:
+            raise InvalidRequest("messages is empty, at least one message is needed", "messages")
+
+    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """Raises: InvalidRequest, also what the chat template raises."""
+        if self.prompt is not None:
+            return tokenizer.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
+        variables: Mapping[str, Any] = self.chat_template_kwargs or {}
+        text = tokenizer.apply_chat_template(
+            self.messages or [],
+            add_generation_prompt=self.add_generation_prompt is not False,
+            variables=variables,
+        )
+        return tokenizer.encode(text, add_special_tokens=bool(self.add_special_tokens))
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+class TokenizationHttp:
+    """Two endpoints that need no worker."""
+
+    def __init__(self, inference: Inference, keys: ApiKeys) -> None:
+        self._inference = inference
+        self._keys = keys
+        self.routes = [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        with self._inference.telemetry.refusals():
+            self._keys.check(request.headers.get("authorization"))
+            body = await read_body(request, TokenizeBody)
+            self._inference.check_model(body.model)
+            body.verify()
+            tokenizer = self._inference.tokenizer
+            token_ids = await self._inference.preparation.in_thread(lambda: body.token_ids(tokenizer))
+        limits = self._inference.limits()
+        return _json(
+            {
+                "count": len(token_ids),
+                "max_model_len": limits.max_model_len if limits else None,
+                "tokens": token_ids,
+                "token_strs": tokenizer.token_strings(token_ids) if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        with self._inference.telemetry.refusals():
+            self._keys.check(request.headers.get("authorization"))
+            body = await read_body(request, DetokenizeBody)
+            self._inference.check_model(body.model)
+            tokenizer, limits = self._inference.tokenizer, self._inference.limits()
+            verify_token_ids("tokens", body.tokens, limits.vocab_size if limits else tokenizer.vocab_size)
+            text = await self._inference.preparation.in_thread(
+                lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
+            )
+        return _json({"prompt": text})
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type=JSON)

@@ -1,0 +1,354 @@
+"""Embeddings through the router: what clients send and get, what a prefill worker is asked, and what may go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+
+import grpc
+import pytest
+from fake_worker import HIDDEN_SIZE, MAX_MODEL_LEN, embedding, forever, play, tokens
+from openai import AsyncOpenAI
+from otlp_receiver import otlp_receiver
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.common.errors import Draining, InvalidRequest, Overloaded
+from pdserve.common.rpc import ERROR_CODE_KEY
+from pdserve.v1 import inference_pb2, prefill_pb2, request_pb2
+
+DEFAULT = request_pb2.PoolingParams()
+
+
+@pytest.fixture
+async def prefill(cluster):
+    """The prefill worker of a fleet of one."""
+    await cluster.start(prefill=1, decode=0)
+    return cluster.of("prefill")
+
+
+async def embed(cluster, **body):
+    return await cluster.http.post("/v1/embeddings", json={"input": "hello", **body})
+
+
+async def vectors(cluster, **body):
+    response = await embed(cluster, **body)
+    assert response.status_code == 200, response.text
+    data = response.json()["data"]
+    assert [entry["index"] for entry in data] == list(range(len(data)))
+    return [entry["embedding"] for entry in data]
+
+
+def grpc_request(*texts, **fields):
+    inputs = [inference_pb2.EmbedInput(text=inference_pb2.TextPrompt(text=text)) for text in texts]
+    return inference_pb2.EmbedRequest(inputs=inputs, **fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("hello", [tokens("hello")]),
+        (["b", "a", "cc"], [tokens("b"), tokens("a"), tokens("cc")]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5], [6, 7]], [[5], [6, 7]]),
+    ],
+)
+async def test_every_kind_of_input(cluster, prefill, given, prompts):
+    response = await embed(cluster, input=given, model="fake-model", user="someone")
+    answer = response.json()
+    assert answer["object"] == "list"
+    assert answer["model"] == "fake-model"
+    assert [entry["embedding"] for entry in answer["data"]] == [embedding(prompt, DEFAULT) for prompt in prompts]
+    assert {entry["object"] for entry in answer["data"]} == {"embedding"}
+    total = sum(map(len, prompts))
+    details = {"cached_tokens": 2 * len(prompts)}
+    assert answer["usage"] == {"prompt_tokens": total, "total_tokens": total, "prompt_tokens_details": details}
+    assert response.headers["x-request-id"] in prefill.calls[0].request.request.request_id
+    # however they came in
+    assert sorted(list(call.request.request.prompt_token_ids) for call in prefill.calls) == sorted(prompts)
+
+
+async def test_what_is_asked_of_the_worker(cluster, prefill):
+    trace = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    body = {"input": "hey", "pooling_type": "mean", "normalize": False, "dimensions": 3, "cache_salt": "tenant"}
+    response = await cluster.http.post("/v1/embeddings", json=body, headers={"traceparent": trace})
+    assert len(response.json()["data"][0]["embedding"]) == 3
+    await embed(cluster, input="hey")
+    salted, plain = (call.request for call in prefill.calls)
+    pooling = salted.request.pooling
+    assert (pooling.pooling_type, pooling.normalize, pooling.dimensions) == (request_pb2.POOLING_TYPE_MEAN, False, 3)
+    pooling = plain.request.pooling
+    assert (pooling.pooling_type, pooling.normalize) == (request_pb2.POOLING_TYPE_LAST, True)
+    assert not pooling.HasField("dimensions")
+    assert salted.request.hash_root != plain.request.hash_root
+    assert salted.request.trace_headers["traceparent"].split("-")[1] == "ab" * 16
+    assert 0 < salted.request.deadline_s <= 600
+    assert plain.attempt.number == 0
+
+
+async def test_base64_is_float32(cluster, prefill):
+    plain = await vectors(cluster, input=["a", "b"], encoding_format="float")
+    encoded = await vectors(cluster, input=["a", "b"], encoding_format="base64")
+    assert [list(struct.unpack(f"<{HIDDEN_SIZE}f", base64.b64decode(text))) for text in encoded] == plain
+
+
+async def test_the_openai_client_asks_for_base64_by_itself(cluster, prefill):
+    base_url = f"http://{cluster.addresses[0]}/v1"
+    async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        answer = await client.embeddings.create(model="fake-model", input=["a", "bc"], dimensions=4)
+        listed = await client.embeddings.create(model="fake-model", input=[tokens("a")], encoding_format="float")
+    pooling = request_pb2.PoolingParams(dimensions=4)
+    assert [entry.embedding for entry in answer.data] == [embedding(tokens(t), pooling) for t in ("a", "bc")]
+    assert listed.data[0].embedding == embedding(tokens("a"), DEFAULT)
+    assert answer.usage.total_tokens == 3
+
+
+async def test_over_grpc(cluster, prefill):
+    request = grpc_request("hey", pooling=request_pb2.PoolingParams(dimensions=2))
+    request.inputs.add().tokens.token_ids.extend([5, 6])
+    call = cluster.grpc.Embed(request)
+    answer = await call
+    expected = [embedding(prompt, request.pooling) for prompt in (tokens("hey"), [5, 6])]
+    assert [list(entry.values) for entry in answer.embeddings] == expected
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.cached_tokens) == (5, 0, 4)
+    assert dict(await call.initial_metadata())["x-request-id"] == answer.request_id
+    assert {"arrived", "tokenized", "prefill_computed", "finished"} <= {moment.name for moment in answer.moments}
+    assert (await cluster.grpc.GetModel(inference_pb2.GetModelRequest())).hidden_size == HIDDEN_SIZE
+
+
+async def test_a_prompt_may_have_the_models_whole_length(cluster, prefill):
+    await vectors(cluster, input="x" * MAX_MODEL_LEN)
+    response = await embed(cluster, input=["x", "x" * (MAX_MODEL_LEN + 1)])
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("prompt_too_long", "input[1]")
+    assert "257 tokens; the model's length is 256" in error["message"]
+
+
+async def test_more_dimensions_than_the_model_has(cluster, prefill):
+    response = await embed(cluster, dimensions=HIDDEN_SIZE + 1)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "dimensions"
+    assert "from 1 to 8, the model's hidden size, not 9" in response.json()["error"]["message"]
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await cluster.grpc.Embed(grpc_request("x", pooling=request_pb2.PoolingParams(dimensions=9)))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not prefill.calls
+
+
+async def test_an_answer_that_fits_into_no_message_is_refused_before_it_is_computed(cluster, prefill):
+    request = grpc_request(*["x"] * 2048, pooling=request_pb2.PoolingParams(dimensions=4096))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await cluster.grpc.Embed(request)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "inputs has 2048 entries" in refused.value.details()
+    assert not prefill.calls
+
+
+async def test_a_fleet_without_prefill_workers_says_so_at_once(cluster):
+    await cluster.start(prefill=0, decode=1)
+    async with asyncio.timeout(2):
+        response = await embed(cluster)
+    assert response.status_code == 503
+    error = response.json()["error"]
+    assert error["code"] == "worker_lost"
+    assert (
+        "embeddings are computed by prefill workers, and none could serve this: no prefill address" in error["message"]
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await cluster.grpc.Embed(grpc_request("x"))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_worker_that_computes_none_is_not_asked(cluster):
+    old, new = cluster.worker("prefill"), cluster.worker("prefill")
+    old.hidden_size = 0
+    await old.start()
+    await new.start()
+    await cluster.start(prefill=0, decode=1)
+    for _ in range(4):
+        await vectors(cluster)
+    assert (len(old.calls), len(new.calls)) == (0, 4)
+
+
+@pytest.mark.parametrize("error", [Draining("leaves"), Overloaded("full")])
+async def test_another_worker_when_one_refuses(cluster, error):
+    await cluster.start(prefill=2, decode=0)
+    first, second = cluster.workers
+    first.scripts = second.scripts = [play(error)]
+    assert await vectors(cluster) == [embedding(tokens("hello"), DEFAULT)]
+    assert sorted(call.request.attempt.number for worker in cluster.workers for call in worker.calls) == [0, 1]
+    assert len(first.calls) == len(second.calls) == 1
+
+
+async def test_what_a_worker_refuses_for_good_is_the_answer(cluster, prefill):
+    prefill.scripts = [play(InvalidRequest("no", "dimensions"))]
+    response = await embed(cluster)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "no"
+    assert len(prefill.calls) == 1
+
+
+async def test_a_vector_of_another_length_is_an_error(cluster, prefill):
+    prefill.scripts = [play(prefill_pb2.PoolingResponse(values=[1.0]))]
+    response = await embed(cluster)
+    assert response.status_code == 500
+    assert "sent 1 numbers, 8 were asked for" in response.json()["error"]["message"]
+
+
+async def test_a_worker_that_dies_is_replaced_and_two_are_enough(cluster):
+    await cluster.start(prefill=2, decode=0, policy="round_robin")
+    first, second = cluster.workers
+
+    async def die(worker, call):
+        await worker.kill()
+
+    first.scripts = [play(die, forever)]
+    assert await vectors(cluster) == [embedding(tokens("hello"), DEFAULT)]
+    await first.start()
+    await cluster.live(prefill=2)
+    first.scripts, second.scripts = [play(die, forever)], [play(die, forever)]
+    response = await embed(cluster, input="poison")
+    assert response.status_code == 503
+    assert "2 workers died while they served this request" in response.json()["error"]["message"]
+    await first.start()
+    await cluster.live(prefill=1)
+    response = await embed(cluster, input="poison")
+    assert "it is refused for another" in response.json()["error"]["message"]
+    assert await vectors(cluster) == [embedding(tokens("hello"), DEFAULT)]
+
+
+async def test_one_input_that_fails_ends_the_others(cluster, prefill):
+    begun = asyncio.Event()
+
+    async def begin(worker, call):
+        begun.set()
+        await forever(worker, call)
+
+    async def fail(worker, call):
+        await begun.wait()
+        raise InvalidRequest("not this one")
+
+    prefill.scripts = [play(begin), play(fail)]
+    response = await embed(cluster, input=["a", "b"])
+    assert response.json()["error"]["message"] == "not this one"
+    async with asyncio.timeout(5):
+        for call in prefill.calls:
+            await call.ended.wait()
+
+
+async def test_a_client_that_leaves_ends_the_call(cluster, prefill):
+    prefill.script = prefill.scripts = [play(forever), play(forever)]
+    asked = asyncio.create_task(embed(cluster))
+    await prefill.called()
+    asked.cancel()
+    await prefill.calls[0].cancelled.wait()
+    call = cluster.grpc.Embed(grpc_request("x"))
+    await prefill.called(2)
+    call.cancel()
+    await prefill.calls[1].cancelled.wait()
+    await cluster.idle()
+
+
+async def test_a_deadline_ends_it(cluster, prefill):
+    prefill.scripts = [play(forever)]
+    with pytest.raises(grpc.aio.AioRpcError) as late:
+        await cluster.grpc.Embed(grpc_request("x"), timeout=0.3)
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await prefill.calls[0].cancelled.wait()
+    assert prefill.calls[0].request.request.deadline_s <= 0.3
+
+
+async def test_keys_and_admission_hold_as_for_generations(cluster):
+    await cluster.start(
+        prefill=1, decode=0, api_keys=("k1",), max_running_requests=1, max_queued_requests=1, max_requests_per_key=8
+    )
+    worker = cluster.of("prefill")
+    assert (await embed(cluster)).status_code == 401
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await cluster.grpc.Embed(grpc_request("x"))
+    assert dict(refused.value.trailing_metadata())[ERROR_CODE_KEY] == "unauthenticated"
+    cluster.http.headers["authorization"] = "Bearer k1"
+    response = await embed(cluster, input=["a", "b", "c"])
+    assert response.status_code == 429
+    assert "max_queued_requests" in response.json()["error"]["message"]
+    assert response.headers["retry-after"]
+    response = await embed(cluster, input=["a"] * 9)
+    assert "max_requests_per_key is 8" in response.json()["error"]["message"]
+    assert not worker.calls
+    assert len(await vectors(cluster, input=["a", "b"])) == 2
+
+
+async def test_a_router_that_leaves_tells_who_is_still_there(cluster):
+    await cluster.start(prefill=1, decode=0, drain_s=0.01)
+    worker = cluster.of("prefill")
+    worker.scripts = [play(forever)]
+    asked = asyncio.create_task(embed(cluster))
+    await worker.called()
+    cluster.stop.set()
+    response = await asked
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "draining"
+    await worker.calls[0].cancelled.wait()
+
+
+async def test_metrics_and_the_placement_log(cluster, prefill):
+    await vectors(cluster, input=["aaaa", "b"])
+    await embed(cluster, dimensions=0)
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families((await cluster.http.get("/metrics")).text)
+        for sample in family.samples
+    }
+    assert samples["pdserve_requests_total", "stop"] == 2
+    assert samples["pdserve_requests_total", "invalid_request"] == 1
+    assert samples["pdserve_prompt_tokens_total",] == 5
+    assert samples["pdserve_cached_prompt_tokens_total",] == 4
+    assert samples["pdserve_output_tokens_total",] == 0
+    assert samples["pdserve_request_seconds_count",] == 2
+    assert samples["pdserve_time_to_first_token_seconds_count",] == 0
+    assert samples["pdserve_attempts_total", "ok"] == 2
+    placements = (await cluster.http.get("/debug/routing")).json()["placements"]
+    assert [(placed["kind"], placed["prefill"]) for placed in placements] == [("prefill-only", "prefill0")] * 2
+
+
+async def test_a_mean_is_not_placed_by_what_is_cached(cluster):
+    await cluster.start(prefill=2, decode=0)
+    prompt = "x" * 64
+    await vectors(cluster, input=prompt)
+    [holder] = [worker for worker in cluster.workers if worker.calls]
+    await vectors(cluster, input=prompt)
+    assert len(holder.calls) == 2
+    overlaps = []
+    for pooling_type in ("last", "mean"):
+        await vectors(cluster, input=prompt, pooling_type=pooling_type)
+        placed = (await cluster.http.get("/debug/routing")).json()["placements"][0]
+        overlaps.append(max(candidate["overlap_blocks"] for candidate in placed["candidates"]))
+    assert overlaps == [4, 0]
+
+
+async def test_one_trace(cluster):
+    with otlp_receiver() as collector:
+        await cluster.start(prefill=1, decode=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+        cluster.of("prefill").scripts = [play(Overloaded("full"))]
+        headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+        response = await cluster.http.post("/v1/embeddings", json={"input": "hello"}, headers=headers)
+        assert response.status_code == 200
+
+        def complete(found):
+            # the request's own span ends last; on a busy machine there is one of admission too
+            return any(span.name == "request" for span in found) and len(found) >= 6
+
+        spans = await asyncio.to_thread(collector.wait_for, complete, "ab" * 16)
+    names = sorted(span.name for span in spans if span.name != "admission")
+    assert names == ["attempt", "attempt", "request", "route", "route", "tokenize"]
+    (request,) = (span for span in spans if span.name == "request")
+    assert request.attributes["gen_ai.operation.name"] == "embeddings"
+    assert request.attributes["gen_ai.usage.input_tokens"] == 5
+    assert request.parent_id == "cd" * 8
+    assert not request.failed
+    attempts = [span for span in spans if span.name == "attempt"]
+    assert sorted(span.failed for span in attempts) == [False, True]
+    # the worker hangs its spans under the attempt's
+    sent = [call.request.request.trace_headers["traceparent"] for call in cluster.of("prefill").calls]
+    assert {header.split("-")[2] for header in sent} == {span.span_id for span in attempts}
