@@ -12,7 +12,7 @@ import pytest
 from llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
 
 from pdserve.common.errors import Cancelled, InvalidRequest, WorkerLost
-from pdserve.llm import LLM, AsyncLLM, RequestOutput, SamplingParams
+from pdserve.llm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 
 Running = Callable[..., Any]
 LONG = greedy(max_tokens=200)
@@ -201,3 +201,20 @@ def test_one_that_served_nobody_can_be_shut_down(folder: Path) -> None:
     assert llm.get_tokenizer().vocab_size == 320
     llm.shutdown()
     assert not llm.is_running
+
+
+async def test_deltas_and_the_end_alone(running: Running, llm: LLM) -> None:
+    params = greedy(max_tokens=20)
+    [expected] = llm.generate(TEXT, params, use_tqdm=False)[0].outputs
+    async with running() as streams, asyncio.timeout(30):
+        texts, tokens = [], []
+        async for answer in streams.generate(TEXT, greedy(max_tokens=20, output_kind=RequestOutputKind.DELTA)):
+            [delta] = answer.outputs
+            texts.append(delta.text)
+            tokens += delta.token_ids
+        assert ("".join(texts), tokens) == (expected.text, expected.token_ids)
+        assert len(texts) > 1
+        assert answer.finished
+        final = greedy(max_tokens=20, output_kind=RequestOutputKind.FINAL_ONLY)
+        [answer] = [answer async for answer in streams.generate(TEXT, final)]
+        assert answer.outputs == [expected]

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 from llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
+from logits_plugins import installed
 from oracle import Oracle
 
-from pdserve.llm import LLM
+from pdserve.common.errors import InternalError, InvalidRequest
+from pdserve.engine.logits_processors import LogitsProcessors
+from pdserve.llm import LLM, NamedLogitsProcessor, RequestOutputKind
 
 OTHER_MESSAGES = [{"role": "user", "content": "Who counted the boats?"}]
 
@@ -267,3 +270,36 @@ def test_a_stop_string_ends_the_metrics_too(llm: LLM) -> None:
     [stopped] = llm.generate(prompt, greedy(max_tokens=12, stop=(stop,)), use_tqdm=False)
     assert stopped.outputs[0].finish_reason == "stop"
     assert stopped.metrics.last_token_time <= stopped.metrics.finished_time
+
+
+def test_tokens_without_text_and_every_output_kind(llm: LLM) -> None:
+    [usual] = llm.generate(TEXT, greedy(), use_tqdm=False)
+    [silent] = llm.generate(TEXT, greedy(detokenize=False), use_tqdm=False)
+    assert silent.outputs[0].token_ids == usual.outputs[0].token_ids
+    assert silent.outputs[0].text == ""
+    for kind in RequestOutputKind:
+        # a batch is told as a whole
+        [answer] = llm.generate(TEXT, greedy(output_kind=kind), use_tqdm=False)
+        assert answer.outputs == usual.outputs
+
+
+def test_one_stop_string_may_stand_alone(llm: LLM) -> None:
+    [usual] = llm.generate(TEXT, greedy(), use_tqdm=False)
+    stop = usual.outputs[0].text[4:7]
+    [answer] = llm.generate(TEXT, greedy(stop=stop), use_tqdm=False)
+    assert answer.outputs[0].stop_reason == stop
+
+
+def test_plug_ins(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LogitsProcessors, "from_entry_points", installed)
+    llm = make_llm()
+    [usual] = ask(llm, TEXT, greedy())
+    ban = NamedLogitsProcessor(name="ban", args={"tokens": usual[:1]})
+    [other] = ask(llm, TEXT, greedy(logits_processors=[ban]))
+    assert usual[0] not in other
+    [same] = ask(llm, TEXT, greedy(logits_processors=[{"name": "ban", "args": {"tokens": usual[:1]}}]))
+    assert same == other
+    with pytest.raises(InvalidRequest, match="installed here: ban, broken, only"):
+        ask(llm, TEXT, greedy(logits_processors=[{"name": "nobody"}]))
+    with pytest.raises(InternalError, match="logits processor 'broken' failed: RuntimeError: this rule has a bug"):
+        ask(llm, TEXT, greedy(logits_processors=[{"name": "broken", "args": {"how": "raise"}}]))

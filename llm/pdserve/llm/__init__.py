@@ -1,8 +1,11 @@
 """Offline Python API: `LLM` for batches, `AsyncLLM` for streams, one engine in this process. Knows no network."""
 
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.pooling_params import PoolingParams
+from pdserve.common.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
 from pdserve.common.structured_outputs import StructuredOutputsParams
 from pdserve.llm.async_llm import AsyncLLM
+from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from pdserve.llm.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
 from pdserve.llm.llm import LLM
 from pdserve.llm.prompts import Conversation, PromptType, TextPrompt, TokensPrompt
 from pdserve.text.output_processor import CompletionOutput, RequestOutput
@@ -10,10 +13,18 @@ from pdserve.text.output_processor import CompletionOutput, RequestOutput
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Conversation",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "NamedLogitsProcessor",
+    "PoolingParams",
     "PromptType",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "TextPrompt",

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import atexit
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from pdserve.common.engine_types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError, WorkerLost, from_code
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.pooling_params import PoolingParams
+from pdserve.common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_thread import EngineThread
 from pdserve.engine.output_stream import OutputStream
+from pdserve.llm.embedding_output import EmbeddingRequestOutput
 from pdserve.llm.local_engine import EngineOptions, LocalEngine
 from pdserve.llm.prompts import Conversation, PromptType, SaltedPrompt, as_conversation, as_prompt
-from pdserve.llm.request_factory import LocalRequest, RequestFactory
+from pdserve.llm.request_factory import RequestFactory
 from pdserve.text.output_processor import RequestOutput
 from pdserve.text.tokenizer import Tokenizer
 
@@ -39,8 +42,8 @@ class AsyncLLM:
         self._requests = RequestFactory(self._engine, seed)
         self._streams: dict[str, OutputStream] = {}
         """By the engine's request id."""
-        self._active: dict[str, LocalRequest] = {}
-        """By the caller's."""
+        self._active: dict[str, str] = {}
+        """The caller's request id -> the engine's."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: EngineThread | None = None
         self._ended_with: PdServeError | None = None
@@ -53,7 +56,9 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt: each item is the whole answer so far, the last one `finished`.
 
-        With `best_of` above n there is one item alone, since the best are known only at the end.
+        With `output_kind` `DELTA` an item is what is new, with `FINAL_ONLY` there is one. With `best_of` above n there is
+        one item alone, since the best are known only at the end.
+
         Tokens that came while the reader was busy come as one. Leaving the generator aborts the request; use
         `contextlib.aclosing` where it is left early. request_id: a name for `abort`, which no other request has now;
         default: a random one.
@@ -80,10 +85,26 @@ class AsyncLLM:
         )
         return self._answer(parse, sampling_params, request_id)
 
+    async def embed(
+        self, prompt: PromptType, pooling_params: PoolingParams | None = None, request_id: str | None = None
+    ) -> EmbeddingRequestOutput:
+        """The embedding of a prompt. pooling_params: None is last token, normalised. request_id: as in `generate`.
+
+        Raises: InvalidRequest naming the field, its value and its limit; WorkerLost, Cancelled as in `generate`;
+        Cancelled too when it was aborted.
+        """
+        thread = self._started()
+        valid = await asyncio.to_thread(self._requests.validate_embedding, as_prompt(prompt), pooling_params)
+        request = self._requests.make_embedding(valid, self._free_name(request_id))
+        with self._submitted(thread, request.request_id, request.core) as stream:
+            output = await stream.get()
+            if output.finish_reason is FinishReason.ABORT:
+                raise Cancelled(f"request {request.request_id} was aborted")
+            return request.process(output)
+
     async def abort(self, request_id: str) -> None:
         """End a request: its stream ends with finish reason `abort`. Harmless when it is not there."""
-        if (request := self._active.get(request_id)) is not None and self._thread is not None:
-            engine_id = request.core.request_id
+        if (engine_id := self._active.get(request_id)) is not None and self._thread is not None:
             self._thread.post(lambda core: core.abort_request(engine_id))
 
     def get_tokenizer(self) -> Tokenizer:
@@ -124,28 +145,41 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         thread = self._started()
         valid = await asyncio.to_thread(self._requests.validate, parse(), sampling_params)
+        request = self._requests.make(valid, self._free_name(request_id))
+        kind = valid.params.output_kind
+        with self._submitted(thread, request.processor.request_id, request.core) as stream:
+            async for output in stream:
+                delta = request.process(output)
+                if request.ended_here(output):
+                    thread.post(partial(_end_sequence, request.core.request_id, output.index))
+                if delta is not None and not request.is_open:
+                    if kind is RequestOutputKind.DELTA and not request.is_best_of:
+                        yield request.processor.request_output([delta])
+                    elif kind is not RequestOutputKind.FINAL_ONLY or request.finished:
+                        yield request.answer
+                if request.finished:
+                    return
+
+    def _free_name(self, request_id: str | None) -> str:
+        """Raises: InvalidRequest for a name that another request has now; what ended the engine meanwhile."""
         self._require_running()
-        request_id = secrets.token_hex(8) if request_id is None else request_id
         if request_id in self._active:
             raise InvalidRequest(f"request_id is {request_id!r}, which another request has now", "request_id")
-        request = self._requests.make(valid, request_id)
-        engine_id = request.core.request_id
-        stream = self._streams[engine_id] = OutputStream(engine_id, num_sequences=request.core.n)
-        self._active[request_id] = request
-        thread.post(lambda core: core.add_request(request.core))
+        return secrets.token_hex(8) if request_id is None else request_id
+
+    @contextmanager
+    def _submitted(self, thread: EngineThread, request_id: str, core: EngineCoreRequest) -> Iterator[OutputStream]:
+        """The outputs of a request, which ends when the context is left. request_id: the caller's."""
+        engine_id = core.request_id
+        stream = self._streams[engine_id] = OutputStream(engine_id, num_sequences=core.n)
+        self._active[request_id] = engine_id
+        thread.post(lambda engine: engine.add_request(core))
         try:
-            async for output in stream:
-                new = request.process(output)
-                if request.ended_here(output):
-                    thread.post(partial(_end_sequence, engine_id, output.index))
-                if new is not None and not request.is_open:
-                    yield request.answer
-                if request.processor.finished:
-                    return
+            yield stream
         finally:
             del self._streams[engine_id], self._active[request_id]
             if not stream.has_ended:
-                thread.post(lambda core: core.abort_request(engine_id))
+                thread.post(lambda engine: engine.abort_request(engine_id))
 
     def _started(self) -> EngineThread:
         """The engine's thread, bound to the running loop. Raises: what ended it."""

@@ -8,14 +8,18 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
+import msgspec
 import torch
 
-from pdserve.common.errors import InternalError, InvalidRequest
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.output_stream import engine_error
+from pdserve.llm.beam_search import Beam, BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence, BeamStep
+from pdserve.llm.embedding_output import EmbeddingRequestOutput
+from pdserve.llm.engine_run import run_batch
 from pdserve.llm.local_engine import EngineOptions, LocalEngine
 from pdserve.llm.progress import MakeBar, Progress
 from pdserve.llm.prompts import (
@@ -28,12 +32,11 @@ from pdserve.llm.prompts import (
     is_one_prompt,
     named,
 )
-from pdserve.llm.request_factory import LocalRequest, RequestFactory
+from pdserve.llm.request_factory import LocalEmbedding, LocalRequest, RequestFactory, ValidRequest, checked
 from pdserve.text.output_processor import RequestOutput
 from pdserve.text.tokenizer import Tokenizer
 
-_GRAMMAR_POLL_S = 0.05
-"""While only grammars are awaited: how often to look at their deadlines."""
+P = TypeVar("P", bound=msgspec.Struct)
 
 
 class LLM:
@@ -73,11 +76,8 @@ class LLM:
         Raises: InvalidRequest naming the field, its value and its limit, before anything is computed. After any other
         error, Ctrl-C included, the engine is empty and ready.
         """
-        if is_one_prompt(prompts):
-            return self._answer(as_prompt, [prompts], None, sampling_params, use_tqdm)
-        if not isinstance(prompts, Sequence):
-            raise InvalidRequest(f"prompts must be a prompt or a list of them, not {type(prompts).__name__}", "prompts")
-        return self._answer(as_prompt, prompts, "prompts", sampling_params, use_tqdm)
+        values, label = _many_prompts(prompts)
+        return self._answer(as_prompt, values, label, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -100,6 +100,93 @@ class LLM:
         if is_one_conversation(messages):
             return self._answer(parse, [messages], None, sampling_params, use_tqdm)
         return self._answer(parse, messages, "conversations", sampling_params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | MakeBar = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt, in the order of the prompts.
+
+        prompts: as in `generate`. pooling_params: for all prompts, or one for each; None: last token, normalised.
+        Raises: as `generate` does.
+        """
+        values, label = _many_prompts(prompts)
+        params = _for_each(pooling_params, len(values), PoolingParams, "pooling_params")
+        with self._exclusive() as (engine, core):
+            valid = []
+            for place, value in enumerate(values):
+                with named(None if label is None else f"{label}[{place}]"):
+                    valid.append(self._requests.validate_embedding(as_prompt(value), params[place]))
+            requests = [self._requests.make_embedding(request) for request in valid]
+            with self._computing(engine, len(requests), use_tqdm) as progress:
+
+                def count(request: LocalEmbedding) -> None:
+                    progress.finished(len(request.core.prompt_token_ids), 0)
+
+                run_batch(core, requests, count)
+        return [request.output for request in requests if request.output is not None]
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | MakeBar = True,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best continuations of each prompt that a beam search finds.
+
+        prompts: as in `generate`. Raises: as `generate` does.
+        """
+        values, label = _many_prompts(prompts)
+        params = checked(params, BeamSearchParams, "params")
+        eos = self._tokenizer.eos_token_ids
+        with self._exclusive() as (engine, core):
+            valid = []
+            for place, value in enumerate(values):
+                with named(None if label is None else f"{label}[{place}]"):
+                    valid.append(self._requests.validate_beams(as_prompt(value), params))
+            searches = [BeamSearch(params, eos) for _ in valid]
+            with self._computing(engine, len(searches), use_tqdm) as progress:
+                open_searches = list(zip(valid, searches, strict=True))
+                while open_searches:
+                    self._advance(core, open_searches)
+                    for request, search in open_searches:
+                        if search.done:
+                            num_tokens = sum(len(one.beam.token_ids) for one in search.finished)
+                            progress.finished(len(request.encoded.token_ids), num_tokens)
+                    open_searches = [(request, search) for request, search in open_searches if not search.done]
+        return [self._beams_of(request, search) for request, search in zip(valid, searches, strict=True)]
+
+    def _advance(self, core: EngineCore, searches: Sequence[tuple[ValidRequest, BeamSearch]]) -> None:
+        """One token for every live beam of all of them, together."""
+        steps: list[list[BeamStep]] = [
+            [self._requests.make_beam_step(request, beam.token_ids) for beam in search.live]
+            for request, search in searches
+        ]
+        run_batch(core, [step for of_search in steps for step in of_search], lambda step: None)
+        for (_, search), of_search in zip(searches, steps, strict=True):
+            search.advance([step.candidates for step in of_search])
+
+    def _beams_of(self, request: ValidRequest, search: BeamSearch) -> BeamSearchOutput:
+        def text(beam: Beam) -> str:
+            detokenizer = self._tokenizer.detokenizer(request.encoded.token_ids)
+            return detokenizer.add(beam.token_ids) + detokenizer.flush()
+
+        return BeamSearchOutput(
+            sequences=[
+                BeamSearchSequence(
+                    tokens=[*request.encoded.token_ids, *finished.beam.token_ids],
+                    cum_logprob=finished.beam.cum_logprob,
+                    score=finished.score,
+                    text=text(finished.beam),
+                    finish_reason=search.finish_reason(finished.beam),
+                )
+                for finished in search.finished
+            ]
+        )
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -131,17 +218,28 @@ class LLM:
         """label: what many values are called; None for a single one."""
         with self._exclusive() as (engine, core):
             requests = self._prepare(parse, values, label, sampling_params)
-            progress = Progress(len(requests), use_tqdm)
-            try:
-                with _torch_threads(engine.num_threads):
-                    _run(core, requests, progress)
-            except BaseException:
-                # it may have stopped anywhere in a step: the next call gets a new engine over the same pool
-                self._core = engine.make_core()
-                raise
-            finally:
-                progress.close()
+            with self._computing(engine, len(requests), use_tqdm) as progress:
+
+                def count(request: LocalRequest) -> None:
+                    processor = request.processor
+                    progress.finished(len(processor.prompt_token_ids), processor.num_output_tokens)
+
+                run_batch(core, requests, count)
         return [request.answer for request in requests]
+
+    @contextmanager
+    def _computing(self, engine: LocalEngine, num_requests: int, use_tqdm: bool | MakeBar) -> Iterator[Progress]:
+        """Around the steps of a batch: a progress bar, torch's threads, and a sound engine after an error."""
+        progress = Progress(num_requests, use_tqdm)
+        try:
+            with _torch_threads(engine.num_threads):
+                yield progress
+        except BaseException:
+            # it may have stopped anywhere in a step: the next call gets a new engine over the same pool
+            self._core = engine.make_core()
+            raise
+        finally:
+            progress.close()
 
     def _prepare(
         self,
@@ -151,7 +249,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[LocalRequest]:
         """All of them valid. Raises: InvalidRequest; no seed was drawn then."""
-        params = _for_each(sampling_params, len(values))
+        params = _for_each(sampling_params, len(values), SamplingParams, "sampling_params")
         valid = []
         for place, value in enumerate(values):
             with named(None if label is None else f"{label}[{place}]"):
@@ -171,45 +269,24 @@ class LLM:
             self._busy.release()
 
 
-def _run(core: EngineCore, requests: Sequence[LocalRequest], progress: Progress) -> None:
-    """Step until every request has ended. Raises: the error with which the engine ended one."""
-    unfinished = {request.core.request_id: request for request in requests}
-    for request in requests:
-        core.add_request(request.core)
-    while unfinished:
-        if not core.has_work:
-            raise InternalError(f"the engine has nothing to do, but {len(unfinished)} requests have not ended")
-        core.wait_for_grammar(_GRAMMAR_POLL_S)
-        for output in core.step().outputs:
-            answered = unfinished.get(output.request_id)
-            if answered is None:
-                continue  # the last word of a request that a stop string has ended
-            if output.error_code:
-                raise engine_error(output)
-            answered.process(output)
-            if answered.ended_here(output):
-                core.end_sequence(output.request_id, output.index)
-            if answered.processor.finished:
-                del unfinished[output.request_id]
-                progress.finished(answered.processor.request_output())
+def _many_prompts(prompts: object) -> tuple[Sequence[object], str | None]:
+    """The prompts, and what many are called; None for a single one. Raises: InvalidRequest."""
+    if is_one_prompt(prompts):
+        return [prompts], None
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(f"prompts must be a prompt or a list of them, not {type(prompts).__name__}", "prompts")
+    return prompts, "prompts"
 
 
-def _for_each(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> Sequence[SamplingParams | None]:
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * num_prompts
-    if not isinstance(sampling_params, Sequence):
-        raise InvalidRequest(
-            f"sampling_params must be SamplingParams or a list of them, not {type(sampling_params).__name__}",
-            "sampling_params",
-        )
-    if len(sampling_params) != num_prompts:
-        raise InvalidRequest(
-            f"sampling_params has {len(sampling_params)} entries, one for each of {num_prompts} prompts is needed",
-            "sampling_params",
-        )
-    return sampling_params
+def _for_each(params: P | Sequence[P] | None, num_prompts: int, kind: type[P], name: str) -> Sequence[P | None]:
+    """name: what the caller calls them."""
+    if params is None or isinstance(params, kind):
+        return [params] * num_prompts
+    if not isinstance(params, Sequence):
+        raise InvalidRequest(f"{name} must be {kind.__name__} or a list of them, not {type(params).__name__}", name)
+    if len(params) != num_prompts:
+        raise InvalidRequest(f"{name} has {len(params)} entries, one for each of {num_prompts} prompts is needed", name)
+    return params
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.settings import WorkerSettings
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.loaded_model import load_model, model_folder
+from pdserve.engine.logits_processors import LogitsProcessors
 from pdserve.text.tokenizer import Tokenizer
 
 
@@ -47,6 +48,7 @@ class LocalEngine:
         self._grammars = self.model.grammar_compiler()
         # no hash leaves this process, so nobody needs to be kept from reading them
         self.hasher = BlockHasher(DEVELOPMENT_KEY, self._settings.block_size)
+        self.logits_processors = LogitsProcessors.from_entry_points()
 
     @property
     def num_threads(self) -> int:
@@ -64,7 +66,15 @@ class LocalEngine:
         """An engine with an empty cache over the one pool: the last one made owns it."""
         config = self.model.engine_config(self._settings)
         model = self.model
-        return EngineCore(config, model.decoder, model.kv_cache, self.hasher, self.vocab_size, grammars=self._grammars)
+        return EngineCore(
+            config,
+            model.decoder,
+            model.kv_cache,
+            self.hasher,
+            self.vocab_size,
+            grammars=self._grammars,
+            logits_processors=self.logits_processors,
+        )
 
 
 def _settings(options: EngineOptions) -> WorkerSettings:

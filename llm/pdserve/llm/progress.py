@@ -8,8 +8,6 @@ from typing import Protocol
 
 from tqdm.auto import tqdm
 
-from pdserve.text.output_processor import RequestOutput
-
 
 class Bar(Protocol):
     """What is used of tqdm."""
@@ -33,11 +31,12 @@ class Progress:
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
-    def finished(self, output: RequestOutput) -> None:
+    def finished(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """One more of the requests."""
         if self._bar is None:
             return
-        self._num_prompt_tokens += len(output.prompt_token_ids)
-        self._num_output_tokens += sum(len(sequence.token_ids) for sequence in output.outputs)
+        self._num_prompt_tokens += num_prompt_tokens
+        self._num_output_tokens += num_output_tokens
         seconds = max(time.monotonic() - self._started_at, 1e-6)
         self._bar.set_postfix_str(
             f"tokens/s: {self._num_prompt_tokens / seconds:.0f} in, {self._num_output_tokens / seconds:.0f} out",

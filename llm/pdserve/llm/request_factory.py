@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
-from pdserve.common.errors import InvalidRequest
+from pdserve.common.errors import InternalError, InvalidRequest, PromptTooLong
+from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.request_metrics import RequestMetrics, unix_s
 from pdserve.common.sampling_params import SamplingParams, verify_token_ids
+from pdserve.llm.beam_search import BeamSearchParams, BeamStep
+from pdserve.llm.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
 from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.prompts import SaltedPrompt
 from pdserve.text.bad_words import bad_words_token_ids
@@ -22,6 +26,7 @@ from pdserve.text.output_processor import CompletionOutput, OutputProcessor, Req
 from pdserve.text.prompt import EncodedPrompt, TokenInput, encode_prompt, resolve_max_tokens, verify_cache_salt
 
 _SEED_BITS = 63
+P = TypeVar("P", bound=msgspec.Struct)
 
 
 class ValidRequest(NamedTuple):
@@ -42,6 +47,10 @@ class LocalRequest:
     """Also in every answer of `processor`."""
     params: SamplingParams
     """As the caller gave them."""
+
+    @property
+    def finished(self) -> bool:
+        return self.processor.finished
 
     def process(self, output: EngineCoreOutput) -> CompletionOutput | None:
         """What is new in an engine's output; None if nothing is."""
@@ -66,15 +75,58 @@ class LocalRequest:
     @property
     def is_open(self) -> bool:
         """Whether it is not known yet which of its sequences the caller gets."""
-        return self.params.num_sequences > self.params.n and not self.processor.finished
+        return self.is_best_of and not self.processor.finished
+
+    @property
+    def is_best_of(self) -> bool:
+        """Whether more sequences are made than the caller gets."""
+        return self.params.num_sequences > self.params.n
 
     @property
     def answer(self) -> RequestOutput:
         """What the caller gets of it so far."""
         answer = self.processor.request_output()
-        if self.params.num_sequences > self.params.n:
+        if self.is_best_of:
             answer.outputs = best(answer.outputs, self.params)
         return answer
+
+
+class ValidEmbedding(NamedTuple):
+    """A request for an embedding that lacks its name."""
+
+    encoded: EncodedPrompt
+    params: PoolingParams
+    cache_salt: str | None
+
+
+@dataclass(slots=True)
+class LocalEmbedding:
+    """A request for an embedding, and where it comes."""
+
+    request_id: str
+    prompt: str | None
+    core: EngineCoreRequest
+    output: EmbeddingRequestOutput | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.output is not None
+
+    def ended_here(self, output: EngineCoreOutput) -> bool:
+        return False
+
+    def process(self, output: EngineCoreOutput) -> EmbeddingRequestOutput:
+        """The answer. Raises: InternalError for an end without one."""
+        if output.pooling_output is None:
+            raise InternalError(f"the engine ended an embedding without one: {output.finish_reason}")
+        self.output = EmbeddingRequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.core.prompt_token_ids,
+            outputs=EmbeddingOutput(embedding=output.pooling_output),
+            num_cached_tokens=output.num_cached_tokens,
+        )
+        return self.output
 
 
 class RequestFactory:
@@ -88,6 +140,8 @@ class RequestFactory:
         self._max_model_len = engine.model.max_model_len
         self._max_num_seqs = engine.max_num_seqs
         self._vocab_size = engine.vocab_size
+        self._logits_processors = engine.logits_processors
+        self._hidden_size = engine.model.decoder.hidden_size
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
@@ -101,11 +155,12 @@ class RequestFactory:
 
         Raises: InvalidRequest naming the field, its value and its limit.
         """
-        params = self.default_sampling_params() if sampling_params is None else checked(sampling_params)
-        encoded = encode_prompt(self._tokenizer, prompt.prompt, prompt.field)
-        if isinstance(prompt.prompt, TokenInput):
-            verify_token_ids(prompt.field, encoded.token_ids, self._vocab_size)
-        verify_cache_salt(prompt.cache_salt)
+        params = (
+            self.default_sampling_params()
+            if sampling_params is None
+            else checked(sampling_params, SamplingParams, "sampling_params")
+        )
+        encoded = self._encoded(prompt)
         max_tokens = resolve_max_tokens(
             prompt.prompt,
             len(encoded.token_ids),
@@ -118,6 +173,7 @@ class RequestFactory:
         bad_words = bad_words_token_ids(self._tokenizer, params.bad_words)
         params = msgspec.structs.replace(params, max_tokens=max_tokens, bad_words_token_ids=bad_words)
         params.verify(self._vocab_size)
+        self._logits_processors.verify(params.logits_processors, self._vocab_size)
         if params.num_sequences > self._max_num_seqs:
             field = "n" if params.best_of is None else "best_of"
             raise InvalidRequest(
@@ -126,18 +182,91 @@ class RequestFactory:
             )
         return ValidRequest(encoded, params, prompt.cache_salt)
 
+    def validate_embedding(self, prompt: SaltedPrompt, pooling_params: PoolingParams | None) -> ValidEmbedding:
+        """Tokenize and check. Raises: InvalidRequest naming the field, its value and its limit."""
+        params = PoolingParams() if pooling_params is None else checked(pooling_params, PoolingParams, "pooling_params")
+        encoded = self._encoded(prompt)
+        if len(encoded.token_ids) > self._max_model_len:
+            raise PromptTooLong(
+                f"{prompt.field} has {len(encoded.token_ids)} tokens; the model's length is {self._max_model_len} tokens",
+                prompt.field,
+            )
+        params.verify(self._hidden_size)
+        return ValidEmbedding(encoded, params, prompt.cache_salt)
+
+    def validate_beams(self, prompt: SaltedPrompt, params: BeamSearchParams) -> ValidRequest:
+        """Tokenize and check. Raises: InvalidRequest naming the field, its value and its limit."""
+        encoded = self._encoded(prompt)
+        params.verify(self._vocab_size, len(self._tokenizer.eos_token_ids))
+        resolve_max_tokens(
+            prompt.prompt,
+            len(encoded.token_ids),
+            self._max_model_len,
+            params.max_tokens,
+            field=prompt.field,
+            max_tokens_field="max_tokens",
+        )
+        step = SamplingParams(
+            temperature=0.0, max_tokens=1, logprobs=params.num_candidates(len(self._tokenizer.eos_token_ids)), seed=0
+        )
+        return ValidRequest(encoded, step, prompt.cache_salt)
+
+    def _encoded(self, prompt: SaltedPrompt) -> EncodedPrompt:
+        encoded = encode_prompt(self._tokenizer, prompt.prompt, prompt.field)
+        if isinstance(prompt.prompt, TokenInput):
+            verify_token_ids(prompt.field, encoded.token_ids, self._vocab_size)
+        verify_cache_salt(prompt.cache_salt)
+        return encoded
+
+    def make_embedding(self, request: ValidEmbedding, request_id: str | None = None) -> LocalEmbedding:
+        """The request for the engine. request_id: as in `make`."""
+        name, engine_id = self._named(request_id)
+        root = self._hasher.root(self._model_fingerprint, request.cache_salt)
+        core = EngineCoreRequest(
+            request_id=engine_id,
+            prompt_token_ids=request.encoded.token_ids,
+            pooling_params=request.params,
+            arrival_time=time.monotonic(),
+            block_hashes=self._hasher.extend(root, request.encoded.token_ids),
+            hash_root=root,
+        )
+        return LocalEmbedding(name, request.encoded.text, core)
+
+    def make_beam_step(self, request: ValidRequest, output_token_ids: Sequence[int]) -> BeamStep:
+        """What follows these output tokens?"""
+        _, engine_id = self._named(None)
+        root = self._hasher.root(self._model_fingerprint, request.cache_salt)
+        token_ids = [*request.encoded.token_ids, *output_token_ids]
+        return BeamStep(
+            EngineCoreRequest(
+                request_id=engine_id,
+                prompt_token_ids=token_ids,
+                sampling_params=request.params,
+                arrival_time=time.monotonic(),
+                block_hashes=self._hasher.extend(root, token_ids),
+                hash_root=root,
+            )
+        )
+
+    def _named(self, request_id: str | None) -> tuple[str, str]:
+        """The caller's name for a request, by default its number, and the engine's.
+
+        A caller may use a name again: its number keeps a late output of the first from the second.
+        """
+        number = next(self._numbers)
+        name = str(number) if request_id is None else request_id
+        return name, f"{name}.{number}.0"
+
     def make(self, request: ValidRequest, request_id: str | None = None) -> LocalRequest:
         """The request for the engine. request_id: the caller's name for it; default: its number."""
-        number = next(self._numbers)
-        request_id = str(number) if request_id is None else request_id
+        request_id, engine_id = self._named(request_id)
         encoded, params, cache_salt = request
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(_SEED_BITS))
         engine_params = for_engines(params)
         root = self._hasher.root(self._model_fingerprint, cache_salt)
         core = EngineCoreRequest(
-            # a caller may use a name again: its number keeps a late output of the first from the second
-            request_id=f"{request_id}.{number}.0",
+            request_id=engine_id,
             prompt_token_ids=encoded.token_ids,
             sampling_params=engine_params,
             n=engine_params.n,
@@ -158,15 +287,18 @@ class RequestFactory:
         return LocalRequest(core, processor, metrics, params)
 
 
-def checked(params: object) -> SamplingParams:
-    """The same, with lists as tuples. Raises: InvalidRequest for a value of another type than its field's."""
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}", "sampling_params")
+def checked(params: object, kind: type[P], name: str) -> P:
+    """The same, with lists as tuples. name: what the caller calls it.
+
+    Raises: InvalidRequest for a value of another type than its field's.
+    """
+    if not isinstance(params, kind):
+        raise InvalidRequest(f"{name} must be {kind.__name__}, not {type(params).__name__}", name)
     values = {}
-    for field in msgspec.structs.fields(SamplingParams):
+    for field in msgspec.structs.fields(kind):
         value = getattr(params, field.name)
         try:
             values[field.name] = msgspec.convert(value, field.type)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"{field.name} is {value!r:.60}: {error}", field.name) from error
-    return SamplingParams(**values)
+    return kind(**values)
