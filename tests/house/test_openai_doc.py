@@ -1,0 +1,65 @@
+"""`docs/openai.md` lists the endpoints, the fields of every body, and the values that change nothing, as the code has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+
+from pdserve.common.settings import RouterSettings
+from pdserve.router.front_http import HttpFront
+from pdserve.router.openai_embeddings import EmbeddingBody
+from pdserve.router.openai_neutral import NEUTRAL
+from pdserve.router.openai_protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from pdserve.router.tokenization_http import DetokenizeBody, TokenizeBody
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/openai.md"
+COMMON = set(GenerationBody.__struct_fields__)
+SECTIONS = {
+    "Completions and chat completions": COMMON,
+    "Completions alone": set(CompletionBody.__struct_fields__) - COMMON,
+    "Chat completions alone": set(ChatBody.__struct_fields__) - COMMON,
+    "Embeddings": set(EmbeddingBody.__struct_fields__),
+    "Tokenize": set(TokenizeBody.__struct_fields__),
+    "Detokenize": set(DetokenizeBody.__struct_fields__),
+}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Cells of the section's table, without its head."""
+    section = DOCUMENT.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_every_endpoint() -> None:
+    inference: Any = SimpleNamespace(settings=RouterSettings())
+    routes = [route for route in HttpFront(inference).app.routes if isinstance(route, Route)]
+    served = {
+        (method, route.path.replace("{model:path}", "{id}"))
+        for route in routes
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert {(method, path.strip("`")) for method, path, _ in rows("Endpoints")} == served
+
+
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_every_field(heading: str) -> None:
+    written = [field for first, *_ in rows(heading) for field in re.findall(r"`(\w+)`", first)]
+    assert len(written) == len(set(written))
+    assert set(written) == SECTIONS[heading]
+
+
+def test_every_stream_option() -> None:
+    [told] = [meaning for field, meaning in rows("Completions and chat completions") if field == "`stream_options`"]
+    assert set(StreamOptions.__struct_fields__) <= set(re.findall(r"`(\w+)`", told))
+
+
+def test_every_value_that_changes_nothing() -> None:
+    written = {field.strip("`"): values for field, values in rows("Accepted only where they change nothing")}
+    assert written == {field: ", ".join(map(json.dumps, values)) or "none" for field, values in NEUTRAL.items()}
