@@ -56,6 +56,7 @@ class Answer:
     num_outputs: int = 0
     logprobs: LogprobsLists | None = None
     pooling_output: list[float] | None = None
+    prompt_logprobs: LogprobsLists | None = None
 
     def add(self, output: EngineCoreOutput) -> None:
         assert self.finish_reason is None, f"{output.request_id} said something after its end"
@@ -73,6 +74,9 @@ class Answer:
         self.num_cached_tokens = output.num_cached_tokens
         self.transfer_unwanted = output.transfer_unwanted
         self.pooling_output = output.pooling_output
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "the prompt's log-probabilities came twice"
+            self.prompt_logprobs = output.prompt_logprobs
 
 
 class Harness:

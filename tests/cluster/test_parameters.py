@@ -49,6 +49,27 @@ def check(oracle: Oracle, messages: list[inference_pb2.GenerateResponse], params
     return answer
 
 
+async def check_prompt(oracle: Oracle, http: httpx.AsyncClient) -> None:
+    """Both of HTTP's ways to ask for a prompt's log-probabilities."""
+    of_prompt = torch.log_softmax(oracle.logits(PROMPT), -1)
+    expected = [float(of_prompt[place, token_id]) for place, token_id in enumerate(PROMPT[1:])]
+    body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    choice = (await http.post("/v1/completions", json=body | {"prompt_logprobs": 2})).json()["choices"][0]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert [entry[str(token)]["logprob"] for entry, token in zip(others, PROMPT[1:], strict=True)] == pytest.approx(
+        expected, abs=1e-4
+    )
+    assert choice["logprobs"] is None
+    echoed = (await http.post("/v1/completions", json=body | {"echo": True, "logprobs": 1})).json()["choices"][0]
+    assert [len(values) for values in echoed["logprobs"].values()] == [len(PROMPT) + 3] * 4
+    assert echoed["logprobs"]["token_logprobs"][0] is None
+    assert echoed["logprobs"]["token_logprobs"][1 : len(PROMPT)] == pytest.approx(expected, abs=1e-4)
+    offsets = echoed["logprobs"]["text_offset"]
+    assert offsets == sorted(offsets)
+    assert echoed["text"][offsets[len(PROMPT)] :].startswith(echoed["logprobs"]["tokens"][len(PROMPT)])
+
+
 async def test_i1_parameters_and_log_probabilities_through_p_and_d(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -79,7 +100,18 @@ async def test_i1_parameters_and_log_probabilities_through_p_and_d(
         body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 2}
         async with httpx.AsyncClient(base_url=f"http://{cluster.router.http}", trust_env=False, timeout=30) as http:
             logprobs = (await http.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
-        assert [len(values) for values in logprobs.values()] == [MAX_TOKENS] * 4
-        assert sum(logprobs["token_logprobs"]) == pytest.approx(messages[-1].cumulative_logprob, abs=1e-3)
+            assert [len(values) for values in logprobs.values()] == [MAX_TOKENS] * 4
+            assert sum(logprobs["token_logprobs"]) == pytest.approx(messages[-1].cumulative_logprob, abs=1e-3)
+            await check_prompt(oracle, http)
+        async with InferenceClient(cluster.router.address) as client:
+            messages = await ask(client, prompt_logprobs=NUM_TOP, n=2)
+            firsts = [message for message in messages if message.prompt_logprobs]
+            assert sorted(message.index for message in firsts) == [0, 1]
+            of_prompt = torch.log_softmax(oracle.logits(PROMPT), -1)
+            for place, entry in enumerate(firsts[0].prompt_logprobs):
+                assert entry.sampled.token_id == PROMPT[place + 1]
+                assert abs(entry.sampled.logprob - float(of_prompt[place, PROMPT[place + 1]])) < 1e-4
+                assert len(entry.top) == NUM_TOP
+            assert len(firsts[0].prompt_logprobs) == len(PROMPT) - 1
         cluster.check_pools()
         cluster.check_logs()

@@ -18,6 +18,7 @@ from pdserve.common.prepared_request import PreparedRequest, ResumeState
 from pdserve.common.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
 from pdserve.common.structured_outputs import StructuredOutputsParams
 from pdserve.common.wire import (
+    PIECE_BYTES,
     finish_reason_from_wire,
     finish_reason_to_wire,
     layout_from_wire,
@@ -29,6 +30,7 @@ from pdserve.common.wire import (
     pooling_from_wire,
     prepared_from_wire,
     prepared_to_wire,
+    prompt_logprobs_to_wire,
     sampling_from_wire,
     sampling_to_wire,
 )
@@ -81,6 +83,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         allowed_token_ids=draw(st.none() | st.lists(TOKENS, min_size=1, max_size=4).map(tuple)),
         bad_words=tuple(draw(st.lists(st.text(min_size=1, max_size=9), max_size=4))),
         bad_words_token_ids=tuple(draw(st.lists(st.lists(TOKENS, min_size=1, max_size=3).map(tuple), max_size=3))),
+        prompt_logprobs=draw(st.none() | st.integers(0, 20)),
         logprobs=draw(st.none() | st.integers(0, 20)),
         output_kind=draw(st.sampled_from(RequestOutputKind)),
         logits_processors=tuple(draw(st.lists(logits_processors(), max_size=2))),
@@ -290,3 +293,19 @@ def test_log_probabilities_come_back_as_they_were(width: int, count: int, data: 
 def test_log_probabilities_whose_lists_do_not_fit_are_an_error(fields: dict[str, Any]) -> None:
     with pytest.raises(InternalError, match="log-probabilities"):
         logprobs_from_wire(request_pb2.Logprobs(**fields))
+
+
+def test_a_long_prompts_logprobs_go_in_pieces_that_fit_into_messages() -> None:
+    num_tokens, width = 20_000, 21
+    entry = [2**31 - 1] * width
+    lists = LogprobsLists([entry] * num_tokens, [[-0.5] * width] * num_tokens, [7] * num_tokens)
+    pieces = list(prompt_logprobs_to_wire(lists))
+    assert len(pieces) > 2
+    assert all(piece.ByteSize() <= PIECE_BYTES for piece in pieces)
+    place = 1
+    for piece in pieces:
+        assert piece.first_position == place
+        assert logprobs_from_wire(piece.logprobs).logprob_token_ids[0] == entry
+        place += len(piece.logprobs.sampled_ranks)
+    assert place == num_tokens + 1
+    assert list(prompt_logprobs_to_wire(None)) == []

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
 from logits_plugins import installed
 from oracle import Oracle
@@ -303,3 +304,17 @@ def test_plug_ins(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch)
         ask(llm, TEXT, greedy(logits_processors=[{"name": "nobody"}]))
     with pytest.raises(InternalError, match="logits processor 'broken' failed: RuntimeError: this rule has a bug"):
         ask(llm, TEXT, greedy(logits_processors=[{"name": "broken", "args": {"how": "raise"}}]))
+
+
+def test_a_prompts_log_probabilities_are_those_of_transformers(llm: LLM, oracle: Oracle) -> None:
+    prompt = prompts_of([40])[0]
+    answer = llm.generate([prompt], greedy(prompt_logprobs=2), use_tqdm=False)[0]
+    expected = torch.log_softmax(oracle.logits(prompt), -1)
+    assert answer.prompt_logprobs is not None
+    assert answer.prompt_logprobs[0] is None
+    for place, candidates in enumerate(answer.prompt_logprobs[1:]):
+        assert candidates is not None
+        assert candidates[prompt[place + 1]].logprob == pytest.approx(
+            float(expected[place, prompt[place + 1]]), abs=1e-4
+        )
+    assert llm.generate([prompt], greedy(), use_tqdm=False)[0].prompt_logprobs is None

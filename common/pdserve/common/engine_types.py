@@ -185,6 +185,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     """With the first output: when each chunk of the prompt was computed, `time.monotonic()` seconds, and its tokens."""
     new_logprobs: LogprobsLists | None = None
     """Of the new tokens, where the request asks for them."""
+    prompt_logprobs: LogprobsLists | None = None
+    """With the first token: of every prompt token but the first, where the request asks for them."""
     num_preemptions: int = 0
     """How often the sequence lost its blocks, so far."""
     events: list[EngineCoreEvent] = []

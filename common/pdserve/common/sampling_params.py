@@ -102,6 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     """Whether a tokenizer that sets spaces between tokens does so between special ones too."""
     logprobs: int | None = None
     """With each token its log-probability and those of so many most likely ones; at most 20, None for none."""
+    prompt_logprobs: int | None = None
+    """Likewise of every prompt token but the first; the prompt is then computed whole, cached or not."""
     detokenize: bool = True
     """Whether tokens are made text; without it there are token ids alone, and no stop strings."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -174,6 +176,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         self._verify_logits_processors()
         if self.logprobs is not None:
             _require(0 <= self.logprobs <= max_logprobs, "logprobs", self.logprobs, f"from 0 to {max_logprobs}")
+        if (asked := self.prompt_logprobs) is not None:
+            _require(0 <= asked <= max_logprobs, "prompt_logprobs", asked, f"from 0 to {max_logprobs}")
         self.verify_sequences()
         if self.structured_outputs is not None:
             self.structured_outputs.verify()

@@ -38,6 +38,7 @@ _SAMPLING_OPTIONAL = (
     "repetition_penalty",
     "spaces_between_special_tokens",
     "logprobs",
+    "prompt_logprobs",
     "detokenize",
     "n",
     "best_of",
@@ -283,6 +284,23 @@ def logprobs_from_wire(message: request_pb2.Logprobs) -> LogprobsLists:
         [list(message.logprobs[start : start + width]) for start in starts],
         list(message.sampled_ranks),
     )
+
+
+PIECE_BYTES = 1 << 20
+"""Of a prompt's log-probabilities, in one message."""
+_ENTRY_BYTES = 9
+"""Of one candidate at most: a varint of 5 bytes and a float."""
+
+
+def prompt_logprobs_to_wire(logprobs: LogprobsLists | None) -> Iterator[request_pb2.PromptLogprobs]:
+    """Of a whole prompt, in pieces."""
+    if logprobs is None:
+        return
+    width = len(logprobs.logprobs[0]) if len(logprobs) else 1
+    step = max(1, PIECE_BYTES // (width * _ENTRY_BYTES + _ENTRY_BYTES))
+    for start in range(0, len(logprobs), step):
+        piece = logprobs_to_wire(logprobs.part(start, start + step))
+        yield request_pb2.PromptLogprobs(first_position=start + 1, logprobs=piece)
 
 
 def outputs_to_wire(output: EngineCoreOutput, moment_names: Mapping[str, tuple[str, ...]]) -> request_pb2.Outputs:

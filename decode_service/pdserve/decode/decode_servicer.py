@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import grpc
 
 from pdserve.common import timeline
 from pdserve.common.deployment_key import is_loopback
-from pdserve.common.engine_types import EngineCoreRequest
+from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InvalidRequest, NeedsPrefill
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import metadata_of
-from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire
+from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire, prompt_logprobs_to_wire
 from pdserve.decode.session_servicer import LOCAL_MOMENTS, SessionServicer
 from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
@@ -126,9 +126,18 @@ async def _events(
             names = LOCAL_MOMENTS
             if not output.new_token_ids and output.finish_reason is None:
                 output = await anext(outputs)
-        yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))
+        for event in _spoken(output, names):
+            yield event
     async for output in outputs:
-        yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))
+        for event in _spoken(output, names):
+            yield event
+
+
+def _spoken(output: EngineCoreOutput, names: Mapping[str, tuple[str, ...]]) -> Iterator[decode_pb2.DecodeEvent]:
+    """What one output of the engine says to a router."""
+    for piece in prompt_logprobs_to_wire(output.prompt_logprobs):
+        yield decode_pb2.DecodeEvent(prompt_logprobs=piece)
+    yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))
 
 
 def _landed(transfer: ReceiverTransfer, block_bytes: int) -> decode_pb2.Landed:

@@ -174,7 +174,7 @@ class Admission:
         That is so when the cache has a part of its prompt and no more is missing than pays here.
         """
         limit = request.core.local_prefill_tokens
-        if limit is None:
+        if limit is None or request.sampling_params.prompt_logprobs is not None:
             return False
         cached = len(self._kv.get_computed_blocks(request, request.num_given_tokens - 1)) * self._config.block_size
         uncached = request.num_given_tokens - cached

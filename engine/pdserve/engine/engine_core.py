@@ -19,10 +19,12 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
 
 
-def _verify_free_form(params: SamplingParams) -> None:
-    """A turn of a session begins at once, without a wait for a grammar. Raises: InvalidRequest."""
+def _verify_turn(params: SamplingParams) -> None:
+    """A turn of a session begins at once, with what the last one computed. Raises: InvalidRequest."""
     if params.structured_outputs is not None:
         raise InvalidRequest("structured_outputs is not supported in a session", "structured_outputs")
+    if params.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs is not supported in a session", "prompt_logprobs")
 
 
 class EngineCore:
@@ -62,7 +64,7 @@ class EngineCore:
         """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
         request.verify_supported()
         if request.resumable:
-            _verify_free_form(request.sampling_params)
+            _verify_turn(request.sampling_params)
         if request.sampling_params.structured_outputs is not None and not self.scheduler.grammars.is_possible:
             raise InvalidRequest("structured_outputs needs a tokenizer, and this engine has none", "structured_outputs")
         num_tokens = len(request.prompt_token_ids)
@@ -105,7 +107,7 @@ class EngineCore:
     def verify_update(self, update: StreamingUpdate) -> None:
         """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
         self._verify_sampling(update.sampling_params)
-        _verify_free_form(update.sampling_params)
+        _verify_turn(update.sampling_params)
         if not update.prompt_token_ids:
             raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")
         verify_token_ids("prompt_token_ids", update.prompt_token_ids, self.vocab_size)

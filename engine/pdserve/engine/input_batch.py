@@ -14,6 +14,7 @@ from pdserve.engine.logits_plugin_stage import PluginTable
 from pdserve.engine.logits_processors import LogitsProcessors
 from pdserve.engine.penalties import PenaltyTable
 from pdserve.engine.pooler import Pooler
+from pdserve.engine.prompt_logprobs import PromptLogprobsTable
 from pdserve.engine.request import Request
 from pdserve.engine.sampler import SamplingMetadata
 from pdserve.engine.token_rules import TokenRuleTable
@@ -49,6 +50,7 @@ class InputBatch:
         self._penalties = PenaltyTable(rows)
         self._plugins = PluginTable(processors)
         self.pooler = Pooler(rows)
+        self.prompt_logprobs = PromptLogprobsTable()
         self._grammars = GrammarMaskTable(rows, vocab_size)
 
     def add(self, request: Request, block_ids: list[int]) -> None:
@@ -73,6 +75,8 @@ class InputBatch:
         self._indexes[row] = request.index
         self.num_sequences[row] = request.num_sequences
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        if request.collects_prompt_logprobs and params.prompt_logprobs is not None:
+            self.prompt_logprobs.add(row, params.prompt_logprobs)
         self._token_rules.add(row, request)
         self._plugins.add(row, params.logits_processors)
         self._penalties.set(row, params)
@@ -86,6 +90,7 @@ class InputBatch:
             self._token_rules.remove(row)
             self._plugins.remove(row)
             self.pooler.remove(row)
+            self.prompt_logprobs.remove(row)
             self._grammars.remove(row)
             self._free_rows.append(row)
 

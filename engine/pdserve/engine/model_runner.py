@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.common.engine_types import LogprobsLists
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.input_batch import InputBatch
 from pdserve.engine.logits_processors import LogitsProcessors
@@ -72,6 +73,7 @@ class ModelRunner:
         self.batch.num_computed[rows] += counts
         written = self._device_event()
 
+        prompt_logprobs = self._prompt_logprobs(hidden, rows, counts)
         ends = np.cumsum(counts) - 1
         complete = np.flatnonzero(self.batch.num_computed[rows] == self.batch.num_tokens[rows])
         pooler_output: dict[str, list[float]] = {}
@@ -81,7 +83,9 @@ class ModelRunner:
             pooler_output = self._pool(hidden, rows, ends, complete[is_pooled])
             complete = complete[~is_pooled]
         if len(complete) == 0:
-            return ModelRunnerOutput([], [], device_event=written, pooler_output=pooler_output)
+            return ModelRunnerOutput(
+                [], [], device_event=written, pooler_output=pooler_output, prompt_logprobs=prompt_logprobs
+            )
         logits = self._model.compute_logits(hidden[torch.from_numpy(ends[complete]).to(self._device)])
         sampled_rows = rows[complete]
         num_sequences = self.batch.num_sequences[sampled_rows]
@@ -93,6 +97,7 @@ class ModelRunner:
             output.logprobs.lists() if output.logprobs is not None else {},
             output.failed,
             pooler_output,
+            prompt_logprobs,
             device_event=written,
         )
 
@@ -109,6 +114,18 @@ class ModelRunner:
         output = self._sampler(logits, self.batch.sampling_metadata(rows[places], offsets))
         self.batch.append_tokens(rows, output.sampled_token_ids[firsts])
         return output
+
+    def _prompt_logprobs(
+        self, hidden: Tensor, rows: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> dict[str, LogprobsLists]:
+        """request_id -> what this step's chunk tells, of those that ask."""
+        batch = self.batch
+        if not len(batch.prompt_logprobs):
+            return {}
+        found = batch.prompt_logprobs.of_step(
+            hidden, rows, counts, batch.num_computed, batch.token_ids, batch.num_prompt, self._model.compute_logits
+        )
+        return {batch.requests[row].request_id: lists for row, lists in found.items()}
 
     def _pool(
         self, hidden: Tensor, rows: NDArray[np.int64], ends: NDArray[np.int64], complete: NDArray[np.int64]

@@ -53,6 +53,7 @@ class OutputBook:
                 moments=dict(request.moments) if first_or_last else {},
                 prefill_chunks=request.prefill_chunks if first_or_last else [],
                 new_logprobs=new_logprobs,
+                prompt_logprobs=request.take_prompt_logprobs() if new_token_ids else None,
                 num_preemptions=request.num_preemptions,
                 events=request.take_events() if request.events else [],
                 trace_headers=request.core.trace_headers if status is not None else {},

@@ -75,6 +75,7 @@ def _merged(first: EngineCoreOutput, then: EngineCoreOutput) -> EngineCoreOutput
         prefill_chunks=first.prefill_chunks or then.prefill_chunks,
         events=first.events + then.events,
         new_logprobs=_joined(first.new_logprobs, then.new_logprobs),
+        prompt_logprobs=first.prompt_logprobs,
     )
 
 

@@ -12,6 +12,7 @@ from pdserve.common.engine_types import (
     EngineCoreEventType,
     EngineCoreRequest,
     FinishReason,
+    LogprobsLists,
     StreamingUpdate,
 )
 
@@ -118,6 +119,8 @@ class Request:
         self.moments: dict[str, float] = {"queued": core.arrival_time or time.monotonic()}
         self.events = [EngineCoreEvent(EngineCoreEventType.QUEUED, self.moments["queued"])]
         """What happened since its last output."""
+        self.prompt_logprobs: LogprobsLists | None = None
+        """Of the prompt tokens computed so far, where they are asked for; until the first output takes them."""
         self.prefill_chunks: list[tuple[float, int]] = []
         """When each chunk of the prompt was computed, `time.monotonic()` seconds, and its tokens."""
 
@@ -143,7 +146,25 @@ class Request:
     @property
     def skip_reading_prefix_cache(self) -> bool:
         """Whether every token must be computed here, cached or not."""
-        return self.core.pooling_params is not None and not self.core.pooling_params.reads_prefix_cache
+        pooling = self.core.pooling_params
+        return self.collects_prompt_logprobs or (pooling is not None and not pooling.reads_prefix_cache)
+
+    @property
+    def collects_prompt_logprobs(self) -> bool:
+        """Whether computing the prompt gives log-probabilities: the client asks, and nobody else computes it, or has."""
+        if self.sampling_params.prompt_logprobs is None or self.core.remote_prefill or self.core.output_token_ids:
+            return False
+        return not self.num_output_tokens
+
+    def add_prompt_logprobs(self, of_chunk: LogprobsLists) -> None:
+        """Of the chunk that was just computed, before it is counted; one that begins the prompt begins anew."""
+        known = self.prompt_logprobs if self.num_computed_tokens else None
+        self.prompt_logprobs = of_chunk if known is None else known.followed_by(of_chunk)
+
+    def take_prompt_logprobs(self) -> LogprobsLists | None:
+        """All of them, once."""
+        whole, self.prompt_logprobs = self.prompt_logprobs, None
+        return whole
 
     @property
     def num_sequences(self) -> int:

@@ -277,6 +277,8 @@ class Scheduler:
             if request.num_computed_tokens < request.num_given_tokens:
                 self.num_computed_prompt_tokens += num_tokens
                 request.prefill_chunks.append((computed_at, num_tokens))
+                if (of_chunk := computed.prompt_logprobs.get(request_id)) is not None:
+                    request.add_prompt_logprobs(of_chunk)
             request.num_computed_tokens += num_tokens
             self.kv.remember_computed(request)
             if request.is_pinned_source:

@@ -48,5 +48,7 @@ class ModelRunnerOutput:
     """Place in `req_ids` -> what ends the request instead of its new token."""
     pooler_output: dict[str, list[float]] = field(default_factory=dict)
     """request_id -> its embedding; of those whose prompt is complete."""
+    prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
+    """request_id -> of the prompt tokens after those computed in this step; only of those that ask."""
     device_event: object | None = None
     """On a GPU: recorded after the step's last kernel that writes KV."""

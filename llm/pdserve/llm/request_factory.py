@@ -56,6 +56,8 @@ class LocalRequest:
         """What is new in an engine's output; None if nothing is."""
         self.processor.num_cached_tokens = output.num_cached_tokens
         self.metrics.see(output)
+        if output.prompt_logprobs is not None:
+            self.processor.add_prompt_logprobs(1, output.prompt_logprobs)
         new = self.processor.process(
             output.index,
             output.first_position,

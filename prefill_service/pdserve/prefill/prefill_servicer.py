@@ -12,7 +12,7 @@ from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import metadata_of
-from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire
+from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire, prompt_logprobs_to_wire
 from pdserve.kv_transfer.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
 from pdserve.kv_transfer.transfer_state import SourceState
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
@@ -62,6 +62,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 stream = worker.engine.submit(engine_request, record.take)
                 yield prefill_pb2.PrefillEvent(admitted=_admitted(engine_request))
                 outputs = [await stream.get() for _ in range(engine_request.n)]
+                for piece in prompt_logprobs_to_wire(outputs[0].prompt_logprobs):
+                    yield prefill_pb2.PrefillEvent(prompt_logprobs=piece)
                 if outputs[0].new_token_ids:
                     yield prefill_pb2.PrefillEvent(computed=_computed(prepared, outputs))
                 if transfer is not None:

@@ -197,6 +197,7 @@ class DecodeEvent(google.protobuf.message.Message):
     PREFILLING_LOCALLY_FIELD_NUMBER: builtins.int
     LANDED_FIELD_NUMBER: builtins.int
     OUTPUTS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     @property
     def admitted(self) -> pdserve.v1.prefill_pb2.Admitted: ...
     @property
@@ -211,6 +212,10 @@ class DecodeEvent(google.protobuf.message.Message):
     def landed(self) -> Global___Landed: ...
     @property
     def outputs(self) -> pdserve.v1.request_pb2.Outputs: ...
+    @property
+    def prompt_logprobs(self) -> pdserve.v1.request_pb2.PromptLogprobs:
+        """before the first outputs, where this worker computes the prompt and they are asked for"""
+
     def __init__(
         self,
         *,
@@ -219,12 +224,13 @@ class DecodeEvent(google.protobuf.message.Message):
         prefilling_locally: Global___PrefillingLocally | None = ...,
         landed: Global___Landed | None = ...,
         outputs: pdserve.v1.request_pb2.Outputs | None = ...,
+        prompt_logprobs: pdserve.v1.request_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "event", b"event", "landed", b"landed", "needs_prefill", b"needs_prefill", "outputs", b"outputs", "prefilling_locally", b"prefilling_locally"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "event", b"event", "landed", b"landed", "needs_prefill", b"needs_prefill", "outputs", b"outputs", "prefilling_locally", b"prefilling_locally", "prompt_logprobs", b"prompt_logprobs"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "event", b"event", "landed", b"landed", "needs_prefill", b"needs_prefill", "outputs", b"outputs", "prefilling_locally", b"prefilling_locally"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "event", b"event", "landed", b"landed", "needs_prefill", b"needs_prefill", "outputs", b"outputs", "prefilling_locally", b"prefilling_locally", "prompt_logprobs", b"prompt_logprobs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["admitted", "needs_prefill", "prefilling_locally", "landed", "outputs"]
+    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["admitted", "needs_prefill", "prefilling_locally", "landed", "outputs", "prompt_logprobs"]
     _WhichOneofArgType_event: typing_extensions.TypeAlias = typing.Literal["event", b"event"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import request_pb2 as pdserve_dot_v1_dot_request__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/v1/inference.proto\x12\npdserve.v1\x1a\x18pdserve/v1/request.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1a\n\nTextPrompt\x12\x0c\n\x04text\x18\x01 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xa4\x02\n\x0fGenerateRequest\x12&\n\x04text\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.TextPromptH\x00\x12&\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\r\n\x05model\x18\x05 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x0e\n\x06stream\x18\x08 \x01(\x08\x12\x10\n\x08priority\x18\t \x01(\x11\x42\x08\n\x06prompt\"\xc8\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12#\n\x07moments\x18\x08 \x03(\x0b\x32\x12.pdserve.v1.Moment\x12+\n\x08logprobs\x18\t \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12\x1f\n\x12\x63umulative_logprob\x18\n \x01(\x01H\x00\x88\x01\x01\x42\x15\n\x13_cumulative_logprob\"W\n\rTokenLogprobs\x12$\n\x07sampled\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.Logprob\x12 \n\x03top\x18\x02 \x03(\x0b\x32\x13.pdserve.v1.Logprob\"I\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\x0c\n\x04rank\x18\x04 \x01(\r\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xa0\x01\n\x0c\x45mbedRequest\x12&\n\x06inputs\x18\x01 \x03(\x0b\x32\x16.pdserve.v1.EmbedInput\x12*\n\x07pooling\x18\x02 \x01(\x0b\x32\x19.pdserve.v1.PoolingParams\x12\r\n\x05model\x18\x03 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\t\"h\n\nEmbedInput\x12&\n\x04text\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.TextPromptH\x00\x12)\n\x06tokens\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x42\x07\n\x05input\"\x95\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\nembeddings\x18\x02 \x03(\x0b\x32\x15.pdserve.v1.Embedding\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12#\n\x07moments\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Moment\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"\x11\n\x0fGetModelRequest\"|\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r2\xaa\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12H\n\x07Session\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse(\x01\x30\x01\x12<\n\x05\x45mbed\x12\x18.pdserve.v1.EmbedRequest\x1a\x19.pdserve.v1.EmbedResponse\x12\x45\n\x08GetModel\x12\x1b.pdserve.v1.GetModelRequest\x1a\x1c.pdserve.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/v1/inference.proto\x12\npdserve.v1\x1a\x18pdserve/v1/request.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1a\n\nTextPrompt\x12\x0c\n\x04text\x18\x01 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xa4\x02\n\x0fGenerateRequest\x12&\n\x04text\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.TextPromptH\x00\x12&\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\r\n\x05model\x18\x05 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x0e\n\x06stream\x18\x08 \x01(\x08\x12\x10\n\x08priority\x18\t \x01(\x11\x42\x08\n\x06prompt\"\xfc\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12#\n\x07moments\x18\x08 \x03(\x0b\x32\x12.pdserve.v1.Moment\x12+\n\x08logprobs\x18\t \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12\x1f\n\x12\x63umulative_logprob\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x32\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobsB\x15\n\x13_cumulative_logprob\"W\n\rTokenLogprobs\x12$\n\x07sampled\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.Logprob\x12 \n\x03top\x18\x02 \x03(\x0b\x32\x13.pdserve.v1.Logprob\"I\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\x0c\n\x04rank\x18\x04 \x01(\r\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xa0\x01\n\x0c\x45mbedRequest\x12&\n\x06inputs\x18\x01 \x03(\x0b\x32\x16.pdserve.v1.EmbedInput\x12*\n\x07pooling\x18\x02 \x01(\x0b\x32\x19.pdserve.v1.PoolingParams\x12\r\n\x05model\x18\x03 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\t\"h\n\nEmbedInput\x12&\n\x04text\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.TextPromptH\x00\x12)\n\x06tokens\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x42\x07\n\x05input\"\x95\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\nembeddings\x18\x02 \x03(\x0b\x32\x15.pdserve.v1.Embedding\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12#\n\x07moments\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Moment\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"\x11\n\x0fGetModelRequest\"|\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r2\xaa\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12H\n\x07Session\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse(\x01\x30\x01\x12<\n\x05\x45mbed\x12\x18.pdserve.v1.EmbedRequest\x1a\x19.pdserve.v1.EmbedResponse\x12\x45\n\x08GetModel\x12\x1b.pdserve.v1.GetModelRequest\x1a\x1c.pdserve.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,25 +43,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=234
   _globals['_GENERATEREQUEST']._serialized_end=526
   _globals['_GENERATERESPONSE']._serialized_start=529
-  _globals['_GENERATERESPONSE']._serialized_end=857
-  _globals['_TOKENLOGPROBS']._serialized_start=859
-  _globals['_TOKENLOGPROBS']._serialized_end=946
-  _globals['_LOGPROB']._serialized_start=948
-  _globals['_LOGPROB']._serialized_end=1021
-  _globals['_USAGE']._serialized_start=1023
-  _globals['_USAGE']._serialized_end=1103
-  _globals['_EMBEDREQUEST']._serialized_start=1106
-  _globals['_EMBEDREQUEST']._serialized_end=1266
-  _globals['_EMBEDINPUT']._serialized_start=1268
-  _globals['_EMBEDINPUT']._serialized_end=1372
-  _globals['_EMBEDRESPONSE']._serialized_start=1375
-  _globals['_EMBEDRESPONSE']._serialized_end=1524
-  _globals['_EMBEDDING']._serialized_start=1526
-  _globals['_EMBEDDING']._serialized_end=1553
-  _globals['_GETMODELREQUEST']._serialized_start=1555
-  _globals['_GETMODELREQUEST']._serialized_end=1572
-  _globals['_GETMODELRESPONSE']._serialized_start=1574
-  _globals['_GETMODELRESPONSE']._serialized_end=1698
-  _globals['_INFERENCESERVICE']._serialized_start=1701
-  _globals['_INFERENCESERVICE']._serialized_end=1999
+  _globals['_GENERATERESPONSE']._serialized_end=909
+  _globals['_TOKENLOGPROBS']._serialized_start=911
+  _globals['_TOKENLOGPROBS']._serialized_end=998
+  _globals['_LOGPROB']._serialized_start=1000
+  _globals['_LOGPROB']._serialized_end=1073
+  _globals['_USAGE']._serialized_start=1075
+  _globals['_USAGE']._serialized_end=1155
+  _globals['_EMBEDREQUEST']._serialized_start=1158
+  _globals['_EMBEDREQUEST']._serialized_end=1318
+  _globals['_EMBEDINPUT']._serialized_start=1320
+  _globals['_EMBEDINPUT']._serialized_end=1424
+  _globals['_EMBEDRESPONSE']._serialized_start=1427
+  _globals['_EMBEDRESPONSE']._serialized_end=1576
+  _globals['_EMBEDDING']._serialized_start=1578
+  _globals['_EMBEDDING']._serialized_end=1605
+  _globals['_GETMODELREQUEST']._serialized_start=1607
+  _globals['_GETMODELREQUEST']._serialized_end=1624
+  _globals['_GETMODELRESPONSE']._serialized_start=1626
+  _globals['_GETMODELRESPONSE']._serialized_end=1750
+  _globals['_INFERENCESERVICE']._serialized_start=1753
+  _globals['_INFERENCESERVICE']._serialized_end=2051
 # @@protoc_insertion_point(module_scope)

@@ -156,6 +156,7 @@ class GenerateResponse(google.protobuf.message.Message):
     MOMENTS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     CUMULATIVE_LOGPROB_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     index: builtins.int
     """which of the n sequences; with best_of the likeliest is 0"""
@@ -183,6 +184,10 @@ class GenerateResponse(google.protobuf.message.Message):
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """of token_ids, where sampling.logprobs asks for them"""
 
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """in the first message of a sequence: of every prompt token but the first"""
+
     def __init__(
         self,
         *,
@@ -196,10 +201,11 @@ class GenerateResponse(google.protobuf.message.Message):
         moments: collections.abc.Iterable[pdserve.v1.request_pb2.Moment] | None = ...,
         logprobs: collections.abc.Iterable[Global___TokenLogprobs] | None = ...,
         cumulative_logprob: builtins.float | None = ...,
+        prompt_logprobs: collections.abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "moments", b"moments", "request_id", b"request_id", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "moments", b"moments", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cumulative_logprob: typing_extensions.TypeAlias = typing.Literal["cumulative_logprob"]
     _WhichOneofArgType__cumulative_logprob: typing_extensions.TypeAlias = typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]

@@ -133,6 +133,7 @@ class PrefillEvent(google.protobuf.message.Message):
     ADMITTED_FIELD_NUMBER: builtins.int
     COMPUTED_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     @property
     def admitted(self) -> Global___Admitted: ...
     @property
@@ -141,18 +142,23 @@ class PrefillEvent(google.protobuf.message.Message):
     def ended(self) -> Global___Ended:
         """the last event"""
 
+    @property
+    def prompt_logprobs(self) -> pdserve.v1.request_pb2.PromptLogprobs:
+        """before `computed`, where the request asks for them"""
+
     def __init__(
         self,
         *,
         admitted: Global___Admitted | None = ...,
         computed: Global___Computed | None = ...,
         ended: Global___Ended | None = ...,
+        prompt_logprobs: pdserve.v1.request_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "computed", b"computed", "ended", b"ended", "event", b"event"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "computed", b"computed", "ended", b"ended", "event", b"event", "prompt_logprobs", b"prompt_logprobs"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "computed", b"computed", "ended", b"ended", "event", b"event"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "computed", b"computed", "ended", b"ended", "event", b"event", "prompt_logprobs", b"prompt_logprobs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["admitted", "computed", "ended"]
+    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["admitted", "computed", "ended", "prompt_logprobs"]
     _WhichOneofArgType_event: typing_extensions.TypeAlias = typing.Literal["event", b"event"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

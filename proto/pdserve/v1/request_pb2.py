@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/request.proto\x12\npdserve.v1\"\x83\t\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\"\n\x1ainclude_stop_str_in_output\x18\n \x01(\x08\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12 \n\x13skip_special_tokens\x18\x0c \x01(\x08H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0f \x01(\x01H\n\x88\x01\x01\x12=\n\nlogit_bias\x18\x10 \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\r\x12\x11\n\tbad_words\x18\x12 \x03(\t\x12\x36\n\x13\x62\x61\x64_words_token_ids\x18\x13 \x03(\x0b\x32\x19.pdserve.v1.TokenSequence\x12*\n\x1dspaces_between_special_tokens\x18\x14 \x01(\x08H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x15 \x01(\rH\x0c\x88\x01\x01\x12\x0e\n\x01n\x18\x16 \x01(\rH\r\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x17 \x01(\rH\x0e\x88\x01\x01\x12\x39\n\x12structured_outputs\x18\x18 \x01(\x0b\x32\x1d.pdserve.v1.StructuredOutputs\x12\x17\n\ndetokenize\x18\x19 \x01(\x08H\x0f\x88\x01\x01\x12+\n\x0boutput_kind\x18\x1a \x01(\x0e\x32\x16.pdserve.v1.OutputKind\x12\x36\n\x11logits_processors\x18\x1b \x03(\x0b\x32\x1b.pdserve.v1.LogitsProcessor\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x16\n\x14_skip_special_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB \n\x1e_spaces_between_special_tokensB\x0b\n\t_logprobsB\x04\n\x02_nB\n\n\x08_best_ofB\r\n\x0b_detokenize\"-\n\x0fLogitsProcessor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x61rgs\x18\x02 \x01(\t\"\x8c\x01\n\rPoolingParams\x12-\n\x0cpooling_type\x18\x01 \x01(\x0e\x32\x17.pdserve.v1.PoolingType\x12\x16\n\tnormalize\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x03 \x01(\rH\x01\x88\x01\x01\x42\x0c\n\n_normalizeB\r\n\x0b_dimensions\"\xc3\x02\n\x11StructuredOutputs\x12\x11\n\x04json\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x12\n\x05regex\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x03 \x03(\t\x12\x14\n\x07grammar\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x13\n\x0bjson_object\x18\x05 \x01(\x08\x12\x1b\n\x0estructural_tag\x18\x06 \x01(\tH\x03\x88\x01\x01\x12\x1e\n\x16\x64isable_any_whitespace\x18\x07 \x01(\x08\x12%\n\x1d\x64isable_additional_properties\x18\x08 \x01(\x08\x12\x1f\n\x12whitespace_pattern\x18\t \x01(\tH\x04\x88\x01\x01\x42\x07\n\x05_jsonB\x08\n\x06_regexB\n\n\x08_grammarB\x11\n\x0f_structural_tagB\x15\n\x13_whitespace_pattern\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xbb\x03\n\x0fPreparedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x03(\x0c\x12\x11\n\thash_root\x18\x06 \x01(\x0c\x12\x16\n\x0erequest_digest\x18\x07 \x01(\x0c\x12\x12\n\ndeadline_s\x18\x08 \x01(\x01\x12\x44\n\rtrace_headers\x18\t \x03(\x0b\x32-.pdserve.v1.PreparedRequest.TraceHeadersEntry\x12\x10\n\x08priority\x18\n \x01(\x11\x12\'\n\x06resume\x18\x0b \x01(\x0b\x32\x17.pdserve.v1.ResumeState\x12*\n\x07pooling\x18\x14 \x01(\x0b\x32\x19.pdserve.v1.PoolingParams\x1a\x33\n\x11TraceHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x0bResumeState\x12\r\n\x05index\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\"k\n\x07\x41ttempt\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x14\n\x0cprefill_here\x18\x02 \x01(\x08\x12!\n\x14local_prefill_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x17\n\x15_local_prefill_tokens\"\'\n\x06Moment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07unix_ns\x18\x02 \x01(\x04\"U\n\x08Logprobs\x12\r\n\x05width\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x15\n\rsampled_ranks\x18\x04 \x03(\r\"\x8a\x02\n\x07Outputs\x12\r\n\x05index\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12#\n\x07moments\x18\x07 \x03(\x0b\x32\x12.pdserve.v1.Moment\x12&\n\x08logprobs\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.LogprobsB\x10\n\x0e_stop_token_id\"9\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08*x\n\nOutputKind\x12\x1b\n\x17OUTPUT_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16OUTPUT_KIND_CUMULATIVE\x10\x01\x12\x15\n\x11OUTPUT_KIND_DELTA\x10\x02\x12\x1a\n\x16OUTPUT_KIND_FINAL_ONLY\x10\x03*Y\n\x0bPoolingType\x12\x1c\n\x18POOLING_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11POOLING_TYPE_LAST\x10\x01\x12\x15\n\x11POOLING_TYPE_MEAN\x10\x02*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/request.proto\x12\npdserve.v1\"\xb5\t\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\"\n\x1ainclude_stop_str_in_output\x18\n \x01(\x08\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12 \n\x13skip_special_tokens\x18\x0c \x01(\x08H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0f \x01(\x01H\n\x88\x01\x01\x12=\n\nlogit_bias\x18\x10 \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\r\x12\x11\n\tbad_words\x18\x12 \x03(\t\x12\x36\n\x13\x62\x61\x64_words_token_ids\x18\x13 \x03(\x0b\x32\x19.pdserve.v1.TokenSequence\x12*\n\x1dspaces_between_special_tokens\x18\x14 \x01(\x08H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x15 \x01(\rH\x0c\x88\x01\x01\x12\x0e\n\x01n\x18\x16 \x01(\rH\r\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x17 \x01(\rH\x0e\x88\x01\x01\x12\x39\n\x12structured_outputs\x18\x18 \x01(\x0b\x32\x1d.pdserve.v1.StructuredOutputs\x12\x17\n\ndetokenize\x18\x19 \x01(\x08H\x0f\x88\x01\x01\x12+\n\x0boutput_kind\x18\x1a \x01(\x0e\x32\x16.pdserve.v1.OutputKind\x12\x36\n\x11logits_processors\x18\x1b \x03(\x0b\x32\x1b.pdserve.v1.LogitsProcessor\x12\x1c\n\x0fprompt_logprobs\x18\x1c \x01(\rH\x10\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x16\n\x14_skip_special_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB \n\x1e_spaces_between_special_tokensB\x0b\n\t_logprobsB\x04\n\x02_nB\n\n\x08_best_ofB\r\n\x0b_detokenizeB\x12\n\x10_prompt_logprobs\"-\n\x0fLogitsProcessor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x61rgs\x18\x02 \x01(\t\"\x8c\x01\n\rPoolingParams\x12-\n\x0cpooling_type\x18\x01 \x01(\x0e\x32\x17.pdserve.v1.PoolingType\x12\x16\n\tnormalize\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x03 \x01(\rH\x01\x88\x01\x01\x42\x0c\n\n_normalizeB\r\n\x0b_dimensions\"\xc3\x02\n\x11StructuredOutputs\x12\x11\n\x04json\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x12\n\x05regex\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x03 \x03(\t\x12\x14\n\x07grammar\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x13\n\x0bjson_object\x18\x05 \x01(\x08\x12\x1b\n\x0estructural_tag\x18\x06 \x01(\tH\x03\x88\x01\x01\x12\x1e\n\x16\x64isable_any_whitespace\x18\x07 \x01(\x08\x12%\n\x1d\x64isable_additional_properties\x18\x08 \x01(\x08\x12\x1f\n\x12whitespace_pattern\x18\t \x01(\tH\x04\x88\x01\x01\x42\x07\n\x05_jsonB\x08\n\x06_regexB\n\n\x08_grammarB\x11\n\x0f_structural_tagB\x15\n\x13_whitespace_pattern\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xbb\x03\n\x0fPreparedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x03(\x0c\x12\x11\n\thash_root\x18\x06 \x01(\x0c\x12\x16\n\x0erequest_digest\x18\x07 \x01(\x0c\x12\x12\n\ndeadline_s\x18\x08 \x01(\x01\x12\x44\n\rtrace_headers\x18\t \x03(\x0b\x32-.pdserve.v1.PreparedRequest.TraceHeadersEntry\x12\x10\n\x08priority\x18\n \x01(\x11\x12\'\n\x06resume\x18\x0b \x01(\x0b\x32\x17.pdserve.v1.ResumeState\x12*\n\x07pooling\x18\x14 \x01(\x0b\x32\x19.pdserve.v1.PoolingParams\x1a\x33\n\x11TraceHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x0bResumeState\x12\r\n\x05index\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\"k\n\x07\x41ttempt\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x14\n\x0cprefill_here\x18\x02 \x01(\x08\x12!\n\x14local_prefill_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x17\n\x15_local_prefill_tokens\"\'\n\x06Moment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07unix_ns\x18\x02 \x01(\x04\"U\n\x08Logprobs\x12\r\n\x05width\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x15\n\rsampled_ranks\x18\x04 \x03(\r\"P\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12&\n\x08logprobs\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.Logprobs\"\x8a\x02\n\x07Outputs\x12\r\n\x05index\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12#\n\x07moments\x18\x07 \x03(\x0b\x32\x12.pdserve.v1.Moment\x12&\n\x08logprobs\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.LogprobsB\x10\n\x0e_stop_token_id\"9\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08*x\n\nOutputKind\x12\x1b\n\x17OUTPUT_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16OUTPUT_KIND_CUMULATIVE\x10\x01\x12\x15\n\x11OUTPUT_KIND_DELTA\x10\x02\x12\x1a\n\x16OUTPUT_KIND_FINAL_ONLY\x10\x03*Y\n\x0bPoolingType\x12\x1c\n\x18POOLING_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11POOLING_TYPE_LAST\x10\x01\x12\x15\n\x11POOLING_TYPE_MEAN\x10\x02*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,38 +35,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_PREPAREDREQUEST_TRACEHEADERSENTRY']._loaded_options = None
   _globals['_PREPAREDREQUEST_TRACEHEADERSENTRY']._serialized_options = b'8\001'
-  _globals['_OUTPUTKIND']._serialized_start=2817
-  _globals['_OUTPUTKIND']._serialized_end=2937
-  _globals['_POOLINGTYPE']._serialized_start=2939
-  _globals['_POOLINGTYPE']._serialized_end=3028
-  _globals['_FINISHREASON']._serialized_start=3031
-  _globals['_FINISHREASON']._serialized_end=3176
+  _globals['_OUTPUTKIND']._serialized_start=2949
+  _globals['_OUTPUTKIND']._serialized_end=3069
+  _globals['_POOLINGTYPE']._serialized_start=3071
+  _globals['_POOLINGTYPE']._serialized_end=3160
+  _globals['_FINISHREASON']._serialized_start=3163
+  _globals['_FINISHREASON']._serialized_end=3308
   _globals['_SAMPLINGPARAMS']._serialized_start=41
-  _globals['_SAMPLINGPARAMS']._serialized_end=1196
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=893
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=941
-  _globals['_LOGITSPROCESSOR']._serialized_start=1198
-  _globals['_LOGITSPROCESSOR']._serialized_end=1243
-  _globals['_POOLINGPARAMS']._serialized_start=1246
-  _globals['_POOLINGPARAMS']._serialized_end=1386
-  _globals['_STRUCTUREDOUTPUTS']._serialized_start=1389
-  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1712
-  _globals['_TOKENSEQUENCE']._serialized_start=1714
-  _globals['_TOKENSEQUENCE']._serialized_end=1748
-  _globals['_PREPAREDREQUEST']._serialized_start=1751
-  _globals['_PREPAREDREQUEST']._serialized_end=2194
-  _globals['_PREPAREDREQUEST_TRACEHEADERSENTRY']._serialized_start=2143
-  _globals['_PREPAREDREQUEST_TRACEHEADERSENTRY']._serialized_end=2194
-  _globals['_RESUMESTATE']._serialized_start=2196
-  _globals['_RESUMESTATE']._serialized_end=2250
-  _globals['_ATTEMPT']._serialized_start=2252
-  _globals['_ATTEMPT']._serialized_end=2359
-  _globals['_MOMENT']._serialized_start=2361
-  _globals['_MOMENT']._serialized_end=2400
-  _globals['_LOGPROBS']._serialized_start=2402
-  _globals['_LOGPROBS']._serialized_end=2487
-  _globals['_OUTPUTS']._serialized_start=2490
-  _globals['_OUTPUTS']._serialized_end=2756
-  _globals['_ERROR']._serialized_start=2758
-  _globals['_ERROR']._serialized_end=2815
+  _globals['_SAMPLINGPARAMS']._serialized_end=1246
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=923
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=971
+  _globals['_LOGITSPROCESSOR']._serialized_start=1248
+  _globals['_LOGITSPROCESSOR']._serialized_end=1293
+  _globals['_POOLINGPARAMS']._serialized_start=1296
+  _globals['_POOLINGPARAMS']._serialized_end=1436
+  _globals['_STRUCTUREDOUTPUTS']._serialized_start=1439
+  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1762
+  _globals['_TOKENSEQUENCE']._serialized_start=1764
+  _globals['_TOKENSEQUENCE']._serialized_end=1798
+  _globals['_PREPAREDREQUEST']._serialized_start=1801
+  _globals['_PREPAREDREQUEST']._serialized_end=2244
+  _globals['_PREPAREDREQUEST_TRACEHEADERSENTRY']._serialized_start=2193
+  _globals['_PREPAREDREQUEST_TRACEHEADERSENTRY']._serialized_end=2244
+  _globals['_RESUMESTATE']._serialized_start=2246
+  _globals['_RESUMESTATE']._serialized_end=2300
+  _globals['_ATTEMPT']._serialized_start=2302
+  _globals['_ATTEMPT']._serialized_end=2409
+  _globals['_MOMENT']._serialized_start=2411
+  _globals['_MOMENT']._serialized_end=2450
+  _globals['_LOGPROBS']._serialized_start=2452
+  _globals['_LOGPROBS']._serialized_end=2537
+  _globals['_PROMPTLOGPROBS']._serialized_start=2539
+  _globals['_PROMPTLOGPROBS']._serialized_end=2619
+  _globals['_OUTPUTS']._serialized_start=2622
+  _globals['_OUTPUTS']._serialized_end=2888
+  _globals['_ERROR']._serialized_start=2890
+  _globals['_ERROR']._serialized_end=2947
 # @@protoc_insertion_point(module_scope)

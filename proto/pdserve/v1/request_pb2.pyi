@@ -146,6 +146,7 @@ class SamplingParams(google.protobuf.message.Message):
     DETOKENIZE_FIELD_NUMBER: builtins.int
     OUTPUT_KIND_FIELD_NUMBER: builtins.int
     LOGITS_PROCESSORS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """default 1; 0 is greedy"""
     top_p: builtins.float
@@ -182,6 +183,8 @@ class SamplingParams(google.protobuf.message.Message):
     """default true; false: no text, only token ids, and no stop strings"""
     output_kind: Global___OutputKind.ValueType
     """what each message of a stream holds; by GenerateRequest.stream if unspecified"""
+    prompt_logprobs: builtins.int
+    """like logprobs, of every prompt token but the first; the prompt is computed whole"""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """applied by the router, where text is made"""
@@ -240,10 +243,11 @@ class SamplingParams(google.protobuf.message.Message):
         detokenize: builtins.bool | None = ...,
         output_kind: Global___OutputKind.ValueType = ...,
         logits_processors: collections.abc.Iterable[Global___LogitsProcessor] | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "best_of", b"best_of", "detokenize", b"detokenize", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "best_of", b"best_of", "detokenize", b"detokenize", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bad_words_token_ids", b"bad_words_token_ids", "best_of", b"best_of", "detokenize", b"detokenize", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logits_processors", b"logits_processors", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "output_kind", b"output_kind", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bad_words_token_ids", b"bad_words_token_ids", "best_of", b"best_of", "detokenize", b"detokenize", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logits_processors", b"logits_processors", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "output_kind", b"output_kind", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best_of: typing_extensions.TypeAlias = typing.Literal["best_of"]
     _WhichOneofArgType__best_of: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of"]
@@ -263,6 +267,8 @@ class SamplingParams(google.protobuf.message.Message):
     _WhichOneofArgType__n: typing_extensions.TypeAlias = typing.Literal["_n", b"_n"]
     _WhichOneofReturnType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["presence_penalty"]
     _WhichOneofArgType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["_presence_penalty", b"_presence_penalty"]
+    _WhichOneofReturnType__prompt_logprobs: typing_extensions.TypeAlias = typing.Literal["prompt_logprobs"]
+    _WhichOneofArgType__prompt_logprobs: typing_extensions.TypeAlias = typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]
     _WhichOneofReturnType__repetition_penalty: typing_extensions.TypeAlias = typing.Literal["repetition_penalty"]
     _WhichOneofArgType__repetition_penalty: typing_extensions.TypeAlias = typing.Literal["_repetition_penalty", b"_repetition_penalty"]
     _WhichOneofReturnType__seed: typing_extensions.TypeAlias = typing.Literal["seed"]
@@ -295,6 +301,8 @@ class SamplingParams(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @typing.overload
@@ -674,6 +682,31 @@ class Logprobs(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Logprobs: typing_extensions.TypeAlias = Logprobs
+
+@typing.final
+class PromptLogprobs(google.protobuf.message.Message):
+    """Log-probabilities of a run of prompt tokens. A prompt's come in pieces of at most 1 MiB, in order, before its first output."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    first_position: builtins.int
+    """of the first token here, in the prompt; 1 is the second token"""
+    @property
+    def logprobs(self) -> Global___Logprobs: ...
+    def __init__(
+        self,
+        *,
+        first_position: builtins.int = ...,
+        logprobs: Global___Logprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["logprobs", b"logprobs"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["first_position", b"first_position", "logprobs", b"logprobs"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___PromptLogprobs: typing_extensions.TypeAlias = PromptLogprobs
 
 @typing.final
 class Outputs(google.protobuf.message.Message):

@@ -37,6 +37,7 @@ from pdserve.router.legs import (
     PrefillingLocally,
     PrefillLeg,
     PrefillLegEvent,
+    PromptLogprobs,
 )
 from pdserve.router.placement import Placement
 from pdserve.router.worker import Booking, Worker
@@ -56,6 +57,7 @@ class Attempt:
         placement: Placement,
         timeline: Timeline,
         relay: Callable[[Outputs], bool],
+        relay_prompt: Callable[[PromptLogprobs], None] | None = None,
     ) -> None:
         """relay: takes outputs, each sequence's in the order of their positions, returns whether their sequence has
         ended, and raises PdServeError where they contradict what was relayed before."""
@@ -65,6 +67,7 @@ class Attempt:
         self.placement = placement
         self._timeline = timeline
         self._relay = relay
+        self._relay_prompt = relay_prompt
         self._transfer_id = secrets.token_bytes(TRANSFER_ID_BYTES) if self._remote else b""
         self.transfer_bytes = 0
         """What has landed at decode, as decode says."""
@@ -207,6 +210,8 @@ class Attempt:
         match event:
             case Admitted(moments):
                 self._timeline.merge(moments)
+            case PromptLogprobs():
+                self._take_prompt(event)
             case Computed():
                 self._on_computed(event)
             case Ended():
@@ -251,6 +256,8 @@ class Attempt:
                     self._take(event)
             case Admitted(moments):
                 self._timeline.merge(moments)
+            case PromptLogprobs():
+                self._take_prompt(event)
             case Landed():
                 self._landed = True
                 self.transfer_bytes = event.transfer_bytes
@@ -275,6 +282,10 @@ class Attempt:
         elif outputs.finish_reason is None and self._decode_leg is not None:
             # its text has ended, by a stop string: decode need not go on with it
             self._tasks.append(asyncio.create_task(self._decode_leg.end_sequence(outputs.index)))
+
+    def _take_prompt(self, logprobs: PromptLogprobs) -> None:
+        if self._relay_prompt is not None and not self._over:
+            self._relay_prompt(logprobs)
 
     def _drop_prefill(self) -> None:
         """Decode goes on without its source."""

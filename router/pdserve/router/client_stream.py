@@ -105,6 +105,8 @@ def merged(outputs: list[CompletionOutput]) -> list[CompletionOutput]:
             index=index,
             text="".join(part.text for part in of_choice),
             token_ids=[token_id for part in of_choice for token_id in part.token_ids],
+            prompt_logprobs=of_choice[0].prompt_logprobs,
+            prompt_token_ids=of_choice[0].prompt_token_ids,
             finish_reason=of_choice[-1].finish_reason,
             stop_reason=of_choice[-1].stop_reason,
             cumulative_logprob=of_choice[-1].cumulative_logprob,

@@ -124,7 +124,7 @@ class InferenceServicer(EmbedServicer):
                 outputs = [output for output in so_far if output.index in new]
             for output in outputs:
                 num_open -= output.finish_reason is not None
-                yield _response(generation, output, request.sampling.logprobs, last=not num_open)
+                yield _response(generation, output, request.sampling, last=not num_open)
             if not num_open:
                 return
             outputs = await take()
@@ -229,14 +229,17 @@ def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool) -> Prompt:
 
 
 def _response(
-    generation: Generation, output: CompletionOutput, num_logprobs: int, *, last: bool
+    generation: Generation, output: CompletionOutput, sampling: request_pb2.SamplingParams, *, last: bool
 ) -> inference_pb2.GenerateResponse:
     """last: of all the request's messages."""
     response = inference_pb2.GenerateResponse(
         request_id=generation.request_id, index=output.index, text=output.text, token_ids=output.token_ids
     )
     for token_id, candidates in zip(output.token_ids, output.logprobs or (), strict=False):
-        response.logprobs.append(_token_logprobs(token_id, candidates, num_logprobs))
+        response.logprobs.append(_token_logprobs(token_id, candidates, sampling.logprobs))
+    for of_prompt in (output.prompt_logprobs or ())[1:]:
+        if of_prompt is not None:
+            response.prompt_logprobs.append(_token_logprobs(next(iter(of_prompt)), of_prompt, sampling.prompt_logprobs))
     if output.finish_reason is not None:
         if output.cumulative_logprob is not None:
             response.cumulative_logprob = output.cumulative_logprob

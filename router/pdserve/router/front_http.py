@@ -146,6 +146,7 @@ class HttpFront:
             "include_usage": body.include_usage,
             "continuous_usage": body.continuous_usage,
             "num_logprobs": body.num_logprobs,
+            "num_prompt_logprobs": body.prompt_logprobs,
             "include_timeline": request.headers.get(TIMELINE_HEADER) == "1",
         }
         tools = body.tool_use if isinstance(body, ChatBody) else None

@@ -60,6 +60,14 @@ class Computed(msgspec.Struct):
     moments: Moments
 
 
+class PromptLogprobs(msgspec.Struct):
+    """A run of prompt tokens."""
+
+    first_position: int
+    """In the prompt."""
+    logprobs: LogprobsLists
+
+
 class Ended(msgspec.Struct, gc=False):
     """The transfer is over at its source."""
 
@@ -88,8 +96,8 @@ class UnknownEvent(msgspec.Struct, gc=False):
     """Something that a newer worker says."""
 
 
-PrefillLegEvent = Admitted | Computed | Ended | UnknownEvent
-DecodeLegEvent = Admitted | NeedsPrefill | PrefillingLocally | Landed | Outputs | UnknownEvent
+PrefillLegEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
+DecodeLegEvent = Admitted | NeedsPrefill | PrefillingLocally | Landed | PromptLogprobs | Outputs | UnknownEvent
 END_SEQUENCE_TIMEOUT_S = 1.0
 E = TypeVar("E")
 M = TypeVar("M")
@@ -165,6 +173,8 @@ class PrefillLeg(_Leg[prefill_pb2.PrefillEvent, PrefillLegEvent]):
                     first_outputs=[_outputs(outputs) for outputs in computed.first_outputs],
                     moments=moments_from_wire(computed.moments),
                 )
+            case "prompt_logprobs":
+                return _prompt_logprobs(message.prompt_logprobs)
             case "ended":
                 released = message.ended.how == prefill_pb2.Ended.RELEASED
                 how = prefill_pb2.Ended.How.Name(message.ended.how).lower()
@@ -247,6 +257,8 @@ def _decode_event(message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
     match message.WhichOneof("event"):
         case "outputs":
             return _outputs(message.outputs)
+        case "prompt_logprobs":
+            return _prompt_logprobs(message.prompt_logprobs)
         case "admitted":
             return Admitted(moments_from_wire(message.admitted.moments))
         case "needs_prefill":
@@ -258,6 +270,10 @@ def _decode_event(message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
             return Landed(landed.num_blocks, landed.transfer_bytes, landed.connector, moments_from_wire(landed.moments))
         case _:
             return UnknownEvent()
+
+
+def _prompt_logprobs(message: request_pb2.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(message.first_position, logprobs_from_wire(message.logprobs))
 
 
 def _outputs(message: request_pb2.Outputs) -> Outputs:

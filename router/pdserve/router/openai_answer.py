@@ -11,7 +11,7 @@ import msgspec
 from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.timeline import Timeline
 from pdserve.router.echo import Echo
-from pdserve.router.openai_logprobs import chat_logprobs, completion_logprobs
+from pdserve.router.openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from pdserve.router.request_run import Usage
 from pdserve.text.output_processor import CompletionOutput
 
@@ -47,14 +47,17 @@ class Answer:
         include_timeline: bool,
         continuous_usage: bool = False,
         num_logprobs: int | None = None,
+        num_prompt_logprobs: int | None = None,
         echo: Echo | None = None,
     ) -> None:
-        """num_logprobs: most likely tokens to name with each; None for no log-probabilities.
+        """num_logprobs: most likely tokens to name with each; None for no log-probabilities. num_prompt_logprobs: likewise
+        with each prompt token, in a whole answer.
 
         continuous_usage: every chunk tells the usage so far. echo: each choice begins with its prompt.
         """
         self._chat = chat
         self._num_logprobs = num_logprobs
+        self._num_prompt_logprobs = num_prompt_logprobs
         self._include_usage = include_usage
         self._include_timeline = include_timeline
         self._continuous_usage = continuous_usage
@@ -81,6 +84,8 @@ class Answer:
             "choices": [self._choice(output) for output in outputs],
             "usage": usage_json(usage),
         }
+        if self._chat and self._num_prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(outputs[0], self._num_prompt_logprobs)
         return _encode(body | self._vendor(timeline))
 
     def chunk(self, output: CompletionOutput, usage: Usage) -> bytes:
@@ -103,6 +108,7 @@ class Answer:
         return (event[:-3] + _tail(vendor) if vendor else event) + DONE
 
     def _text_chunk(self, output: CompletionOutput) -> bytes:
+        text = _encode(self._text(output))
         logprobs = b"null" if self._num_logprobs is None else _encode(self._logprobs(output))
         reason = b',"finish_reason":null'
         if output.finish_reason is not None:
@@ -110,7 +116,7 @@ class Answer:
                 b',"finish_reason":' + _encode(output.finish_reason) + b',"stop_reason":' + _encode(output.stop_reason)
             )
         head = self._chunk_head + self._before_text % output.index
-        return head + _encode(self._text(output)) + self._after_text + logprobs + reason + b"}]"
+        return head + text + self._after_text + logprobs + reason + b"}]"
 
     def _text(self, output: CompletionOutput) -> str:
         return output.text if self._echo is None else self._echo.before(output.index) + output.text
@@ -127,17 +133,22 @@ class Answer:
         text: dict[str, Any] = (
             {"message": {"role": "assistant", "content": output.text}} if self._chat else {"text": self._text(output)}
         )
-        return {
+        choice = {
             "index": output.index,
             **text,
             "logprobs": self._logprobs(output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
+        if not self._chat and self._num_prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output, self._num_prompt_logprobs)
+        return choice
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         if self._num_logprobs is None:
             return None
+        if self._echo is not None:
+            return self._echo.logprobs(output, self._num_logprobs)
         write = chat_logprobs if self._chat else completion_logprobs
         return write(output, self._num_logprobs)
 

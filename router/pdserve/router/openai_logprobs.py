@@ -24,17 +24,40 @@ def completion_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any
     sampled, top = [], []
     for token_id, candidates in zip(output.token_ids, output.logprobs or (), strict=True):
         sampled.append(candidates[token_id])
-        named: dict[str, float] = {}
-        for candidate in (candidates[token_id], *most_likely(candidates, num_top)):
-            # pieces of characters all look the same; the likelier one counts
-            named.setdefault(candidate.decoded_token, _finite(candidate.logprob))
-        top.append(named)
+        top.append(named_candidates(token_id, candidates, num_top))
     return {
         "tokens": [candidate.decoded_token for candidate in sampled],
-        "token_logprobs": [_finite(candidate.logprob) for candidate in sampled],
+        "token_logprobs": [finite(candidate.logprob) for candidate in sampled],
         "top_logprobs": top,
         "text_offset": output.text_offsets or [],
     }
+
+
+def named_candidates(token_id: int, candidates: dict[int, Logprob], num_top: int) -> dict[str, float]:
+    """Text -> log-probability, of the token that came and the most likely ones."""
+    named: dict[str, float] = {}
+    for candidate in (candidates[token_id], *most_likely(candidates, num_top)):
+        # pieces of characters all look the same; the likelier one counts
+        named.setdefault(candidate.decoded_token, finite(candidate.logprob))
+    return named
+
+
+def prompt_logprobs(output: CompletionOutput, num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's shape: for each prompt token its candidates by token id, None for the first."""
+    return [
+        None
+        if candidates is None
+        else {
+            str(token_id): {
+                "logprob": finite(candidate.logprob),
+                "rank": candidate.rank,
+                "decoded_token": candidate.decoded_token,
+            }
+            for place, (token_id, candidate) in enumerate(candidates.items())
+            if place == 0 or candidate.rank <= num_top
+        }
+        for candidates in output.prompt_logprobs or ()
+    ]
 
 
 def most_likely(candidates: dict[int, Logprob], num_top: int) -> list[Logprob]:
@@ -45,10 +68,11 @@ def most_likely(candidates: dict[int, Logprob], num_top: int) -> list[Logprob]:
 def _chat_entry(candidate: Logprob) -> dict[str, Any]:
     return {
         "token": candidate.decoded_token,
-        "logprob": _finite(candidate.logprob),
+        "logprob": finite(candidate.logprob),
         "bytes": list(candidate.decoded_bytes),
     }
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """As JSON can say it."""
     return max(logprob, LEAST_LOGPROB)

@@ -70,9 +70,9 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     logits_processors: list[NamedLogitsProcessor] | None = None
+    prompt_logprobs: int | None = None
     n: int | None = None
     # known, but only with the value that changes nothing
-    prompt_logprobs: int | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
@@ -97,6 +97,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
         if self.stream_options is not None:
             self.stream_options.verify()
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs comes with a whole answer, not with stream true", "prompt_logprobs")
         verify_neutral(self)
         for field, neutral in _NEUTRAL.items():
             value = getattr(self, field, None)
@@ -168,10 +170,6 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         self, defaults: Mapping[str, float | int], timeout_s: float, trace_headers: dict[str, str]
     ) -> list[ClientRequest]:
         """One a prompt. Raises: InvalidRequest."""
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo is true and logprobs is given: log-probabilities of the prompt are not supported so far", "echo"
-            )
         return self._requests(
             as_prompts(self.prompt, "prompt"),
             "prompt",
@@ -185,6 +183,14 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    def sampling(self, defaults: Mapping[str, float | int]) -> SamplingParams:
+        params = super().sampling(defaults)
+        if not self.echo or self.logprobs is None:
+            return params
+        # the echoed prompt has log-probabilities like the rest
+        most = max(self.logprobs, params.prompt_logprobs or 0)
+        return msgspec.structs.replace(params, prompt_logprobs=most)
 
 
 class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
@@ -294,8 +300,8 @@ _SAMPLING = (
     "include_stop_str_in_output",
     "n",
     "best_of",
+    "prompt_logprobs",
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "prompt_logprobs": (),
 }

@@ -28,7 +28,7 @@ from pdserve.router.attempt import Attempt
 from pdserve.router.attempt_failure import AttemptFailed, PrefillNeeded
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.fleet import Fleet
-from pdserve.router.legs import Outputs
+from pdserve.router.legs import Outputs, PromptLogprobs
 from pdserve.router.placement import Wish, WorkerKey
 from pdserve.router.placer import Placer
 from pdserve.router.poison import DEATHS, PoisonList
@@ -105,6 +105,8 @@ class RequestRun:
         self._processor: OutputProcessor | None = None
         self._prepared: dict[tuple[str, int, int, int], PreparedRequest] = {}
         """By layout, sequence and how much of it the client has."""
+        self._begun: set[int] = set()
+        """Sequences of which the client has something."""
         self._numbers = itertools.count()
         """Of attempts."""
         self._deaths: set[WorkerKey] = set()
@@ -192,7 +194,9 @@ class RequestRun:
                 # workers refuse a request without time
                 raise self._too_late()
             record = self._record.attempt(number, placement, 0 if resume is None else len(resume.output_token_ids))
-            attempt = Attempt(number, record.carried_by(prepared), placement, self.timeline, self._relay)
+            attempt = Attempt(
+                number, record.carried_by(prepared), placement, self.timeline, self._relay, self._relay_prompt
+            )
             try:
                 with record:
                     await attempt.run()
@@ -289,7 +293,15 @@ class RequestRun:
                 self._push(output)
         return has_ended
 
+    def _relay_prompt(self, piece: PromptLogprobs) -> None:
+        if self._processor is not None:
+            self._processor.add_prompt_logprobs(piece.first_position, piece.logprobs)
+
     def _push(self, output: CompletionOutput) -> None:
+        if self._processor is not None and output.index not in self._begun:
+            self._begun.add(output.index)
+            if (of_prompt := self._processor.prompt_logprobs) is not None:
+                output.prompt_logprobs, output.prompt_token_ids = of_prompt, self._processor.prompt_token_ids
         output.index += self._first_choice
         self._stream.push(output)
 

@@ -11,6 +11,7 @@ from pdserve.common.errors import InternalError
 from pdserve.common.request_metrics import RequestMetrics
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.text.detokenizer import IncrementalDetokenizer, NoDetokenizer
+from pdserve.text.prompt_logprobs import PromptLogprobsLedger
 from pdserve.text.stop_strings import StopAutomaton, StopStringMatcher
 from pdserve.text.tokenizer import Tokenizer
 
@@ -55,6 +56,10 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """For each of `token_ids` token id -> candidate: the sampled one, then the most likely, best first."""
     text_offsets: list[int] | None = None
     """With `logprobs`: how many characters of the sequence's text come before each of `token_ids`."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """With a router's first output of the sequence: of every prompt token, None for the first; None where not asked for."""
+    prompt_token_ids: list[int] | None = None
+    """With `prompt_logprobs`."""
     finish_reason: str | None = None
     """"stop", "length", "abort" or "error"; set in the sequence's last delta."""
     stop_reason: int | str | None = None
@@ -70,6 +75,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Of every prompt token, None for the first; None where they were not asked for, or have not come."""
     metrics: RequestMetrics | None = None
 
 
@@ -88,7 +95,7 @@ class LogprobsLedger:
     def add(self, output: CompletionOutput, logprobs: LogprobsLists | None, offsets: list[int]) -> None:
         """Keep those of an output's tokens, and put them into it. logprobs: None for an output without tokens."""
         output.text_offsets = offsets[: len(output.token_ids)]
-        output.logprobs = [] if logprobs is None else self._decoded(logprobs)
+        output.logprobs = [] if logprobs is None else self.decoded(logprobs)
         for token_id, candidates in zip(output.token_ids, output.logprobs, strict=True):
             self._cumulative += candidates[token_id].logprob
         output.cumulative_logprob = self._cumulative
@@ -100,7 +107,8 @@ class LogprobsLedger:
         output.logprobs, output.text_offsets = list(self._logprobs), list(self._offsets)
         output.cumulative_logprob = self._cumulative
 
-    def _decoded(self, logprobs: LogprobsLists) -> list[dict[int, Logprob]]:
+    def decoded(self, logprobs: LogprobsLists) -> list[dict[int, Logprob]]:
+        """For each token its candidates with their texts: the sampled one, then the most likely, best first."""
         columns = zip(logprobs.logprob_token_ids, logprobs.logprobs, logprobs.sampled_token_ranks, strict=True)
         return [
             {
@@ -341,6 +349,10 @@ class OutputProcessor:
         automaton = StopAutomaton(params.stop) if params.stop else None
         include = params.include_stop_str_in_output
         stop_ids = {*params.stop_token_ids, *(tokenizer.eos_token_ids if eos_token_ids is None else eos_token_ids)}
+        self._prompt_logprobs: PromptLogprobsLedger[dict[int, Logprob]] | None = None
+        if params.prompt_logprobs is not None:
+            decode = LogprobsLedger(tokenizer if params.detokenize else None).decoded
+            self._prompt_logprobs = PromptLogprobsLedger(len(prompt_token_ids), decode)
         self._states = tuple(
             RequestState(
                 index,
@@ -376,6 +388,16 @@ class OutputProcessor:
             raise PositionConflict(f"there is no sequence {index} among {len(self._states)}")
         return self._states[index].process(first_position, token_ids, finish_reason, stop_reason, logprobs)
 
+    def add_prompt_logprobs(self, first_position: int, logprobs: LogprobsLists) -> None:
+        """Of prompt tokens from this position on; what is known, or was not asked for, is dropped. Raises: InternalError."""
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs.add(first_position, logprobs)
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """None where they were not asked for. Raises: InternalError when the engine has not sent them all."""
+        return None if self._prompt_logprobs is None else self._prompt_logprobs.whole
+
     @property
     def states(self) -> tuple[RequestState, ...]:
         return self._states
@@ -410,5 +432,6 @@ class OutputProcessor:
             outputs=[state.whole for state in self._states] if deltas is None else list(deltas),
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs if self.num_output_tokens else None,
             metrics=self.metrics,
         )
