@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
+import ssl
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +16,16 @@ from pdserve.common.deployment_key import host_of, is_loopback
 from pdserve.common.errors import ConfigError
 from pdserve.common.host_address import is_wildcard
 from pdserve.common.settings import RouterSettings, WorkerSettings
+from pdserve.common.tls import ClientTls, tls_problem
 
 CONNECT_S = 2.0
+ANSWER_S = 12.0
+"""For all workers together; resolving a name has no limit of its own."""
+_TLS = "all services need certificates of the CA in tls_ca_file, made out to the host that is connected to"
+
+
+class _HungUp(Exception):
+    """A worker did so before it said a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +78,34 @@ def _workers(settings: RouterSettings) -> list[Finding]:
         return [failed("no decode worker is named and no Redis is given", "set decode, or redis")]
     if not named:
         return [ok("workers are found through Redis")]
-    answers = [in_background(partial(_reach, role, address), f"reach-{address}") for role, address in named]
-    return [answer.get() for answer in answers]
+    identity = settings.tls()
+    tls = identity.client if identity is not None else None
+    answers = [in_background(partial(_reach, role, address, tls), f"reach-{address}") for role, address in named]
+    ends = time.monotonic() + ANSWER_S
+    return [_heard(answer, ends, address) for answer, (_, address) in zip(answers, named, strict=True)]
 
 
-def _reach(role: str, address: str) -> Finding:
+def _heard(answer: queue.SimpleQueue[Finding], ends: float, address: str) -> Finding:
+    try:
+        return answer.get(timeout=max(0.0, ends - time.monotonic()))
+    except queue.Empty:
+        return failed(f"{address}: nothing within {ANSWER_S:g} s", "look at the name service")
+
+
+def _reach(role: str, address: str, tls: ClientTls | None) -> Finding:
     host, port = host_of(address), int(address.rpartition(":")[2])
     started = time.monotonic()
     try:
-        socket.create_connection((host, port), CONNECT_S).close()
+        with socket.create_connection((host, port), CONNECT_S) as connection:
+            if tls is not None:
+                _shake_hands(connection, tls.server_name or host, tls)
     except socket.gaierror as error:
         return failed(f"{role} worker {address} does not resolve: {error.strerror}", "correct the name, or DNS")
+    except ssl.SSLError as error:
+        return failed(f"{role} worker {address} is there, and cannot be spoken to over {tls_problem(error)}", _TLS)
+    except _HungUp:
+        what = f"{role} worker {address} hangs up: it does not take our certificate, or speaks no TLS"
+        return failed(what, _TLS)
     except OSError as error:
         why = error.strerror or str(error) or "no answer"
         return warning(
@@ -86,6 +113,21 @@ def _reach(role: str, address: str) -> Finding:
             "start it (the order does not matter), or look at the address and at firewalls",
         )
     return ok(f"{role} worker {address} answers after {(time.monotonic() - started) * 1e3:.1f} ms")
+
+
+def _shake_hands(connection: socket.socket, name: str, tls: ClientTls) -> None:
+    """Until the worker has said its first word, which it does only when it takes our certificate.
+
+    Raises: SSLError, _HungUp, or another OSError.
+    """
+    tls.context.set_alpn_protocols(["h2"])
+    with tls.context.wrap_socket(connection, server_hostname=name) as secured:
+        try:
+            first = secured.recv(1)
+        except ConnectionError as error:
+            raise _HungUp from error
+        if not first:
+            raise _HungUp
 
 
 def _resolve(host: str) -> list[str]:

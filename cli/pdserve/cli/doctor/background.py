@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def in_background(call: Callable[[], Result], name: str) -> queue.SimpleQueue[Result]:
-    """Start a call that raises nothing; what it returns comes through the queue.
+    """Start a call that raises nothing: what it returns comes through the queue, and nothing comes of one that raises.
 
     A thread pool would not do: the interpreter waits for its threads, and a name service may keep one for minutes.
     """

@@ -15,6 +15,7 @@ from pdserve.common.tls import ServerTls
 
 SOON_S = 14 * 86400.0
 """A certificate that holds no longer than this is worth a word."""
+_HOW = "certificates, as docs/deploy.md makes them; or keep others from that network"
 _OTHERS = stat.S_IRGRP | stat.S_IROTH
 
 
@@ -30,12 +31,15 @@ class TlsCheck:
         """As `Check.run`."""
         settings = self.settings
         identity = settings.tls()
-        findings = []
-        if identity is not None:
-            findings += _shown("services", identity.server, settings.tls_cert_file, settings.tls_key_file)
-        if isinstance(settings, RouterSettings) and (front := settings.front_tls()) is not None:
-            findings += _shown("clients", front, settings.front_tls_cert_file, settings.front_tls_key_file)
-        return findings or [_in_the_clear(settings)]
+        if identity is None:
+            findings = _workers_in_the_clear(settings)
+        else:
+            findings = _shown("services", identity.server, settings.tls_cert_file, settings.tls_key_file)
+        if not isinstance(settings, RouterSettings):
+            return findings or [_in_the_clear(settings)]
+        if (front := settings.front_tls()) is None:
+            return [*findings, _in_the_clear(settings)]
+        return [*findings, *_shown("clients", front, settings.front_tls_cert_file, settings.front_tls_key_file)]
 
 
 def _shown(to_whom: str, tls: ServerTls, certificate: str | None, key: str | None) -> list[Finding]:
@@ -48,10 +52,18 @@ def _shown(to_whom: str, tls: ServerTls, certificate: str | None, key: str | Non
     return findings
 
 
+def _workers_in_the_clear(settings: WorkerSettings | RouterSettings) -> list[Finding]:
+    """Those that a router is told of; whom Redis introduces says itself."""
+    named = (*settings.prefill, *settings.decode) if isinstance(settings, RouterSettings) else ()
+    beyond = [address for address in named if not is_loopback(address)]
+    return [warning(f"not configured: what goes to {', '.join(beyond)} is in the clear", _HOW)] if beyond else []
+
+
 def _in_the_clear(settings: WorkerSettings | RouterSettings) -> Finding:
     if is_loopback(settings.host):
         return ok("not configured: what goes over this machine's loopback is in the clear")
+    where = "what clients send to" if isinstance(settings, RouterSettings) else "what goes over"
     return warning(
-        f"not configured: what goes over {settings.host} is in the clear",
-        "certificates, as docs/deploy.md makes them; or keep others from that network",
+        f"not configured: {where} {settings.host} is in the clear",
+        _HOW,
     )
