@@ -85,6 +85,7 @@ class Worker:
             connectors=("local",),
             max_local_prefill_tokens=None,
             max_num_seqs=4,
+            hidden_size=8,
         )
         self.servicer = WorkerServicer(self.identity, self.engine, self.peers, lambda: 0)  # type: ignore[arg-type]
         add_WorkerServiceServicer_to_server(self.servicer, self._server)
