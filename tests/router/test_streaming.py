@@ -20,7 +20,7 @@ from fake_worker import (
 from pdserve.common.errors import Cancelled, InternalError, TransferFailed
 from pdserve.router import generation
 from pdserve.router.client_stream import ClientStream
-from pdserve.text.output_processor import CompletionOutput
+from pdserve.text.request_output import CompletionOutput
 
 PATHS = {
     "/v1/completions": {"prompt": "hello"},

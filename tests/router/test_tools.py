@@ -11,7 +11,7 @@ from fake_worker import ADMITTED, decode_outputs
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai_tool_answer import ToolAnswer
 from pdserve.router.request_run import Usage
-from pdserve.text.output_processor import CompletionOutput
+from pdserve.text.request_output import CompletionOutput
 from pdserve.v1 import inference_pb2, request_pb2
 
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import InternalError
 from pdserve.common.sampling_params import SamplingParams
-from pdserve.text.output_processor import CompletionOutput, OutputProcessor, PositionConflict, PositionGap
+from pdserve.text.output_processor import OutputProcessor, PositionConflict, PositionGap
+from pdserve.text.request_output import CompletionOutput
 from pdserve.text.tokenizer import Tokenizer
 
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT

@@ -8,7 +8,7 @@ from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSear
 from pdserve.llm.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
 from pdserve.llm.llm import LLM
 from pdserve.llm.prompts import Conversation, PromptType, TextPrompt, TokensPrompt
-from pdserve.text.output_processor import CompletionOutput, RequestOutput
+from pdserve.text.request_output import CompletionOutput, RequestOutput
 
 __all__ = [
     "LLM",

@@ -23,7 +23,7 @@ from pdserve.llm.embedding_output import EmbeddingRequestOutput
 from pdserve.llm.local_engine import EngineOptions, LocalEngine
 from pdserve.llm.prompts import Conversation, PromptType, SaltedPrompt, as_conversation, as_prompt
 from pdserve.llm.request_factory import RequestFactory
-from pdserve.text.output_processor import RequestOutput
+from pdserve.text.request_output import RequestOutput
 from pdserve.text.tokenizer import Tokenizer
 
 

@@ -33,7 +33,7 @@ from pdserve.llm.prompts import (
     named,
 )
 from pdserve.llm.request_factory import LocalEmbedding, LocalRequest, RequestFactory, ValidRequest, checked
-from pdserve.text.output_processor import RequestOutput
+from pdserve.text.request_output import RequestOutput
 from pdserve.text.tokenizer import Tokenizer
 
 P = TypeVar("P", bound=msgspec.Struct)

@@ -22,8 +22,9 @@ from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.prompts import SaltedPrompt
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.best_of import best, for_engines
-from pdserve.text.output_processor import CompletionOutput, OutputProcessor, RequestOutput
+from pdserve.text.output_processor import OutputProcessor
 from pdserve.text.prompt import EncodedPrompt, TokenInput, encode_prompt, resolve_max_tokens, verify_cache_salt
+from pdserve.text.request_output import CompletionOutput, RequestOutput
 
 _SEED_BITS = 63
 P = TypeVar("P", bound=msgspec.Struct)

@@ -7,7 +7,7 @@ import time
 from typing import TypeVar
 
 from pdserve.common.errors import Cancelled, PdServeError
-from pdserve.text.output_processor import CompletionOutput
+from pdserve.text.request_output import CompletionOutput
 
 T = TypeVar("T")
 _TOKEN_BYTES = 4

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.router.openai_logprobs import completion_logprobs, finite, named_candidates
-from pdserve.text.output_processor import CompletionOutput
 from pdserve.text.prompt import Prompt, TextInput, TokenInput
+from pdserve.text.request_output import CompletionOutput
 from pdserve.text.tokenizer import Tokenizer
 
 

@@ -22,8 +22,8 @@ from pdserve.router.inference import Inference
 from pdserve.router.preparation import ClientRequest
 from pdserve.router.session import StreamingSession
 from pdserve.router.unknown_fields import refuse_unknown_fields
-from pdserve.text.output_processor import CompletionOutput, Logprob
 from pdserve.text.prompt import ChatInput, Prompt, TextInput, TokenInput
+from pdserve.text.request_output import CompletionOutput, Logprob
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 

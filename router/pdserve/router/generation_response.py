@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.common.errors import PdServeError
 from pdserve.router.generation import Generation
 from pdserve.router.openai_answer import Answer, error_body, error_headers
-from pdserve.text.output_processor import CompletionOutput
+from pdserve.text.request_output import CompletionOutput
 
 JSON = "application/json"
 _SSE_HEADERS = {

@@ -13,7 +13,7 @@ from pdserve.common.timeline import Timeline
 from pdserve.router.echo import Echo
 from pdserve.router.openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from pdserve.router.request_run import Usage
-from pdserve.text.output_processor import CompletionOutput
+from pdserve.text.request_output import CompletionOutput
 
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"

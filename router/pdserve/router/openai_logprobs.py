@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdserve.text.output_processor import CompletionOutput, Logprob
+from pdserve.text.request_output import CompletionOutput, Logprob
 
 LEAST_LOGPROB = -9999.0
 """Stands for everything below it: JSON has no infinity."""

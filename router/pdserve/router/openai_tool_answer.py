@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pdserve.router.openai_answer import Answer
-from pdserve.text.output_processor import CompletionOutput
+from pdserve.text.request_output import CompletionOutput
 from pdserve.text.tool_calls import Delta, TextDelta, ToolCallDelta, ToolCallParser
 
 _encode = msgspec.json.Encoder().encode

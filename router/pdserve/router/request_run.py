@@ -37,7 +37,8 @@ from pdserve.router.request_record import RequestRecord
 from pdserve.router.routing_decision import RoutingDecision
 from pdserve.router.worker import WorkerRole
 from pdserve.text.best_of import best
-from pdserve.text.output_processor import CompletionOutput, OutputProcessor, PositionConflict
+from pdserve.text.output_processor import OutputProcessor, PositionConflict
+from pdserve.text.request_output import CompletionOutput
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdserve.common.sampling_params import SamplingParams
-from pdserve.text.output_processor import CompletionOutput
+from pdserve.text.request_output import CompletionOutput
 
 
 def for_engines(params: SamplingParams) -> SamplingParams:

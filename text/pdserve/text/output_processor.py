@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import InternalError
 from pdserve.common.request_metrics import RequestMetrics
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.text.detokenizer import IncrementalDetokenizer, NoDetokenizer
+from pdserve.text.logprobs_ledger import LogprobsLedger
 from pdserve.text.prompt_logprobs import PromptLogprobsLedger
+from pdserve.text.request_output import CompletionOutput, Logprob, RequestOutput
 from pdserve.text.stop_strings import StopAutomaton, StopStringMatcher
 from pdserve.text.tokenizer import Tokenizer
 
@@ -29,99 +29,6 @@ class PositionGap(InternalError):
 
     code = "position_gap"
     retryable = True
-
-
-class Logprob(msgspec.Struct, kw_only=True):
-    """One candidate for one output position."""
-
-    logprob: float
-    """Log-softmax of the model's logits, before anything changes them."""
-    rank: int
-    """1 is the most likely."""
-    decoded_token: str
-    """Its text alone; U+FFFD for a part of a character."""
-    decoded_bytes: bytes
-    """The same in UTF-8, a part of a character as it is."""
-
-
-class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One sequence of a request: a delta from `process`, or everything from `request_output`."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None = None
-    """Sum over the sequence's sampled tokens, up to and with these; None where none were asked for."""
-    logprobs: list[dict[int, Logprob]] | None = None
-    """For each of `token_ids` token id -> candidate: the sampled one, then the most likely, best first."""
-    text_offsets: list[int] | None = None
-    """With `logprobs`: how many characters of the sequence's text come before each of `token_ids`."""
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """With a router's first output of the sequence: of every prompt token, None for the first; None where not asked for."""
-    prompt_token_ids: list[int] | None = None
-    """With `prompt_logprobs`."""
-    finish_reason: str | None = None
-    """"stop", "length", "abort" or "error"; set in the sequence's last delta."""
-    stop_reason: int | str | None = None
-    """The stop token id or stop string; None for EOS, length, abort and error."""
-
-
-class RequestOutput(msgspec.Struct, kw_only=True):
-    """A request and its sequences, as offline callers and response formatters read them."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    num_cached_tokens: int | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Of every prompt token, None for the first; None where they were not asked for, or have not come."""
-    metrics: RequestMetrics | None = None
-
-
-class LogprobsLedger:
-    """One sequence's log-probabilities, decoded."""
-
-    __slots__ = ("_cumulative", "_logprobs", "_offsets", "_tokenizer")
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """tokenizer: None leaves tokens without text."""
-        self._tokenizer = tokenizer
-        self._cumulative = 0.0
-        self._logprobs: list[dict[int, Logprob]] = []
-        self._offsets: list[int] = []
-
-    def add(self, output: CompletionOutput, logprobs: LogprobsLists | None, offsets: list[int]) -> None:
-        """Keep those of an output's tokens, and put them into it. logprobs: None for an output without tokens."""
-        output.text_offsets = offsets[: len(output.token_ids)]
-        output.logprobs = [] if logprobs is None else self.decoded(logprobs)
-        for token_id, candidates in zip(output.token_ids, output.logprobs, strict=True):
-            self._cumulative += candidates[token_id].logprob
-        output.cumulative_logprob = self._cumulative
-        self._logprobs += output.logprobs
-        self._offsets += output.text_offsets
-
-    def fill(self, output: CompletionOutput) -> None:
-        """Everything so far."""
-        output.logprobs, output.text_offsets = list(self._logprobs), list(self._offsets)
-        output.cumulative_logprob = self._cumulative
-
-    def decoded(self, logprobs: LogprobsLists) -> list[dict[int, Logprob]]:
-        """For each token its candidates with their texts: the sampled one, then the most likely, best first."""
-        columns = zip(logprobs.logprob_token_ids, logprobs.logprobs, logprobs.sampled_token_ranks, strict=True)
-        return [
-            {
-                token_id: self._candidate(token_id, value, rank)
-                # a sampled token that is among the most likely keeps its first place, with its rank there
-                for token_id, value, rank in zip(token_ids, values, (sampled_rank, *range(1, len(values))), strict=True)
-            }
-            for token_ids, values, sampled_rank in columns
-        ]
-
-    def _candidate(self, token_id: int, value: float, rank: int) -> Logprob:
-        piece = b"" if self._tokenizer is None else self._tokenizer.token_piece(token_id)
-        return Logprob(logprob=value, rank=rank, decoded_token=piece.decode(errors="replace"), decoded_bytes=piece)
 
 
 class RequestState:

@@ -1,0 +1,56 @@
+"""What a request came to, for those who asked: `RequestOutput`, its `CompletionOutput`s, their `Logprob`s."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.common.request_metrics import RequestMetrics
+
+
+class Logprob(msgspec.Struct, kw_only=True):
+    """One candidate for one output position."""
+
+    logprob: float
+    """Log-softmax of the model's logits, before anything changes them."""
+    rank: int
+    """1 is the most likely."""
+    decoded_token: str
+    """Its text alone; U+FFFD for a part of a character."""
+    decoded_bytes: bytes
+    """The same in UTF-8, a part of a character as it is."""
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One sequence of a request: a delta from `process`, or everything from `request_output`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    """Sum over the sequence's sampled tokens, up to and with these; None where none were asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each of `token_ids` token id -> candidate: the sampled one, then the most likely, best first."""
+    text_offsets: list[int] | None = None
+    """With `logprobs`: how many characters of the sequence's text come before each of `token_ids`."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """With a router's first output of the sequence: of every prompt token, None for the first; None where not asked for."""
+    prompt_token_ids: list[int] | None = None
+    """With `prompt_logprobs`."""
+    finish_reason: str | None = None
+    """"stop", "length", "abort" or "error"; set in the sequence's last delta."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string; None for EOS, length, abort and error."""
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """A request and its sequences, as offline callers and response formatters read them."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Of every prompt token, None for the first; None where they were not asked for, or have not come."""
+    metrics: RequestMetrics | None = None
