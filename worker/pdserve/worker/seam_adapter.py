@@ -209,11 +209,14 @@ class SeamAdapter:
                 source.transfer.computed(SourceResult(num_tokens, tokens))
 
     def _prefill_again(self, source: _Source) -> None:
-        """Wanted, but computed and gone before: most of it is cache. Its second first token is dropped."""
+        """Wanted, but computed and gone before: most of it is cache. What was told of it then is not asked for again."""
         if source.wanted_from is not None and not source.transfer.has_ended and not source.runs_again:
             source.runs_again = True
             request = msgspec.structs.replace(
-                source.request, request_id=source.request.request_id + _AGAIN, wanted_from=source.wanted_from
+                source.request,
+                request_id=source.request.request_id + _AGAIN,
+                wanted_from=source.wanted_from,
+                sampling_params=msgspec.structs.replace(source.request.sampling_params, prompt_logprobs=None),
             )
             self.engine.submit_quietly(request)
 
