@@ -54,7 +54,8 @@ def test_rows_do_not_depend_on_their_neighbours(tiny_checkpoints: Any, paged_run
     decodes = {"a": 1, "b": 2, "c": 3}
     found = together.step(decodes, {})
     for name, token in decodes.items():
-        torch.testing.assert_close(found[name], alone.step({name: token}, {})[name], atol=2e-5, rtol=0)
+        # another number of rows is another order of sums, on some processors; a neighbour's values would be off by far more
+        torch.testing.assert_close(found[name], alone.step({name: token}, {})[name], atol=1e-4, rtol=0)
 
 
 def test_a_padded_row_is_finite_and_changes_nothing_but_its_slot(tiny_checkpoints: Any) -> None:

@@ -182,7 +182,7 @@ def test_a_free_answer_with_calls(size: int) -> None:
 
     writer = answer()
     pieces = [SAID[start : start + size] for start in range(0, len(SAID), size)]
-    events = b"".join(writer.chunk(output(piece)) for piece in pieces)
+    events = b"".join(writer.chunk(output(piece), Usage()) for piece in pieces)
     events += writer.last_chunk(output("", "stop"), Usage(), Timeline())
     choices = [
         json.loads(event.removeprefix("data: "))["choices"][0]
