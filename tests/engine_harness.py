@@ -106,6 +106,8 @@ class Harness:
         self.turns: dict[str, list[Answer]] = {}
         """Of sessions: the turns that have ended."""
         self.must_be_idle = True
+        self.grammar_wait_s = 0.05
+        """How long a step that has nothing else to do waits for other threads' grammars."""
         self._num_requests = 0
 
     def request(
@@ -156,7 +158,7 @@ class Harness:
 
     def step(self) -> None:
         """One step, its outputs booked, then the pool check (I2)."""
-        self.core.wait_for_grammar(timeout_s=0.05)
+        self.core.wait_for_grammar(self.grammar_wait_s)
         self._book(self.core.step().outputs)
         self.scheduler.check()
 
@@ -215,12 +217,12 @@ def harnesses() -> Iterator[list[Harness]]:
 def make_engine(harnesses: list[Harness]) -> MakeEngine:
     """`make_engine(num_blocks=..., ...)`: an engine over the hash model; all of `EngineConfig` may be given."""
 
-    def make(processors: Any = None, **fields: Any) -> Harness:
+    def make(processors: Any = None, grammars: GrammarCompiler | None = None, **fields: Any) -> Harness:
         fields = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16} | fields
         fields.setdefault("max_model_len", min(256, fields["block_size"] * fields["num_blocks"]))
         config = EngineConfig(**fields)
         cache = make_hash_cache(config.num_blocks, config.block_size)
-        harness = Harness(config, HashModel(), cache, VOCAB_SIZE, processors=processors)
+        harness = Harness(config, HashModel(), cache, VOCAB_SIZE, grammars, processors)
         harnesses.append(harness)
         return harness
 

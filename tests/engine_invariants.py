@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine_harness import Harness
 
-from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.request import Request, RequestStatus, Wait
 
 
 class CacheContents:
@@ -63,7 +63,12 @@ class StepInvariants:
         assert scheduler.admission.num_waiting_tokens == sum(scheduler.admission._num_tokens.values())
         for request in scheduler.turns.overdue.first(999):
             assert scheduler.requests.get(request.request_id) is request
-            assert request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS)
+            assert request.status in (
+                RequestStatus.WAITING,
+                RequestStatus.WAITING_FOR_REMOTE_KVS,
+                RequestStatus.WAITING_FOR_FSM,
+            )
+        self._check_grammars()
         self._check_budget()
         self._check_victims()
 
@@ -75,11 +80,31 @@ class StepInvariants:
             RequestStatus.PREEMPTED: len(waits) == 1 and scheduler.kv.num_blocks(request) == 0,
             RequestStatus.WAITING_FOR_STREAMING_REQ: not waits and request.core.resumable,
             RequestStatus.RUNNING: not waits and request.request_id in scheduler.running,
-            RequestStatus.WAITING_FOR_REMOTE_KVS: not waits
-            and (request in scheduler.receives._unreserved) != (request.request_id in scheduler.receives._receiving),
+            RequestStatus.WAITING_FOR_REMOTE_KVS: not waits and self._is_received(request),
+            # its KV may be here already
+            RequestStatus.WAITING_FOR_FSM: not waits
+            and request in scheduler.grammars._deadlines
+            and self._is_received(request) == (Wait.REMOTE_KV in request.waits_for),
         }
         assert places.get(request.status, False), f"{request.request_id} is {request.status.name}, but not there"
         assert (request.request_id in scheduler.running) == (request.status is RequestStatus.RUNNING)
+
+    def _is_received(self, request: Request) -> bool:
+        receives = self._engine.scheduler.receives
+        return (request in receives._unreserved) != (request.request_id in receives._receiving)
+
+    def _check_grammars(self) -> None:
+        scheduler = self._engine.scheduler
+        waiting = {
+            request for request in scheduler.requests.values() if request.status is RequestStatus.WAITING_FOR_FSM
+        }
+        landed = scheduler.grammars._first_tokens
+        assert scheduler.grammars._deadlines.keys() == waiting
+        assert landed.keys() == {
+            request for request in waiting if request.core.remote_prefill and scheduler.kv.num_blocks(request)
+            and not self._is_received(request)
+        }
+        assert scheduler.grammars.num_landed == sum(request.core.n for request in landed)
 
     def _check_budget(self) -> None:
         """Of those that ran before too; who has just come in may have found tokens in the cache."""

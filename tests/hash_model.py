@@ -63,18 +63,24 @@ def sampled_answer(prompt: Sequence[int], count: int, *, seed: int, index: int =
     """The reference for a sampled sequence: one token at a time, in no batch and without a cache. Temperature 1."""
     tokens = list(prompt)
     for position in range(count):
-        metadata = SamplingMetadata(
-            temperature=np.ones(1, dtype=np.float32),
-            top_p=np.ones(1, dtype=np.float32),
-            top_k=np.array([VOCAB_SIZE]),
-            min_p=np.zeros(1, dtype=np.float32),
-            seeds=np.array([seed]),
-            indexes=np.array([index]),
-            positions=np.array([position]),
-        )
-        logits = torch.from_numpy(next_logits(tokens)).unsqueeze(0)
-        tokens.append(int(Sampler()(logits, metadata).sampled_token_ids[0]))
+        tokens.append(sampled_token(next_logits(tokens), position, seed=seed, index=index))
     return tokens[len(prompt) :]
+
+
+def sampled_token(
+    logits: NDArray[np.float32], position: int, *, temperature: float = 1.0, seed: int = 0, index: int = 0
+) -> int:
+    """logits `[V]`. The token that a sequence alone in its batch has at this output position."""
+    metadata = SamplingMetadata(
+        temperature=np.array([temperature], dtype=np.float32),
+        top_p=np.ones(1, dtype=np.float32),
+        top_k=np.array([VOCAB_SIZE]),
+        min_p=np.zeros(1, dtype=np.float32),
+        seeds=np.array([seed]),
+        indexes=np.array([index]),
+        positions=np.array([position]),
+    )
+    return int(Sampler()(torch.from_numpy(logits).unsqueeze(0), metadata).sampled_token_ids[0])
 
 
 def make_hash_cache(num_blocks: int, block_size: int) -> Tensor:

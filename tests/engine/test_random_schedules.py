@@ -1,8 +1,10 @@
 """Random lives of two small engines, P and D: every rule holds after every step, and both pools are whole at the end.
 
 What may happen: remote and local requests of any priority, with one or several sequences, from their beginning or resumed,
-sessions, aborts, sequences that end elsewhere, sources that give up, transfers wanted late or never,
-events late and twice, holds that come back in parts, and preemption because everything is too small.
+with a grammar that comes late, in any order, after the request's end, or cannot be compiled, sessions, aborts, sequences
+that end elsewhere, sources that give up, transfers wanted late or never, events late and twice, holds that come back in
+parts, and preemption because everything is too small. What has hidden states of every token is not here: the hash model
+has those of last tokens alone.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
 
@@ -16,12 +18,15 @@ from engine_harness import Answer, Harness, MakeEngine
 from engine_invariants import CacheContents, StepInvariants
 from engine_pair import Pair
 from hash_model import greedy_answer, sampled_answer
+from late_grammars import EOS, IMPOSSIBLE, LateCompiler, random_form
 
 from pdserve.common.engine_types import FinishReason
+from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.engine.request import RequestStatus
 
 ERRORS = ("transfer_failed", "evicted", "needs_prefill")
 """What a router would try again."""
+COMPILER_FAILED = InternalError("the compiler failed")
 
 
 class Session:
@@ -62,6 +67,11 @@ class Life:
             "max_overtakes": draw.choice([1, 3, 64]),
             "look_ahead": draw.choice([0, 1, 8]),
         }
+        self.compiling = draw.choice([0.5, 0.1, 0.05])
+        """The smaller, the later grammars come."""
+        self.compilers: list[LateCompiler] = []
+        self.num_early_kv = 0
+        """Steps before which KV had landed for a sequence whose grammar had not come."""
         self.p = self._engine(
             make_engine, **common, num_blocks=draw.choice([16, 20, 32]), run_ahead_share=draw.choice([0.3, 0.5, 1.0])
         )
@@ -71,6 +81,7 @@ class Life:
             num_blocks=draw.choice([16, 18, 24]),
             max_local_prefill_tokens=draw.choice([None, None, 10]),
         )
+        self.d_grammars = self.compilers[1]
         self.pair = Pair(self.p, self.d, seed)
         self.contents = CacheContents(self.p)
         self.widths: dict[str, int] = {}
@@ -78,22 +89,44 @@ class Life:
         """What comes of each sequence."""
         self.aborted: set[str] = set()
         self.ended_elsewhere: set[tuple[str, int]] = set()
+        self.forms: set[str] = set()
+        """Requests with a grammar."""
+        self.given_up: set[str] = set()
+        """Those of them of which prefill has heard that decode failed."""
+        self.impossible: set[str] = set()
+        """Those whose grammar cannot be compiled."""
         self.sessions: list[Session] = []
         self.stems = [[draw.randrange(60) for _ in range(24)] for _ in range(3)]
 
     def _engine(self, make_engine: MakeEngine, **fields: Any) -> Harness:
         budget, places = self.draw.choice([3, 7, 16, 64]), self.draw.choice([2, 4, 16])
-        engine = make_engine(**fields, max_num_batched_tokens=budget, max_num_seqs=places)
+        grammars = LateCompiler()
+        self.compilers.append(grammars)
+        engine = make_engine(**fields, max_num_batched_tokens=budget, max_num_seqs=places, grammars=grammars)
+        engine.grammar_wait_s = 0.0  # nobody but the life itself brings them
         invariants = StepInvariants(engine)
         step = engine.step
 
         def checked_step() -> None:
+            self.num_early_kv += engine.scheduler.grammars.num_landed > 0
+            self._compile(grammars)
             invariants.before()
             step()
             invariants.after()
 
+            self._give_up()
+
         engine.step = checked_step  # type: ignore[method-assign]
         return engine
+
+    def _compile(self, grammars: LateCompiler) -> None:
+        """Some of what is asked for, in any order; what nobody wants any more as well, for it may be under way."""
+        while grammars.jobs and self.draw.random() < self.compiling:
+            place = self.draw.randrange(len(grammars.jobs))
+            if grammars is self.d_grammars and self.draw.random() < 0.2:
+                grammars.fail(place, COMPILER_FAILED)
+            else:
+                grammars.release(place, wanted=self.draw.choice([True, None]))
 
     def live(self, num_requests: int) -> None:
         for number in range(num_requests):
@@ -105,6 +138,14 @@ class Life:
         for session in self.sessions:
             session.engine.core.abort_request(session.name)
         self.pair.run()
+
+    def _give_up(self) -> None:
+        """The router hears that decode has failed, for good, and ends the other leg too."""
+        for request_id in [name for name in self.pair.transfers if name in self.forms - self.given_up]:
+            answer = self.d.answers.get(self.d.key(request_id, 0))
+            if answer is not None and answer.error_message == COMPILER_FAILED.message:
+                self.given_up.add(request_id)
+                self.pair.abort(request_id)
 
     def _round(self) -> None:
         self.pair.round()
@@ -137,19 +178,30 @@ class Life:
         prompt = draw.choice(self.stems)[: draw.randint(1, 24)] + [
             draw.randrange(60) for _ in range(draw.randint(0, 12))
         ]
-        length = draw.randint(2, 24)
+        length = draw.randint(3, 28)
         fields: dict[str, Any] = {"params": {"max_tokens": length}, "priority": draw.choice([-1, 0, 0, 3])}
         width = self.widths[request_id] = draw.choice([1, 1, 1, 1, 2, min(3, self.d.config.max_num_seqs)])
         if width > 1:
             fields |= {"n": width, "params": {"max_tokens": length, "temperature": 1.0, "seed": 3}}
             length = fields["params"]["max_tokens"] = min(length, 9)
+        if draw.random() < 0.25:
+            form, temperature = random_form(draw), fields["params"].get("temperature", 0.0)
+            answers = [
+                form.answer(prompt, length, temperature=temperature, seed=3, index=index) for index in range(width)
+            ]
+            if draw.random() < 0.1:
+                self.impossible.add(request_id)
+            fields["params"]["structured_outputs"] = IMPOSSIBLE if request_id in self.impossible else form.params
+            fields["eos"] = (EOS,)
+            self.forms.add(request_id)
+        elif width > 1:
             answers = [sampled_answer(prompt, length, seed=3, index=index) for index in range(width)]
         else:
             answers = [greedy_answer(prompt, length)]
         for answer in answers:
             self.contents.learn(prompt + answer)
-        if width == 1 and draw.random() < 0.2:
-            resumed = draw.randint(0, length - 2)
+        if width == 1 and len(answers[0]) > 1 and draw.random() < 0.2:
+            resumed = draw.randint(0, len(answers[0]) - 2)
             fields["output"], answers[0] = answers[0][:resumed], answers[0][resumed:]
         self.expected |= {(request_id, index): answer for index, answer in enumerate(answers)}
         kind = draw.random()
@@ -183,7 +235,7 @@ class Life:
             engine.scheduler.check(idle=True)
             self.contents.check(engine)
             scheduler = engine.scheduler
-            assert scheduler.admission.num_waiting_tokens == 0
+            assert scheduler.admission.num_waiting_tokens == scheduler.grammars.num_landed == 0
             assert len(scheduler.turns.overdue) == len(scheduler.turns.preempted) == 0
         for session in self.sessions:
             session.check()
@@ -194,12 +246,20 @@ class Life:
             ends = decoded if decoded is not None else self.p.answers.get(key, Answer())
             assert ends.finish_reason is not None, f"{key} never ended"
             assert answer.token_ids == expected[: len(answer.token_ids)], f"{key} has a wrong token"
+            assert request_id not in self.impossible or not answer.token_ids
             if ends.finish_reason is FinishReason.LENGTH:
                 assert answer.token_ids == expected
+                assert expected[-1] != EOS or request_id not in self.forms
+            elif ends.finish_reason is FinishReason.STOP and answer.token_ids == expected and expected[-1] == EOS:
+                assert request_id in self.forms
             elif ends.finish_reason is FinishReason.ABORT:
                 assert request_id in self.aborted
             elif ends.finish_reason is FinishReason.STOP:
                 assert (request_id, index) in self.ended_elsewhere
+            elif ends.error_message == COMPILER_FAILED.message:
+                assert request_id in self.forms
+            elif ends.error_code == InvalidRequest.code:
+                assert request_id in self.impossible
             else:
                 assert ends.error_code in ERRORS
 
@@ -217,12 +277,14 @@ def live(make_engine: MakeEngine, seed: int, num_requests: int) -> Life:
 
 @pytest.mark.parametrize("part", range(4))
 def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Harness], part: int) -> None:
-    num_preemptions = 0
+    num_preemptions = num_early_kv = 0
     for seed in range(part * 50, part * 50 + 50):
         life = live(make_engine, seed, 3 + seed % 50 // 6)
         num_preemptions += life.p.scheduler.num_preemptions + life.d.scheduler.num_preemptions
+        num_early_kv += life.num_early_kv
         harnesses.clear()
     assert num_preemptions > 20, "too roomy to show anything"
+    assert num_early_kv > 20, "grammars come too early to show anything"
 
 
 @pytest.mark.parametrize("seed", range(1000, 1006))

@@ -7,12 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 from engine_harness import Harness, MakeEngine
+from late_grammars import EOS, Form, LateCompiler
 from step_calls import calls_in
 
 from pdserve.common.errors import Cancelled
 from pdserve.engine.remote_kv import HoldReturned, Landed, ReceiveInto, Settled, SourceFinished
 
 FEW, MANY = 100, 10_000
+FORM = Form((1,), (2,), 1, 2).params
 
 
 def add_many(engine: Harness, count: int, prompt: list[int], *, spread: bool, **fields: Any) -> None:
@@ -48,18 +50,24 @@ def run_two(engine: Harness) -> None:
         ("unreserved", "priority"),
         ("parked", "fcfs"),
         ("ready", "priority"),
+        ("no grammar", "fcfs"),
+        ("no grammar", "priority"),
+        ("KV, but no grammar", "priority"),
     ],
 )
 def test_i10_a_step_costs_the_same_however_many_wait(make_engine: MakeEngine, kind: str, policy: str) -> None:
     costs = []
     for count in (FEW, MANY):
-        parked = kind in ("parked", "ready")
+        early = kind == "KV, but no grammar"
+        parked = early or kind in ("parked", "ready")
         engine = make_engine(
             num_blocks=4 * MANY if parked else 64,
             max_num_seqs=2 if kind in ("no place", "ready") else 4,
             max_model_len=120,
             scheduling_policy=policy,
             look_ahead=count if parked else 8,
+            grammar_timeout_s=3600.0,
+            grammars=LateCompiler(),
         )
         if not parked:
             run_two(engine)
@@ -67,17 +75,24 @@ def test_i10_a_step_costs_the_same_however_many_wait(make_engine: MakeEngine, ki
         if kind in ("no blocks", "unreserved"):
             engine.add([9] * 110, "holds", params={"max_tokens": 8}, transfer_source=True, wanted_from=0)
             engine.core.step()
-        add_many(engine, count, prompt, spread=policy == "priority", remote_prefill=parked or kind == "unreserved")
+        fields: dict[str, Any] = {"remote_prefill": parked or kind == "unreserved"}
+        if "no grammar" in kind:
+            fields |= {"params": {"structured_outputs": FORM}, "eos": (EOS,)}
+        add_many(engine, count, prompt, spread=policy == "priority", **fields)
         if parked:
             run_two(engine)
             assert engine.scheduler.receives.num_unreserved == 0
-        if kind == "ready":
+        if early or kind == "ready":
             rooms = [message for message in engine.outbox.take() if isinstance(message, ReceiveInto)]
             for room in rooms:
                 engine.core.apply(Landed(room.request_id, len(room.hold)))
                 engine.core.apply(SourceFinished(room.request_id, len(prompt), (1,)))
                 engine.core.apply(HoldReturned(room.request_id, room.hold))
-            assert engine.scheduler.admission.num_ready >= count - 2
+            if early:
+                assert engine.scheduler.grammars.num_landed == count
+            else:
+                assert engine.scheduler.admission.num_ready >= count - 2
+        assert len(engine.scheduler.grammars) == (count if "no grammar" in kind else 0)
         engine.core.step()
         costs.append(calls_in(engine, 5))
         empty(engine)

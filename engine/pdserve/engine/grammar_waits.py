@@ -33,7 +33,9 @@ class GrammarWaits:
         self._deadlines: OrderedDict[Request, float] = OrderedDict()
         """In the order in which they came, which is that of their deadlines."""
         self._first_tokens: dict[Request, Sequence[int]] = {}
-        """Of those whose KV landed before their grammar came: they hold blocks."""
+        """Of those whose KV landed before their grammar came."""
+        self.num_landed = 0
+        """Sequences of those: they hold blocks and will want to grow."""
         self._arrived: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
         self._something_arrived = threading.Event()
         self.on_arrival: Callable[[], None] | None = None
@@ -46,11 +48,6 @@ class GrammarWaits:
     def is_possible(self) -> bool:
         """Whether grammars can be compiled here at all."""
         return self._compiler is not None
-
-    @property
-    def num_landed(self) -> int:
-        """Sequences that hold blocks and will want to grow."""
-        return sum(1 + request.num_forks for request in self._first_tokens)
 
     def start(self, request: Request) -> None:
         """Compile the grammar of a sequence that has just come."""
@@ -98,12 +95,16 @@ class GrammarWaits:
     def hold(self, request: Request, first_tokens: Sequence[int]) -> None:
         """Its KV has landed; keep the source's first tokens until its grammar has come."""
         self._first_tokens[request] = first_tokens
+        self.num_landed += request.num_sequences
 
     def first_tokens(self, request: Request) -> Sequence[int] | None:
         """What `hold` kept, once."""
-        return self._first_tokens.pop(request, None)
+        first_tokens = self._first_tokens.pop(request, None)
+        if first_tokens is not None:
+            self.num_landed -= request.num_sequences
+        return first_tokens
 
     def forget(self, request: Request) -> None:
         """It has ended. Harmless when it is not here."""
         self._deadlines.pop(request, None)
-        self._first_tokens.pop(request, None)
+        self.first_tokens(request)
