@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -113,6 +114,30 @@ async def test_a_failed_step_ends_every_request_with_an_error_and_says_so(engine
     with pytest.raises(WorkerLost):
         engine.client.submit(engine.request(PROMPT))
     assert "a bug" not in engine.answers
+
+
+async def test_a_request_that_a_failing_engine_never_takes_in_ends_with_the_same_error(engine: Harness) -> None:
+    late: list[OutputStream] = []
+    submitted = threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def submit() -> None:
+        late.append(engine.client.submit(engine.request([7] * 9)))
+        submitted.set()
+
+    def fail() -> None:
+        loop.call_soon_threadsafe(submit)
+        assert submitted.wait(10)
+        raise ValueError("a bug in a kernel")
+
+    engine.model.before_step = fail
+    heard: list[EngineCoreOutput] = []
+    stream = engine.client.submit(engine.request([5] * 9), heard.append)
+    await asyncio.wait_for(engine.client.died.wait(), 20)
+    for each in (stream, *late):
+        with pytest.raises(WorkerLost, match="log has the details"):
+            await read(each)
+    assert len(late) == len(heard) == 1
 
 
 async def test_an_error_is_raised_even_when_tokens_came_before_it() -> None:

@@ -29,6 +29,7 @@ IDLE_BEAT_S = 0.25
 """An idle engine still turns its loop this often: its tick says that it is alive."""
 BLOCKED_S = 0.05
 """How long to wait for an event when sequences wait for room and nothing can run."""
+ENGINE_FAILED = "the engine failed; its log has the details"
 
 
 def _look_again(core: EngineCore) -> None:
@@ -81,7 +82,7 @@ class EngineThread:
         except Exception:
             log.exception("the engine failed; every request it had ends")
             with contextlib.suppress(Exception):
-                self.core.fail_all(WorkerLost("the engine failed; its log has the details"))
+                self.core.fail_all(WorkerLost(ENGINE_FAILED))
                 self._tell(EngineCoreOutputs(outputs=self.core.scheduler.outputs.take()))
             self.call_soon(self._on_death)
 

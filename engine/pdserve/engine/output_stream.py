@@ -25,6 +25,7 @@ class OutputStream:
         self.request_id = request_id
         self._num_sequences = num_sequences
         self._num_open = num_sequences
+        self._num_living = num_sequences
         self._observer = observer
         self._outputs: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
 
@@ -33,7 +34,13 @@ class OutputStream:
         """Whether the last output of every sequence has been read."""
         return self._num_open <= 0
 
+    @property
+    def awaits_more(self) -> bool:
+        """Whether the engine has still to say what becomes of a sequence, read or not."""
+        return self._num_living > 0
+
     def put(self, output: EngineCoreOutput) -> None:
+        self._num_living -= output.finish_reason is not None and not output.awaits_input
         if self._observer is not None:
             self._observer(output)
         self._outputs.put_nowait(output)

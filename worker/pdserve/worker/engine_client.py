@@ -10,12 +10,13 @@ from pdserve.common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    FinishReason,
     SchedulerStats,
     StreamingUpdate,
 )
 from pdserve.common.errors import Draining, InvalidRequest, WorkerLost
 from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.engine_thread import EngineThread
+from pdserve.engine.engine_thread import ENGINE_FAILED, EngineThread
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.remote_kv import IntoEngine
 from pdserve.engine.request import Request
@@ -159,5 +160,15 @@ class EngineClient:
 
     def _engine_died(self) -> None:
         self.died.set()
+        for stream in self._streams.values():
+            if stream.awaits_more:  # it was on its way to the engine, which never took it in
+                stream.put(
+                    EngineCoreOutput(
+                        request_id=stream.request_id,
+                        finish_reason=FinishReason.ERROR,
+                        error_code=WorkerLost.code,
+                        error_message=ENGINE_FAILED,
+                    )
+                )
         for request_id in list(self._leaving):
             self._left(request_id, None)
