@@ -12,10 +12,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hypothesis
 import pytest
 
 # Tiny models on busy machines: two spinning threads make a test twenty times slower. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Examples have no time limit each: a busy machine would fail tests that are right. pytest-timeout ends what hangs.
+hypothesis.settings.register_profile("pdserve", deadline=None)
+hypothesis.settings.load_profile("pdserve")
 
 
 class _SharedModules(MetaPathFinder):

@@ -101,8 +101,9 @@ class StepInvariants:
         landed = scheduler.grammars._first_tokens
         assert scheduler.grammars._deadlines.keys() == waiting
         assert landed.keys() == {
-            request for request in waiting if request.core.remote_prefill and scheduler.kv.num_blocks(request)
-            and not self._is_received(request)
+            request
+            for request in waiting
+            if request.core.remote_prefill and scheduler.kv.num_blocks(request) and not self._is_received(request)
         }
         assert scheduler.grammars.num_landed == sum(request.core.n for request in landed)
 

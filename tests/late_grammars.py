@@ -48,7 +48,9 @@ class Form:
         """Whether it is a whole output, EOS included, or the beginning of one."""
         return all(token in self.allowed(place) for place, token in enumerate(output))
 
-    def answer(self, prompt: Sequence[int], count: int, *, temperature: float, seed: int = 0, index: int = 0) -> list[int]:
+    def answer(
+        self, prompt: Sequence[int], count: int, *, temperature: float, seed: int = 0, index: int = 0
+    ) -> list[int]:
         """The reference: at most `count` tokens, EOS the last if it comes; one at a time, in no batch, without a cache."""
         tokens = list(prompt)
         for place in range(count):

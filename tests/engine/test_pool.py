@@ -114,7 +114,7 @@ def test_the_ledger_counts_holds_and_quarantine_block_by_block() -> None:
     assert (ledger.num_out, ledger.num_quarantined, pool.num_in_use) == (0, 0, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_i2_free_cached_and_in_use_add_up_whatever_happens(data: st.DataObject) -> None:
     pool = BlockPool(8)

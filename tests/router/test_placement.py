@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from candidates import seen, worker
 from fake_worker import LAYOUT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.router import worker as worker_module
@@ -158,7 +158,6 @@ def situations(draw):
     return prefill, decode, rules, draw(st.sampled_from([1, 8]))
 
 
-@settings(deadline=None)
 @given(situations())
 def test_whatever_the_situation_a_placement_is_sound(situation):
     prefill, decode, rules, max_tokens = situation
@@ -188,7 +187,6 @@ def test_whatever_the_situation_a_placement_is_sound(situation):
         assert placed.local_prefill_tokens is None
 
 
-@settings(deadline=None)
 @given(pools("decode"), st.data(), st.sampled_from(list(POLICIES)))
 def test_a_blamed_worker_is_chosen_only_when_there_is_no_other(pool, data, policy):
     keys = [candidate.worker.key for candidate in pool]
@@ -201,7 +199,6 @@ def test_a_blamed_worker_is_chosen_only_when_there_is_no_other(pool, data, polic
         assert choose(pool, WorkerRole.DECODE, Rules(policy=policy, blamed=blamed), strict=True) is None
 
 
-@settings(deadline=None)
 @given(pools("decode").filter(bool), st.integers(0, 20))
 def test_more_overlap_never_makes_kv_aware_turn_away(pool, more):
     chosen = choose(pool, WorkerRole.DECODE, Rules())
@@ -212,7 +209,6 @@ def test_more_overlap_never_makes_kv_aware_turn_away(pool, more):
     assert least.load_blocks == min(it.load_blocks for it in pool)
 
 
-@settings(deadline=None)
 @given(pools("decode").filter(bool))
 def test_the_same_situation_gives_the_same_choice(pool):
     for policy in POLICIES:
@@ -265,7 +261,6 @@ def test_local_or_remote(decode, source, bytes_per_s, kind):
     assert (never.kind, never.local_prefill_tokens) == ("remote", None)
 
 
-@settings(deadline=None)
 @given(st.data(), st.floats(1, 1e5), st.floats(1, 1e5), st.integers(17, 4000), st.floats(1e6, 1e10))
 def test_the_limit_is_where_both_estimates_meet(data, rate_d, rate_p, num_tokens, bandwidth):
     load = {"num_waiting_tokens": data.draw(st.integers(0, 4000)), "num_running": data.draw(st.integers(0, 20))}

@@ -61,7 +61,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(operations, st.lists(st.integers(0, 12), max_size=8, unique=True))
 def test_it_equals_the_plain_model(history: list[tuple[str, WorkerKey, list[int]]], prompt: list[int]) -> None:
     index, held = PrefixIndex(), dict[WorkerKey, set[bytes]]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdserve.common.engine_types import FinishReason, LogprobsLists
@@ -18,6 +18,8 @@ from pdserve.text.tokenizer import Tokenizer
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 EOS = 1
 IM_END = 2
+MANY_DRAWS = [HealthCheck.too_slow]
+"""Not checked where one example is dozens of draws, each of which depends on what the last one did."""
 
 
 @pytest.fixture
@@ -130,7 +132,7 @@ class TestPositions:
                 processor.process(index, 0, ids_of("a"), None, None)
 
     @given(data=st.data())
-    @settings(max_examples=60)
+    @settings(max_examples=60, suppress_health_check=MANY_DRAWS)
     def test_any_schedule_of_repeats_gives_the_stream_once(self, byte_level_tokenizer, data):
         ids = byte_level_tokenizer.encode(data.draw(st.text(max_size=20)), add_special_tokens=False)
         processor = OutputProcessor(
@@ -280,7 +282,7 @@ class TestStopStrings:
         assert processor.output_token_ids(0) == ids[:-1]
 
     @given(data=st.data())
-    @settings(max_examples=100)
+    @settings(max_examples=100, suppress_health_check=MANY_DRAWS)
     def test_any_cut_gives_the_same_stream(self, byte_level_tokenizer, data):
         alphabet = st.sampled_from("ab你🙀e\u0301")
         stops = tuple(data.draw(st.lists(st.text(alphabet, min_size=1, max_size=4), max_size=3)))

@@ -101,7 +101,7 @@ TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
 
 
 @given(TEXTS, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_where_the_text_is_cut_changes_nothing(text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -111,7 +111,7 @@ def test_where_the_text_is_cut_changes_nothing(text: str, data: st.DataObject) -
 @given(
     st.lists(st.tuples(st.text(min_size=1, max_size=5), st.dictionaries(st.text(max_size=4), st.floats() | st.text())))
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_call_is_found_whole(calls: list[tuple[str, dict[str, Any]]]) -> None:
     text, found = parsed(list("\n".join(call(name, arguments) for name, arguments in calls)))
     assert text == ""
@@ -119,7 +119,7 @@ def test_every_call_is_found_whole(calls: list[tuple[str, dict[str, Any]]]) -> N
 
 
 @given(TEXTS, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_part_of_a_tag_is_given_out_that_may_become_one(text: str, data: st.DataObject) -> None:
     """Whatever follows: a tag that the rest of the text completes was not told as text."""
     cut = data.draw(st.integers(1, len(BEGIN) - 1))
