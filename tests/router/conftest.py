@@ -128,7 +128,7 @@ class Cluster:
 
     async def live(self, **counts: int) -> None:
         """Returns when so many workers of each role are live."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while True:
                 workers = (await self.http.get("/health")).json()["workers"]
                 if all(workers[role]["live"] == count for role, count in counts.items()):
@@ -179,7 +179,7 @@ async def cluster(model_folder: Path, fingerprint: str) -> AsyncIterator[Cluster
         with contextlib.suppress(Exception):
             await made.idle() if made.running is not None and not made.running.done() else None
         await made.close()
-    for _ in range(50):
+    for _ in range(500):
         left = {task for task in asyncio.all_tasks() - before if "pdserve" in repr(task.get_coro())}
         if not left:
             return
