@@ -504,3 +504,25 @@ def test_each_of_n_sequences_has_a_place_of_its_own(make: Make, tokenizer: Token
     assert len(texts) == 4
     assert len(set(texts)) > 1
     assert all(map(is_city, texts))
+    pair = Pair(make(max_num_batched_tokens=16), make())
+    pair.add(PROMPT, "r", eos=(EOS,), params=params, n=4)
+    pair.run()
+    assert [pair.answer("r", index).token_ids for index in range(4)] == [
+        answers[f"r.0/{index}"].token_ids for index in range(4)
+    ]
+
+
+def test_i4_an_answer_resumed_at_any_position_goes_on_in_its_schema(make: Make, tokenizer: Tokenizer) -> None:
+    alone, pair = make(max_num_batched_tokens=16), Pair(make(max_num_batched_tokens=16), make())
+    params = asked(json=CITY, seed=5)
+    whole = alone.ask(PROMPT, eos=(EOS,), params=params)
+    assert is_city(text_of(tokenizer, whole))
+    for cut in range(len(whole.token_ids)):
+        # each with a salt of its own: nothing of it is in a cache
+        fields = {"eos": (EOS,), "params": params, "output": whole.token_ids[:cut], "salt": f"{cut}"}
+        answer = alone.ask(PROMPT, **fields)
+        assert (answer.first_position, answer.token_ids) == (cut, whole.token_ids[cut:])
+        assert answer.finish_reason is FinishReason.STOP
+        pair.add(PROMPT, f"r{cut}", **fields)
+        pair.run()
+        assert pair.answer(f"r{cut}").token_ids == whole.token_ids[cut:]
