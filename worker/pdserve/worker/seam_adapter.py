@@ -216,7 +216,9 @@ class SeamAdapter:
                 source.request,
                 request_id=source.request.request_id + _AGAIN,
                 wanted_from=source.wanted_from,
-                sampling_params=msgspec.structs.replace(source.request.sampling_params, prompt_logprobs=None),
+                sampling_params=msgspec.structs.replace(
+                    source.request.sampling_params, prompt_logprobs=None, structured_outputs=None
+                ),
             )
             self.engine.submit_quietly(request)
 
