@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from pdserve.cli.child_report import LoadReport, ReadyReport, ReportPipe, follow_lifeline
 from pdserve.common.logging_setup import configure_logging
@@ -40,7 +41,7 @@ def serve_router(flags: Mapping[str, Any], config: Path | None) -> None:
         scheme = "https" if settings.front_tls_cert_file is not None else "http"
         log.info("ready: OpenAI %s://%s/v1  gRPC %s", scheme, http_address, grpc_address)
 
-    asyncio.run(run_router(settings, model_folder=model_folder(settings.model), ready=ready))
+    uvloop.run(run_router(settings, model_folder=model_folder(settings.model), ready=ready))
 
 
 def serve_worker(
@@ -75,4 +76,4 @@ def serve_worker(
     def ready(identity: WorkerIdentity) -> None:
         pipe.send(ReadyReport(identity.peer.worker_id, identity.address))
 
-    return asyncio.run(run(settings, folder, on_ready=ready, progress=progress))  # type: ignore[arg-type]
+    return uvloop.run(run(settings, folder, on_ready=ready, progress=progress))  # type: ignore[arg-type]
