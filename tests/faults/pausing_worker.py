@@ -27,6 +27,7 @@ from pdserve.cli.main import main
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler import Scheduler
 from pdserve.kv_transfer.tcp_source import TcpSource
+from pdserve.worker import seam_adapter
 from pdserve.worker.seam_adapter import SeamAdapter
 
 PHASES = ("queued", "computing", "computed", "moving", "landed", "first", "streaming")
@@ -74,6 +75,8 @@ def around(owner: type, name: str, before: Callable[..., None], after: Callable[
 def install(pauses: Pauses) -> None:
     """Put the pauses into this process."""
     num_answers: dict[bytes, int] = {}
+    # every range is digested in the block thread: asyncio's must not be the one that pauses
+    seam_adapter.DIGEST_HERE_BYTES = 0
 
     def before_schedule(scheduler: Scheduler) -> None:
         for request in scheduler.requests.values():
