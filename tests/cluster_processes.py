@@ -40,6 +40,8 @@ class Service:
     address: str = ""
     """gRPC services of a worker, or of a router's front end."""
     http: str = ""
+    reports: int = -1
+    """A worker's: the pipe on which it says that it is ready, until it has been waited for."""
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
@@ -76,11 +78,11 @@ class Cluster:
         command = [role, "--port", str(port), "--worker-id", name, *flags, "--report-fd", str(write)]
         service = self._launch(name, role, [*self.worker_program, *command], flags, pass_fds=(write,))
         os.close(write)
-        self._report_fd = read
+        service.reports = read
         return service
 
     def wait_for_worker(self, service: Service) -> None:
-        with os.fdopen(self._report_fd, "rb") as reports:
+        with os.fdopen(service.reports, "rb") as reports:
             for line in reports:
                 report = msgspec.json.decode(line)
                 if report["type"] == "ready":
@@ -203,7 +205,9 @@ def pd_cluster(
     """Router, one prefill and one decode worker; the flags of each."""
     with running_cluster(folder) as cluster:
         common = ("--model", str(model), *both)
-        source = cluster.start_worker("prefill", *common, *prefill)
-        sink = cluster.start_worker("decode", *common, *decode)
+        source = cluster.launch_worker("prefill", *common, *prefill)
+        sink = cluster.launch_worker("decode", *common, *decode)
+        for worker in (source, sink):
+            cluster.wait_for_worker(worker)
         cluster.start_router("--model", str(model), *router, prefill=[source.address], decode=[sink.address])
         yield cluster

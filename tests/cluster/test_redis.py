@@ -78,11 +78,8 @@ class Load:
 
 def start_workers(cluster: Cluster, flags: tuple[str, ...]) -> None:
     """Two and two, all at once."""
-    launched: list[tuple[Service, int]] = []
-    for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
-        service = cluster.launch_worker(name.partition("-")[0], *flags, name=name)
-        launched.append((service, cluster._report_fd))
-    for service, cluster._report_fd in launched:
+    names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    for service in [cluster.launch_worker(name.partition("-")[0], *flags, name=name) for name in names]:
         cluster.wait_for_worker(service)
 
 

@@ -127,8 +127,10 @@ def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempP
     with running_cluster(tmp_path_factory.mktemp("logs"), (*PAUSING, str(folder))) as cluster:
         common = ("--model", str(model), *FLAGS)
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
-        for role, number in (("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 2)):
-            addresses[role].append(cluster.start_worker(role, *common, name=f"{role}-{number}").address)
+        places = (("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 2))
+        for worker in [cluster.launch_worker(role, *common, name=f"{role}-{number}") for role, number in places]:
+            cluster.wait_for_worker(worker)
+            addresses[worker.role].append(worker.address)
         cluster.start_router(
             "--model", str(model), "--set", "policy=round_robin", "--local-prefill", "never", **addresses
         )
