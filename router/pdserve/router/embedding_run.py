@@ -10,20 +10,17 @@ from pdserve.common import timeline as moments
 from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, PdServeError, WorkerLost
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.prepared_request import PreparedRequest
-from pdserve.common.settings import RouterSettings
 from pdserve.common.timeline import Timeline, now_unix_ns
-from pdserve.router.admission import Admission
 from pdserve.router.attempt_failure import AttemptFailed
 from pdserve.router.embed_leg import Embedded, embed
-from pdserve.router.fleet import Fleet
 from pdserve.router.legs import LegFailed
 from pdserve.router.placement import WorkerKey
-from pdserve.router.placer import Placer
-from pdserve.router.poison import DEATHS, PoisonList
-from pdserve.router.preparation import EmbeddingRequest, Limits, Preparation, TokenizedRequest
+from pdserve.router.poison import Casualties
+from pdserve.router.preparation import EmbeddingRequest, Limits, TokenizedRequest
 from pdserve.router.request_record import RequestRecord
 from pdserve.router.request_run import BACKOFF_S, WAIT_FOR_WORKER_S, Usage
 from pdserve.router.routing_decision import RoutingDecision
+from pdserve.router.run_services import RunServices
 from pdserve.router.worker import Worker, WorkerRole
 
 log = logging.getLogger(__name__)
@@ -36,27 +33,16 @@ class EmbeddingRun:
         self,
         request_id: str,
         request: EmbeddingRequest,
-        *,
-        fleet: Fleet,
-        placer: Placer,
-        admission: Admission,
-        preparation: Preparation,
-        poison: PoisonList,
-        settings: RouterSettings,
+        services: RunServices,
         record: RequestRecord,
     ) -> None:
         self.request_id = request_id
         self.usage = Usage()
         self.timeline = Timeline()
         self._request = request
-        self._fleet = fleet
-        self._placer = placer
-        self._admission = admission
-        self._preparation = preparation
-        self._poison = poison
-        self._settings = settings
+        self._services = services
         self._prepared: dict[tuple[str, int], PreparedRequest] = {}
-        self._deaths: set[WorkerKey] = set()
+        self._casualties = Casualties(services.poison)
         self._record = record.run(self.timeline)
 
     @property
@@ -81,12 +67,14 @@ class EmbeddingRun:
         raise error
 
     async def _serve(self) -> list[float]:
-        token_ids = await self._preparation.tokenize(self._request)
-        request = self._preparation.complete_embedding(self.request_id, self._request, token_ids, await self._limits())
+        token_ids = await self._services.preparation.tokenize(self._request)
+        request = self._services.preparation.complete_embedding(
+            self.request_id, self._request, token_ids, await self._limits()
+        )
         self.usage.prompt_tokens = len(token_ids)
         self.timeline.mark(moments.TOKENIZED)
         self._record.tokenized(len(token_ids))
-        async with self._admission.place(self._num_blocks(len(token_ids))):
+        async with self._services.admission.place(self._num_blocks(len(token_ids))):
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
             embedded = await self._attempts(request)
@@ -108,7 +96,7 @@ class EmbeddingRun:
             self.timeline.mark(moments.PLACED)
             self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
             prepared = self._hashed(request, worker.identity.layout)
-            self._poison.check(prepared.request_digest)
+            self._services.poison.check(prepared.request_digest)
             if not prepared.remaining_s:
                 raise self._too_late()
             record = self._record.attempt(number, decision.placement)
@@ -118,7 +106,9 @@ class EmbeddingRun:
             except AttemptFailed as failure:
                 log.info("request %s: attempt %d failed: %s", self.request_id, number, failure)
                 number += 1
-                self._go_on_after(failure, worker, prepared, number)
+                self._casualties.count(failure, prepared.request_digest)
+                if not failure.error.retryable or number >= self._services.settings.max_attempts:
+                    raise failure.error from failure
             blamed = frozenset((worker.key,))
             await asyncio.sleep(BACKOFF_S * 2 ** (number - 1) * random.uniform(0.5, 1.5))
 
@@ -138,41 +128,26 @@ class EmbeddingRun:
         self.timeline.merge(embedded.moments)
         return embedded
 
-    def _go_on_after(
-        self, failure: AttemptFailed, worker: Worker, prepared: PreparedRequest, num_attempts: int
-    ) -> None:
-        """Raises the failure's error when there is to be no other attempt."""
-        error = failure.error
-        if failure.died:
-            self._deaths.add(worker.key)
-            if len(self._deaths) >= DEATHS:
-                self._poison.add(prepared.request_digest)
-                raise WorkerLost(
-                    f"{DEATHS} workers died while they served this request; last: {error.message}"
-                ) from failure
-        if not error.retryable or num_attempts >= self._settings.max_attempts:
-            raise error
-
     async def _limits(self) -> Limits:
-        limits = await self._fleet.wait_for(lambda: Limits.of(self._workers()), self._patience_s)
+        limits = await self._services.fleet.wait_for(lambda: Limits.of(self._workers()), self._patience_s)
         if limits is None:
             raise self._no_worker()
         return limits
 
     async def _place(self, request: TokenizedRequest, attempt: int, blamed: frozenset[WorkerKey]) -> RoutingDecision:
         def look() -> RoutingDecision | None:
-            return self._placer.place(
+            return self._services.placer.place(
                 self.request_id,
                 attempt,
                 num_tokens=len(request.token_ids),
                 max_tokens=0,
                 hashes=lambda layout: self._known_hashes(request, layout),
                 blamed=blamed,
-                dead=self._deaths,
+                dead=self._casualties.workers,
                 embeds=True,
             )
 
-        decision = await self._fleet.wait_for(look, self._patience_s)
+        decision = await self._services.fleet.wait_for(look, self._patience_s)
         if decision is None:
             raise self._no_worker()
         return decision
@@ -184,16 +159,16 @@ class EmbeddingRun:
     def _hashed(self, request: TokenizedRequest, layout: KvLayout) -> PreparedRequest:
         key = (layout.model_fingerprint, layout.block_size)
         if key not in self._prepared:
-            self._prepared[key] = self._preparation.hashed(request, layout)
+            self._prepared[key] = self._services.preparation.hashed(request, layout)
         return self._prepared[key]
 
     def _workers(self) -> list[Worker]:
-        return [worker for worker in self._fleet.workers(WorkerRole.PREFILL) if worker.identity.hidden_size]
+        return [worker for worker in self._services.fleet.workers(WorkerRole.PREFILL) if worker.identity.hidden_size]
 
     @property
     def _patience_s(self) -> float:
         """How long to wait for a worker: not at all in a fleet that has none of the kind."""
-        return WAIT_FOR_WORKER_S if self._fleet.counts()[WorkerRole.PREFILL.value]["addresses"] else 0.0
+        return WAIT_FOR_WORKER_S if self._services.fleet.counts()[WorkerRole.PREFILL.value]["addresses"] else 0.0
 
     def _num_blocks(self, num_tokens: int) -> int:
         sizes = [worker.identity.layout.block_size for worker in self._workers()]
@@ -205,5 +180,5 @@ class EmbeddingRun:
     def _no_worker(self) -> WorkerLost:
         return WorkerLost(
             f"embeddings are computed by prefill workers, and none could serve this: "
-            f"{self._fleet.describe(WorkerRole.PREFILL)}"
+            f"{self._services.fleet.describe(WorkerRole.PREFILL)}"
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate
 
 import msgspec
@@ -22,9 +21,9 @@ from pdserve.router.placer import Placer
 from pdserve.router.poison import PoisonList
 from pdserve.router.prefix_index import PrefixIndex
 from pdserve.router.preparation import ClientRequest, EmbeddingRequest, Limits, Preparation
-from pdserve.router.request_record import RequestRecord
 from pdserve.router.request_run import RequestRun
 from pdserve.router.router_telemetry import RouterTelemetry
+from pdserve.router.run_services import RunServices
 from pdserve.router.session import SessionTurn, StreamingSession
 from pdserve.router.worker import WorkerRole
 from pdserve.text.tokenizer import Tokenizer
@@ -56,7 +55,7 @@ class Inference:
         fleet.listeners.append(self.admission.recheck)
         self.placer = Placer(fleet, index, settings)
         self.preparation = preparation
-        self._poison = PoisonList()
+        self._services = RunServices(self.fleet, self.placer, self.admission, preparation, PoisonList(), settings)
         self.telemetry = RouterTelemetry(settings, model, lambda: self.admission.num_requests, fleet.counts)
 
     @property
@@ -121,12 +120,12 @@ class Inference:
         first_choices = accumulate((request.sampling.n for request in requests[:-1]), initial=0)
         client_stream = ClientStream(len(requests), self.settings.max_unread_bytes if stream else None)
         runs = [
-            self._run(
-                RequestRun,
+            RequestRun(
                 request_id if len(requests) == 1 else f"{request_id}-{place}",
                 first_choice,
                 request,
                 client_stream,
+                self._services,
                 record,
             )
             for place, (first_choice, request) in enumerate(zip(first_choices, requests, strict=True))
@@ -145,31 +144,8 @@ class Inference:
         record = self.telemetry.request(request_id, request.trace_headers)
         request = msgspec.structs.replace(request, trace_headers=record.headers)
         client_stream = ClientStream(1, self.settings.max_unread_bytes if stream else None)
-        run = self._run(partial(SessionTurn, session), request_id, 0, request, client_stream, record)
+        run = SessionTurn(session, request_id, 0, request, client_stream, self._services, record)
         return Generation(request_id, client_stream, [run], self.admission, record, client)
-
-    def _run(
-        self,
-        make: Callable[..., RequestRun],
-        request_id: str,
-        choice: int,
-        request: ClientRequest,
-        stream: ClientStream,
-        record: RequestRecord,
-    ) -> RequestRun:
-        return make(
-            request_id,
-            choice,
-            request,
-            stream,
-            fleet=self.fleet,
-            placer=self.placer,
-            admission=self.admission,
-            preparation=self.preparation,
-            poison=self._poison,
-            settings=self.settings,
-            record=record,
-        )
 
     def embedding(self, requests: Sequence[EmbeddingRequest], *, field: str, client: str = "") -> Embedding:
         """Embeddings, one a request; they start when its `results` are awaited.
@@ -186,13 +162,8 @@ class Inference:
             EmbeddingRun(
                 request_id if len(requests) == 1 else f"{request_id}-{place}",
                 request,
-                fleet=self.fleet,
-                placer=self.placer,
-                admission=self.admission,
-                preparation=self.preparation,
-                poison=self._poison,
-                settings=self.settings,
-                record=record,
+                self._services,
+                record,
             )
             for place, request in enumerate(requests)
         ]

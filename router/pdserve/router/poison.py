@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 from pdserve.common.errors import WorkerLost
+from pdserve.router.attempt_failure import AttemptFailed
+from pdserve.router.placement import WorkerKey
 
 REFUSED_S = 60.0
 DEATHS = 2
@@ -33,3 +35,22 @@ class PoisonList:
             del self._until[request_digest]
             return
         raise WorkerLost(f"{DEATHS} workers died while they served this prompt; it is refused for another {left:.0f} s")
+
+
+class Casualties:
+    """The workers that died under one request."""
+
+    def __init__(self, poison: PoisonList) -> None:
+        self._poison = poison
+        self.workers: set[WorkerKey] = set()
+
+    def count(self, failure: AttemptFailed, prompt_digest: bytes) -> None:
+        """An attempt has failed. Raises: WorkerLost when it is the death that is one too many; the prompt is refused."""
+        if not failure.died or failure.blamed is None:
+            return
+        self.workers.add(failure.blamed.key)
+        if len(self.workers) >= DEATHS:
+            self._poison.add(prompt_digest)
+            raise WorkerLost(
+                f"{DEATHS} workers died while they served this request; last: {failure.error.message}"
+            ) from failure

@@ -20,21 +20,18 @@ from pdserve.common.errors import (
 )
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.prepared_request import PreparedRequest, ResumeState
-from pdserve.common.settings import RouterSettings
 from pdserve.common.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from pdserve.common.timeline import Timeline, now_unix_ns
-from pdserve.router.admission import Admission
 from pdserve.router.attempt import Attempt
 from pdserve.router.attempt_failure import AttemptFailed, PrefillNeeded
 from pdserve.router.client_stream import ClientStream
-from pdserve.router.fleet import Fleet
 from pdserve.router.legs import Outputs, PromptLogprobs
 from pdserve.router.placement import Wish, WorkerKey
-from pdserve.router.placer import Placer
-from pdserve.router.poison import DEATHS, PoisonList
-from pdserve.router.preparation import ClientRequest, Limits, Preparation, TokenizedRequest
+from pdserve.router.poison import Casualties
+from pdserve.router.preparation import ClientRequest, Limits, TokenizedRequest
 from pdserve.router.request_record import RequestRecord
 from pdserve.router.routing_decision import RoutingDecision
+from pdserve.router.run_services import RunServices
 from pdserve.router.worker import WorkerRole
 from pdserve.text.best_of import best
 from pdserve.text.output_processor import OutputProcessor, PositionConflict
@@ -79,13 +76,7 @@ class RequestRun:
         first_choice: int,
         request: ClientRequest,
         stream: ClientStream,
-        *,
-        fleet: Fleet,
-        placer: Placer,
-        admission: Admission,
-        preparation: Preparation,
-        poison: PoisonList,
-        settings: RouterSettings,
+        services: RunServices,
         record: RequestRecord,
     ) -> None:
         self.request_id = request_id
@@ -94,12 +85,7 @@ class RequestRun:
         self._first_choice = first_choice
         self._request = request
         self._stream = stream
-        self._fleet = fleet
-        self._placer = placer
-        self._admission = admission
-        self._preparation = preparation
-        self._poison = poison
-        self._settings = settings
+        self._services = services
         self.num_choices = request.sampling.n
         """Sequences that the client gets."""
         self._num_sequences = request.sampling.num_sequences
@@ -110,7 +96,7 @@ class RequestRun:
         """Sequences of which the client has something."""
         self._numbers = itertools.count()
         """Of attempts."""
-        self._deaths: set[WorkerKey] = set()
+        self._casualties = Casualties(services.poison)
         self._record = record.run(self.timeline)
 
     async def run(self) -> None:
@@ -145,15 +131,15 @@ class RequestRun:
         return self._request.timeout_s
 
     async def _serve(self) -> None:
-        token_ids = await self._preparation.tokenize(self._request)
-        bad_words = await self._preparation.bad_words(self._request)
+        token_ids = await self._services.preparation.tokenize(self._request)
+        bad_words = await self._services.preparation.bad_words(self._request)
         before = self._token_ids_before
-        request = self._preparation.complete(
+        request = self._services.preparation.complete(
             self.request_id, self._request, token_ids, await self._limits(), bad_words, len(before)
         )
         self.usage.prompt_tokens = len(before) + len(token_ids)
         self._processor = OutputProcessor(
-            self._preparation.tokenizer,
+            self._services.preparation.tokenizer,
             request_id=self.request_id,
             prompt=None,
             prompt_token_ids=[*before, *token_ids] if before else token_ids,
@@ -162,9 +148,9 @@ class RequestRun:
         )
         self.timeline.mark(moments.TOKENIZED)
         self._record.tokenized(self.usage.prompt_tokens)
-        priority = request.priority if self._settings.scheduling_policy == "priority" else 0
+        priority = request.priority if self._services.settings.scheduling_policy == "priority" else 0
         num_blocks = self._num_blocks(self.usage.prompt_tokens)
-        async with self._admission.place(num_blocks, priority, self._num_sequences):
+        async with self._services.admission.place(num_blocks, priority, self._num_sequences):
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
             await self._attempts(request, self._processor, Course())
@@ -189,7 +175,7 @@ class RequestRun:
             self._record.routed(started_unix_ns, decision.policy, placement, decision.attributes)
             layout = placement.layout
             prompt_digest = self._hashed(request, layout).request_digest
-            self._poison.check(prompt_digest)
+            self._services.poison.check(prompt_digest)
             prepared = self._hashed(request, layout, resume)
             if not prepared.remaining_s:
                 # workers refuse a request without time
@@ -201,12 +187,12 @@ class RequestRun:
             try:
                 with record:
                     await attempt.run()
-                self._placer.bandwidth.landed(attempt.transfer_bytes, self.timeline)
+                self._services.placer.bandwidth.landed(attempt.transfer_bytes, self.timeline)
                 return
             except PrefillNeeded as needed:
                 course.wish, course.blamed = Wish.REMOTE, frozenset()
                 course.num_uncounted += 1
-                if course.num_uncounted <= self._settings.max_attempts:
+                if course.num_uncounted <= self._services.settings.max_attempts:
                     continue
                 failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
             except AttemptFailed as failed:
@@ -243,17 +229,15 @@ class RequestRun:
     def _after(self, failure: AttemptFailed, prompt_digest: bytes, num_counted: int) -> Wish:
         """What the next attempt should be. Raises the failure's error when there is none."""
         error = failure.error
-        if failure.died and failure.blamed is not None:
-            self._deaths.add(failure.blamed.key)
-            if len(self._deaths) >= DEATHS:
-                self._poison.add(prompt_digest)
-                raise WorkerLost(
-                    f"{DEATHS} workers died while they served this request; last: {error.message}"
-                ) from failure
-        if not error.retryable or isinstance(error, PositionConflict) or num_counted >= self._settings.max_attempts:
+        self._casualties.count(failure, prompt_digest)
+        if (
+            not error.retryable
+            or isinstance(error, PositionConflict)
+            or num_counted >= self._services.settings.max_attempts
+        ):
             raise error
         if failure.in_transfer:
-            match self._settings.on_kv_failure:
+            match self._services.settings.on_kv_failure:
                 case "fail":
                     raise error
                 case "remote":
@@ -308,9 +292,9 @@ class RequestRun:
 
     async def _limits(self) -> Limits:
         def look() -> Limits | None:
-            return Limits.of(worker for role in WorkerRole for worker in self._fleet.workers(role))
+            return Limits.of(worker for role in WorkerRole for worker in self._services.fleet.workers(role))
 
-        limits = await self._fleet.wait_for(look, WAIT_FOR_WORKER_S)
+        limits = await self._services.fleet.wait_for(look, WAIT_FOR_WORKER_S)
         if limits is None:
             raise self._no_worker()
         return limits
@@ -321,7 +305,7 @@ class RequestRun:
         num_resumed = 0 if resume is None else len(resume.output_token_ids)
 
         def look() -> RoutingDecision | None:
-            return self._placer.place(
+            return self._services.placer.place(
                 self.request_id,
                 attempt,
                 num_tokens=len(request.token_ids) + num_resumed,
@@ -329,25 +313,27 @@ class RequestRun:
                 hashes=lambda layout: self._hashed(request, layout, resume).block_hashes,
                 wish=course.wish,
                 blamed=course.blamed,
-                dead=self._deaths,
+                dead=self._casualties.workers,
             )
 
-        decision = await self._fleet.wait_for(look, WAIT_FOR_WORKER_S)
+        decision = await self._services.fleet.wait_for(look, WAIT_FOR_WORKER_S)
         if decision is None:
             raise self._no_worker()
         return decision
 
     def _num_blocks(self, num_tokens: int) -> int:
         """KV blocks of a prompt, in the largest number that a worker would need."""
-        sizes = [worker.identity.layout.block_size for role in WorkerRole for worker in self._fleet.workers(role)]
+        sizes = [
+            worker.identity.layout.block_size for role in WorkerRole for worker in self._services.fleet.workers(role)
+        ]
         return -(-num_tokens // min(sizes)) if sizes else 0
 
     def _too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the request was not done within {self._request.timeout_s:g} s")
 
     def _no_worker(self) -> WorkerLost:
-        roles = "; ".join(self._fleet.describe(role) for role in WorkerRole)
-        never = ", and local_prefill is never" if self._settings.local_prefill == "never" else ""
+        roles = "; ".join(self._services.fleet.describe(role) for role in WorkerRole)
+        never = ", and local_prefill is never" if self._services.settings.local_prefill == "never" else ""
         return WorkerLost(f"no worker could serve this within {WAIT_FOR_WORKER_S:g} s: {roles}{never}")
 
     def _hashed(
@@ -357,5 +343,5 @@ class RequestRun:
         place = (-1, 0) if resume is None else (resume.index, len(resume.output_token_ids))
         key = (layout.model_fingerprint, layout.block_size, *place)
         if key not in self._prepared:
-            self._prepared[key] = self._preparation.hashed(request, layout, resume)
+            self._prepared[key] = self._services.preparation.hashed(request, layout, resume)
         return self._prepared[key]

@@ -117,7 +117,7 @@ class SessionTurn(RequestRun):
             with record:
                 if session.worker is None:
                     prepared = record.carried_by(self._hashed(request, placement.layout))
-                    self._poison.check(prepared.request_digest)
+                    self._services.poison.check(prepared.request_digest)
                     if not prepared.remaining_s:
                         # workers refuse a request without time
                         raise self._too_late()
