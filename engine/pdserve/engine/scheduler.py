@@ -76,9 +76,9 @@ class Scheduler:
         self.outputs = OutputBook()
         self.requests: dict[str, Request] = {}
         """Living sequences, by their own ids."""
-        self.siblings = Siblings()
         self.running = RunningBatch()
         self.preemption = Preemption(self.kv, self.running, self.admission)
+        self.siblings = Siblings(config, self.requests, self.kv, self.admission, self.preemption)
         self.sessions = Sessions(config, self.kv, self.running, self.admission, self.outputs)
         self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.admission)
         self.num_computed_prompt_tokens = 0
@@ -186,7 +186,7 @@ class Scheduler:
 
     def _start_decoding(self, request: Request, first_tokens: Sequence[int]) -> None:
         """Its KV is here, and the first token of each of its sequences came with it."""
-        for sequence, ended_with in self._branch(request, first_tokens):
+        for sequence, ended_with in self.siblings.branch(request, first_tokens):
             if ended_with is RequestStatus.FINISHED_ERROR:
                 cause = TransferFailed("the source's first token does not fit the request's grammar")
                 self._finish(sequence, ended_with, cause=cause)
@@ -303,7 +303,7 @@ class Scheduler:
             self._finish(request, RequestStatus.FINISHED_ERROR, cause=_no_token_left(request))
             return
         request.mark("first_token")
-        sequences = self._branch(request, token_ids)
+        sequences = self.siblings.branch(request, token_ids)
         if any(ended_with is RequestStatus.FINISHED_ERROR for _, ended_with in sequences):
             cause = InternalError("a token was sampled that does not fit the request's grammar")
             self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
@@ -321,36 +321,6 @@ class Scheduler:
             if None in statuses and request.is_unwanted_source:
                 self.sources.rest(request)
             self._forget(request, statuses[0] or RequestStatus.FINISHED_STOPPED)
-
-    def _branch(self, request: Request, token_ids: Sequence[int]) -> list[tuple[Request, RequestStatus | None]]:
-        """Append a token to a sequence, or the first ones to all that continue its prompt.
-
-        Returns them, in the order of their indexes, with what each has ended with; those that go on have their place.
-        """
-        sequences = [request] if request.num_sequences == 1 else [request, *request.fork()]
-        ends = [
-            sequence.append_output(token_id, self.config.max_model_len)
-            for sequence, token_id in zip(sequences, token_ids, strict=True)
-        ]
-        for place, sequence in enumerate(sequences):
-            if sequence.index in request.ended_elsewhere:
-                ends[place] = RequestStatus.FINISHED_STOPPED
-        if len(sequences) > 1 and not request.core.transfer_source:
-            for sequence, ended_with in zip(sequences, ends, strict=True):
-                self.requests[sequence.request_id] = sequence
-                self.siblings.add(sequence)
-                if sequence is not request and ended_with is None:
-                    self._enter(sequence, request)
-        return list(zip(sequences, ends, strict=True))
-
-    def _enter(self, sequence: Request, begins_as: Request) -> None:
-        """A sequence that has just parted from another waits for its place in the batch."""
-        if self.kv.fork(begins_as, sequence):
-            self.admission.add_ready(sequence)
-            return
-        # no block is left for it: as if it had run and lost its blocks
-        sequence.move_to(RequestStatus.RUNNING)
-        self.preemption.lose_blocks(sequence)
 
     def keep_left(self, unused: SchedulerOutput) -> None:
         """A step that computed nothing was not seen by the runner: what it was to be told is told next time."""

@@ -1,18 +1,64 @@
-"""`Siblings`: the living sequences of each request that n > 1 sequences continue, once its prompt is computed."""
+"""`Siblings`: how the sequences of a request part from each other once its prompt is computed, and which of them live."""
 
 from __future__ import annotations
 
-from pdserve.engine.request import Request
+from collections.abc import Sequence
+
+from pdserve.engine.admission import Admission
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache_manager import KVCacheManager
+from pdserve.engine.preemption import Preemption
+from pdserve.engine.request import Request, RequestStatus
 
 
 class Siblings:
-    """By the request's own id. A request with one sequence never comes here."""
+    """Living ones by the request's own id; those of a request with one sequence are not kept."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        requests: dict[str, Request],
+        kv: KVCacheManager,
+        admission: Admission,
+        preemption: Preemption,
+    ) -> None:
+        """requests: the scheduler's living sequences, which those that part are added to."""
+        self._config = config
+        self._requests = requests
+        self._kv = kv
+        self._admission = admission
+        self._preemption = preemption
         self._of: dict[str, dict[int, Request]] = {}
 
-    def add(self, request: Request) -> None:
-        self._of.setdefault(request.core.request_id, {})[request.index] = request
+    def branch(self, request: Request, token_ids: Sequence[int]) -> list[tuple[Request, RequestStatus | None]]:
+        """Append a token to a sequence, or the first ones to all that continue its prompt.
+
+        Returns them, in the order of their indexes, with what each has ended with; those that go on have their place.
+        """
+        sequences = [request] if request.num_sequences == 1 else [request, *request.fork()]
+        ends = [
+            sequence.append_output(token_id, self._config.max_model_len)
+            for sequence, token_id in zip(sequences, token_ids, strict=True)
+        ]
+        for place, sequence in enumerate(sequences):
+            if sequence.index in request.ended_elsewhere:
+                ends[place] = RequestStatus.FINISHED_STOPPED
+        if len(sequences) > 1 and not request.core.transfer_source:
+            for sequence, ended_with in zip(sequences, ends, strict=True):
+                self._requests[sequence.request_id] = sequence
+                self._of.setdefault(sequence.core.request_id, {})[sequence.index] = sequence
+                if sequence is not request and ended_with is None:
+                    self._enter(sequence, request)
+        return list(zip(sequences, ends, strict=True))
+
+    def _enter(self, sequence: Request, begins_as: Request) -> None:
+        """A sequence that has just parted from another waits for its place in the batch."""
+        if self._kv.fork(begins_as, sequence):
+            self._admission.add_ready(sequence)
+            return
+        # no block is left for it: as if it had run and lost its blocks
+        sequence.move_to(RequestStatus.RUNNING)
+        self._preemption.lose_blocks(sequence)
 
     def remove(self, request: Request) -> None:
         """It has ended. Harmless when it was never here."""

@@ -230,12 +230,9 @@ class SeamAdapter:
             self._return(message.request_id, [message.hold])
             return
         source.holds.append(message.hold)
-        num_bytes = len(message.hold) * self._pool.block_bytes
-        if self._staged is None and num_bytes <= DIGEST_HERE_BYTES:
-            digests = block_digests(self._pool, message.hold.block_ids)
-            source.transfer.settled(message.first_index, message.hold.block_ids, digests)
+        if self._staged is None and len(message.hold) * self._pool.block_bytes <= DIGEST_HERE_BYTES:
+            source.transfer.settled(message.first_index, message.hold.block_ids, self._digest(message))
             return
-        digests_later = self._loop.run_in_executor(self._block_work, self._digest, message)
 
         def publish(done: asyncio.Future[list[int]]) -> None:
             if source.transfer.has_ended or done.cancelled():
@@ -245,10 +242,10 @@ class SeamAdapter:
             else:
                 source.transfer.settled(message.first_index, message.hold.block_ids, done.result())
 
-        digests_later.add_done_callback(publish)
+        self._loop.run_in_executor(self._block_work, self._digest, message).add_done_callback(publish)
 
     def _digest(self, message: Settled) -> list[int]:
-        """In the block thread: bring the blocks to where connectors read them, and digest them there."""
+        """Bring blocks to where connectors read them, and digest them there; in the block thread where that takes long."""
         if self._staged is not None:
             self._staged.to_host(message.hold.block_ids, message.device_event)
         return block_digests(self._pool, message.hold.block_ids)
