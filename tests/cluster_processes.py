@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,13 +15,14 @@ from pathlib import Path
 import grpc
 import msgspec
 import psutil
+from forked_process import ForkedProcess
 
 from pdserve.common.rpc import PROTOCOL_VERSION
 from pdserve.common.tls import ClientTls
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 KEY = "a key for tests, of no worth at all"
-PROGRAM = (sys.executable, "-m", "pdserve.cli.main")
+PROGRAM = ("-m", "pdserve.cli.main")
 START_S = 60.0
 SETTLE_S = 10.0
 _ROUTER_READY = re.compile(r"ready: OpenAI https?://(\S+)/v1  gRPC (\S+)")
@@ -35,7 +35,7 @@ class Service:
     name: str
     role: str
     flags: tuple[str, ...]
-    process: subprocess.Popen[bytes]
+    process: ForkedProcess
     log: Path
     address: str = ""
     """gRPC services of a worker, or of a router's front end."""
@@ -116,15 +116,9 @@ class Cluster:
     ) -> Service:
         log = self.folder / f"{name}.log"
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
+        environ |= {"PDSERVE_DEPLOYMENT_KEY": KEY, "OMP_NUM_THREADS": "1"}
         with log.open("ab") as output:
-            process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=output,
-                stdin=subprocess.DEVNULL,
-                pass_fds=pass_fds,
-                env=environ | {"PDSERVE_DEPLOYMENT_KEY": KEY, "OMP_NUM_THREADS": "1"},
-            )
+            process = ForkedProcess(command, output=output.fileno(), environ=environ, pass_fds=pass_fds)
         service = self.services[name] = Service(name, role, flags, process, log)
         return service
 

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from .pausing_worker import PHASES
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
-PAUSING = (sys.executable, str(Path(__file__).with_name("pausing_worker.py")))
+PAUSING = (str(Path(__file__).with_name("pausing_worker.py")),)
 FLAGS = (
     "--set", "dtype=float32", "--set", "num_blocks=400", "--set", "max_num_batched_tokens=32",
     "--set", "connector=tcp", "--set", "drain_s=10",

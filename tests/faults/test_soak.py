@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(1800)
 NUM_REQUESTS = 10_000
 WARM_AFTER = 3_000
 AT_ONCE = 32
-FAILING = (sys.executable, str(Path(__file__).with_name("failing_worker.py")), "0.02")
+FAILING = (str(Path(__file__).with_name("failing_worker.py")), "0.02")
 MAY_GROW_BYTES = 24 << 20
 """Between warm and done, 7,000 requests: 3.5 KB a request would be seen."""
 MAY_GROW = 4
