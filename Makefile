@@ -12,8 +12,8 @@ up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bund
 demo: $(VENV)/.runtime  ## the same, one question, then stop
 	$(BIN)/pdserve up --once --port 0 --grpc-port 0
 
-test: $(VENV)/.dev  ## the whole test suite
-	$(BIN)/python -m pytest
+test: $(VENV)/.dev  ## the whole test suite, a process for each of two cores
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 faults: $(VENV)/.dev  ## the whole kill matrix: every signal, in every phase, to every role
 	$(BIN)/python -m pytest -m "" tests/faults

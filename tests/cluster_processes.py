@@ -44,7 +44,7 @@ class Service:
     """A worker's: the pipe on which it says that it is ready, until it has been waited for."""
 
     def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        self.process.send_signal(number)
 
     def read_log(self) -> str:
         return self.log.read_text(errors="replace")

@@ -13,6 +13,7 @@ when the socket does; a process that it forked goes on as a new interpreter woul
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -24,7 +25,13 @@ import signal
 import socket
 import sys
 
-PRELOADED = ("torch", "grpc.aio", "pdserve.cli.service_commands", "pdserve.worker.worker_process", "pdserve.router.service")
+PRELOADED = (
+    "torch",
+    "grpc.aio",
+    "pdserve.cli.service_commands",
+    "pdserve.worker.worker_process",
+    "pdserve.router.service",
+)
 MAX_BYTES = 1 << 18
 MAX_DESCRIPTORS = 16
 _ABOVE_ALL_NAMED = 200
@@ -75,10 +82,8 @@ def _reap(ends: dict[int, int]) -> None:
         if process == 0:
             return
         end = ends.pop(process)
-        try:
+        with contextlib.suppress(BrokenPipeError):
             os.write(end, str(os.waitstatus_to_exitcode(status)).encode())
-        except BrokenPipeError:
-            pass
         os.close(end)
 
 

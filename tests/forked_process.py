@@ -7,6 +7,7 @@ imported it, and forks. `pdserve up` and the examples start as users start them,
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -68,16 +69,27 @@ class ForkedProcess:
     """As much of `subprocess.Popen` as tests use; the process is the fork server's child, which reaps it."""
 
     def __init__(
-        self, program: Sequence[str], *, output: int, environ: Mapping[str, str], pass_fds: Sequence[int] = ()
+        self,
+        program: Sequence[str],
+        *,
+        output: int,
+        errors: int | None = None,
+        environ: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
     ) -> None:
-        """program: `-m`, a module and its arguments, or a file and its arguments. output: for stdout and stderr."""
+        """program: `-m`, a module and its arguments, or a file and its arguments.
+
+        output, errors: descriptors for stdout and stderr; without `errors` both go to `output`.
+        """
         self._status, theirs = os.pipe()
         self.returncode: int | None = None
         """Negative for the signal that ended it; None before the end has been noticed."""
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
             request = {"program": list(program), "environ": dict(environ), "descriptors": [0, 1, 2, *pass_fds]}
-            self.pid = _server().fork(request, [nothing, output, output, *pass_fds, theirs])
+            self.pid = _server().fork(
+                request, [nothing, output, output if errors is None else errors, *pass_fds, theirs]
+            )
         finally:
             os.close(theirs)
             os.close(nothing)
@@ -92,15 +104,17 @@ class ForkedProcess:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         return code
 
+    def send_signal(self, number: int) -> None:
+        """Without effect when it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has been reaped just now
+                os.kill(self.pid, number)
+
     def terminate(self) -> None:
-        self._send(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._send(signal.SIGKILL)
-
-    def _send(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        self.send_signal(signal.SIGKILL)
 
     def _look(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._status], [], [], timeout)[0]:

@@ -74,7 +74,7 @@ def test_pair_neighbours_keeps_heads_apart() -> None:
     ("layer_type", "dtype"),
     [(kind, dtype) for kind in (PlainLinear, make_linear) for dtype in TOLERANCES]
     + [(PackedLinear, torch.float32), (PackedLinear, torch.bfloat16)],  # float16 is never packed
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("rows", "width", "height"), [(1, 5, 123), (123, 5, 123), (17, 64, 96), (0, 8, 8)])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, Grant, PoolMemory, ReadOutcome
@@ -20,7 +21,11 @@ PATIENCE_S = 20.0
 def make_pool(seed: int | None = None, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOCK_BYTES) -> PoolMemory:
     """A pool of zeros, or of bytes that the seed decides."""
     size = num_blocks * block_bytes
-    content = bytearray(size) if seed is None else bytearray(random.Random(seed).randbytes(size))
+    content = (
+        bytearray(size)
+        if seed is None
+        else bytearray(np.random.default_rng(seed).integers(256, size=size, dtype=np.uint8))
+    )
     return PoolMemory(memoryview(content), block_bytes, num_blocks)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess
-import sys
 from pathlib import Path
+
+from forked_process import ForkedProcess
 
 from pdserve.kv_transfer.connector import BlockToRead
 from pdserve.kv_transfer.digest import block_digests
@@ -25,11 +25,11 @@ class SourceProcess:
         self.pool = make_pool(SEED, NUM_BLOCKS, BLOCK_BYTES)
         arguments = [connector, str(SEED), str(NUM_BLOCKS), str(BLOCK_BYTES), self.token.hex()]
         script = Path(__file__).with_name("stopped_source.py")
-        self._process = subprocess.Popen(
-            [sys.executable, script, *arguments], stdout=subprocess.PIPE, env=os.environ | environ
-        )
-        assert self._process.stdout is not None
-        self.metadata = bytes.fromhex(self._process.stdout.readline().strip().decode())
+        said, output = os.pipe()
+        self._process = ForkedProcess([str(script), *arguments], output=output, errors=2, environ=os.environ | environ)
+        os.close(output)
+        with os.fdopen(said, "rb") as lines:
+            self.metadata = bytes.fromhex(lines.readline().strip().decode())
         digests = block_digests(self.pool, range(NUM_BLOCKS))
         self.blocks = [BlockToRead(index, digests[index], index, index) for index in range(NUM_BLOCKS)]
 
@@ -37,9 +37,7 @@ class SourceProcess:
         self._process.send_signal(number)
 
     def close(self) -> None:
-        assert self._process.stdout is not None
         self._process.kill()
-        self._process.stdout.close()
         self._process.wait()
 
 

@@ -5,9 +5,10 @@ Prints its metadata in hex, one line, when it serves all blocks of the pool unde
 
 from __future__ import annotations
 
-import random
 import signal
 import sys
+
+import numpy as np
 
 from pdserve.kv_transfer.connector import BlockConnector, PoolMemory
 
@@ -24,7 +25,7 @@ def make_connector(name: str) -> BlockConnector:
 
 def main() -> None:
     seed, num_blocks, block_bytes = (int(argument) for argument in sys.argv[2:5])
-    content = bytearray(random.Random(seed).randbytes(num_blocks * block_bytes))
+    content = bytearray(np.random.default_rng(seed).integers(256, size=num_blocks * block_bytes, dtype=np.uint8))
     connector = make_connector(sys.argv[1])
     connector.serve(PoolMemory(memoryview(content), block_bytes, num_blocks))
     connector.grant(bytes.fromhex(sys.argv[5])).publish(0, range(num_blocks))

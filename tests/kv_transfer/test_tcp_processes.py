@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from pdserve.kv_transfer.connector import PoolMemory, ReadOutcome
@@ -76,4 +76,4 @@ def test_killed_source_fails_the_read(source: SourceProcess, receiver: TcpConnec
 
 
 def test_noise_is_as_the_other_process_drew_it() -> None:
-    assert make_pool(3, 1, 64).view == random.Random(3).randbytes(64)
+    assert make_pool(3, 1, 64).view == np.random.default_rng(3).integers(256, size=64, dtype=np.uint8).tobytes()

@@ -100,8 +100,9 @@ async def test_blocks_of_a_request_that_left_are_in_quarantine_until_its_read_ha
     held = HeldReads(pair.d.connector)
     asked = pair.ask(PROMPT)
     await until(lambda: only(pair.d.adapter.transfers().under_way).state == "RECEIVING" and bool(held._waiting))
-    pair.leave(asked)
+    pair.d.engine.release(asked.decode)
     await until(lambda: only(pair.d.adapter.transfers().under_way).state == "DRAINING")
+    pair.leave(asked)  # now, since from a source that gave it up before decode did the transfer would have failed
     page = pair.d.adapter.transfers()
     assert page.num_blocks_quarantined == only(page.under_way).num_blocks_quarantined == NUM_BLOCKS
     await until(lambda: pair.d.engine.stats.num_blocks_quarantined == NUM_BLOCKS)
