@@ -8,6 +8,7 @@ import pytest
 from transfer_fakes import DIGEST, FakeConnector, ReceiverEnd, ReceiverOwner, source_ref
 
 from pdserve.common.errors import TransferFailed, WorkerLost
+from pdserve.kv_transfer import receiver_transfer
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer
@@ -168,7 +169,36 @@ async def test_a_reattach_says_want_again_changes_no_state_and_reads_go_on() -> 
         read.end()
     bench.finish()
     await turn()
-    assert again.heard == [("want", 2, 4), ("landed", 4), ("release",)]
+    assert again.heard == [("want", 2, 4), ("release",)]
+
+
+async def test_landed_is_told_at_first_when_due_and_before_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_transfer, "TELL_EVERY_S", 600.0)
+    bench = Bench()
+    bench.receiving()
+    for index in (2, 3, 4):
+        bench.publish(index, 1)
+    for read in bench.connector.reads:
+        read.land()
+    await turn()
+    assert (bench.owner.heard, bench.transfer.num_landed) == ([("landed", 1)], 3)
+    monkeypatch.setattr(receiver_transfer, "TELL_EVERY_S", 0.0)
+    bench.publish(5, 1)
+    bench.connector.reads[3].land()
+    await turn()
+    assert bench.owner.heard == [("landed", 1), ("landed", 4)]
+    assert bench.stream.heard[1:] == [("landed", 1), ("landed", 4)]
+
+    monkeypatch.setattr(receiver_transfer, "TELL_EVERY_S", 600.0)
+    bench = Bench()
+    bench.receiving()
+    for index in (2, 3, 4):
+        bench.publish(index, 1)
+        bench.connector.reads[-1].land()
+    await turn()
+    bench.connector.reads[0].end(ReadOutcome.FAILED, TransferFailed("no"))
+    await turn()
+    assert bench.owner.heard == [("landed", 1), ("landed", 3), ("failed", "TransferFailed")]
 
 
 async def test_a_failed_read_fails_it_and_cancels_the_others() -> None:

@@ -88,27 +88,38 @@ class EngineThread:
 
     def _loop_until_stopped(self) -> None:
         wait_s: float | None = None
-        while self._obey(wait_s):
+        checked = False
+        while (num_commands := self._obey(wait_s)) is not None:
+            if num_commands == 0 and wait_s == IDLE_BEAT_S and not checked:
+                # a whole beat was idle: nobody waits for this walk over all blocks
+                self.core.scheduler.check()
+                checked = True
             outputs = self.core.step()
-            self._tell(outputs)
+            try:
+                # first what the transfer side has asked for during the step: blocks leave before the outputs are told
+                ends = self._obey(None) is None
+            finally:
+                self._tell(outputs)
+            if ends:
+                return
             stats = outputs.scheduler_stats
             if outputs.outputs or (stats is not None and stats.num_running_reqs):
-                wait_s = None
+                wait_s, checked = None, False
             else:
                 wait_s = BLOCKED_S if self.core.has_work else IDLE_BEAT_S
-                if not self.core.scheduler.requests:
-                    self.core.scheduler.check()
 
-    def _obey(self, wait_s: float | None) -> bool:
-        """Carry out what has been posted; wait for something at most `wait_s`. False ends the loop."""
+    def _obey(self, wait_s: float | None) -> int | None:
+        """Carry out what has been posted, waiting for something at most `wait_s`; returns how much that was. None: end."""
+        num_commands = 0
         try:
             command = self._inbox.get_nowait() if wait_s is None else self._inbox.get(timeout=wait_s)
             while command is not None:
                 command(self.core)
+                num_commands += 1
                 command = self._inbox.get_nowait()
         except queue.Empty:
-            return True
-        return False
+            return num_commands
+        return None
 
     def _tell(self, outputs: EngineCoreOutputs) -> None:
         self.call_soon(lambda: self._on_outputs(outputs))

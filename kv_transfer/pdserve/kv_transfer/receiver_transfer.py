@@ -20,6 +20,9 @@ from pdserve.kv_transfer.transfer_state import RECEIVER_MOVES, ReceiverState, ha
 
 log = logging.getLogger(__name__)
 
+TELL_EVERY_S = 0.005
+"""While blocks land, the engine and the source hear of it this often: each word costs both of them more than a block does."""
+
 
 @dataclass(frozen=True, slots=True)
 class SourceRef:
@@ -36,7 +39,7 @@ class ReceiverEvents(Protocol):
     """What the owner of the blocks hears; all in the asyncio thread."""
 
     def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
-        """The first `num_blocks` wanted blocks are here, verified; grows."""
+        """The first `num_blocks` wanted blocks are here, verified; grows. All that landed is told before `failed`."""
 
     def source_finished(self, transfer: ReceiverTransfer, num_tokens: int, token_ids: tuple[int, ...]) -> None:
         """Count and digest agree with what was asked for."""
@@ -91,6 +94,8 @@ class ReceiverTransfer:
         self._asked: list[bool] = []
         self._reads: dict[int, BlockRead] = {}
         self._num_reads = 0
+        self._num_told = 0
+        self._told_at = float("-inf")
         self._source_finished = False
         self._ends_as: ReceiverState | None = None
         self._loop = asyncio.get_running_loop()
@@ -229,6 +234,8 @@ class ReceiverTransfer:
         """It cannot go on. Harmless when it has ended."""
         if not self.is_ending:
             self.cause = cause
+            if self.num_landed > self._num_told:
+                self._tell_landed()
             self._events.failed(self, cause)
             self._end(ReceiverState.FAILED)
 
@@ -246,9 +253,15 @@ class ReceiverTransfer:
         while self.num_landed < len(self._landed) and self._landed[self.num_landed]:
             self.num_landed += 1
         if self.num_landed > before and self._ends_as is None:
-            self._events.landed(self, self.num_landed)
-            if self._stream is not None:
-                self._stream.landed(self.num_landed)
+            has_all = self.num_landed == self.num_blocks
+            if has_all or self._loop.time() - self._told_at >= TELL_EVERY_S:
+                self._tell_landed()
+                if self._stream is not None and not (has_all and self._source_finished):  # then `Release` says it
+                    self._stream.landed(self.num_landed)
+
+    def _tell_landed(self) -> None:
+        self._num_told, self._told_at = self.num_landed, self._loop.time()
+        self._events.landed(self, self.num_landed)
 
     def read_ended(self, number: int, outcome: ReadOutcome, cause: TransferFailed | None) -> None:
         self._reads.pop(number, None)

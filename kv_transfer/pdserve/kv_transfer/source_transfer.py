@@ -173,8 +173,13 @@ class SourceTransfer:
 
     def release(self) -> None:
         """The receiver has everything. Before the source is done this is a receiver that gave up."""
-        if not self.has_ended:
-            self._end(SourceState.RELEASED if self.state is SourceState.COMPLETE else SourceState.CANCELLED, None)
+        if self.has_ended:
+            return
+        if self.state is SourceState.COMPLETE:
+            self.landed(self.num_wanted)
+            self._end(SourceState.RELEASED, None)
+        else:
+            self._end(SourceState.CANCELLED, None)
 
     # ---- the engine
 

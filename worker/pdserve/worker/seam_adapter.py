@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 
 QUARANTINE_MAX_SHARE = 0.1
 """Above this part of the pool in quarantine nothing new is received: reads that do not end would eat the pool up."""
-DIGEST_HERE_BYTES = 1 << 20
-"""Up to so many bytes are digested in the asyncio thread: 40 us, where another thread is an answer away by a millisecond."""
+DIGEST_HERE_BYTES = 4 << 20
+"""Up to so many bytes are digested in the asyncio thread: half a millisecond, which is what another thread's answer costs."""
 _AGAIN = "+"
 """Ends the id of a prefill that is computed again because its transfer was wanted only after it had ended."""
 
