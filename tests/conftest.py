@@ -10,10 +10,13 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from tls_authority import Authority
 
 # Tiny models on busy machines: two spinning threads make a test twenty times slower. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -54,3 +57,19 @@ def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """The CA of this deployment. The whole session shares it: issue from it, and leave its own file as it is."""
+    from tls_authority import Authority
+
+    return Authority(tmp_path_factory.mktemp("tls") / "ca")
+
+
+@pytest.fixture(scope="session")
+def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """A CA of others, shared likewise."""
+    from tls_authority import Authority
+
+    return Authority(tmp_path_factory.mktemp("tls") / "other-ca")

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tls_authority import Authority, IssuedFiles
 
 from pdserve.cli.doctor.address_check import AddressCheck
@@ -23,11 +22,6 @@ from pdserve.common.tls import ServerTls
 def verdicts(findings: list[Finding]) -> list[str]:
     assert all(bool(finding.advice) is (finding.verdict is not Verdict.OK) for finding in findings), "advice if not ok"
     return [finding.verdict.value for finding in findings]
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls") / "ca")
 
 
 def test_a_router_whose_workers_are_beyond_loopback_in_the_clear(authority: Authority) -> None:
@@ -62,11 +56,10 @@ async def reach(tls: ServerTls | None, router: IssuedFiles) -> Finding:
         return finding
 
 
-async def test_a_router_shakes_hands_with_its_workers(authority: Authority, tmp_path: Path) -> None:
+async def test_a_router_shakes_hands_with_its_workers(authority: Authority, other_authority: Authority) -> None:
     router = authority.issue()
     assert (await reach(authority.identity().server, router)).verdict is Verdict.OK
-    other = Authority(tmp_path / "other")
-    stranger = await reach(other.identity().server, router)
+    stranger = await reach(other_authority.identity().server, router)
     assert stranger.verdict is Verdict.FAILED
     assert "unable to get local issuer" in stranger.what
     misnamed = await reach(authority.identity("decode-1.example").server, router)
@@ -76,8 +69,10 @@ async def test_a_router_shakes_hands_with_its_workers(authority: Authority, tmp_
     assert plain.verdict is Verdict.FAILED
 
 
-async def test_a_worker_that_does_not_take_the_routers_certificate(authority: Authority, tmp_path: Path) -> None:
-    other = Authority(tmp_path / "other").issue()
+async def test_a_worker_that_does_not_take_the_routers_certificate(
+    authority: Authority, other_authority: Authority, tmp_path: Path
+) -> None:
+    other = other_authority.issue()
     worker = authority.identity().server
     # it trusts the worker's CA, and shows a certificate of another
     mixed = tmp_path / "both.pem"

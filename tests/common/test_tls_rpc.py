@@ -49,25 +49,15 @@ async def refusal(address: str, tls: ClientTls | None) -> str:
     return told.message
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls") / "ca")
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls") / "other-ca")
-
-
 async def test_services_of_one_ca_hear_each_other(authority: Authority) -> None:
     async with served(authority.identity().server) as address:
         assert await ask(address, authority.identity("elsewhere.example").client) == b"heard it"
 
 
-async def test_a_server_hears_nobody_else(authority: Authority, other: Authority) -> None:
+async def test_a_server_hears_nobody_else(authority: Authority, other_authority: Authority) -> None:
     # it believes the server, and shows nothing, or what another CA signed
     nothing = load_client(TlsFile("ca", str(authority.ca_file)))
-    files = other.issue()
+    files = other_authority.issue()
     stranger = load_client(
         TlsFile("ca", str(authority.ca_file)), *(TlsFile("f", str(p)) for p in (files.cert, files.key))
     )
@@ -77,9 +67,9 @@ async def test_a_server_hears_nobody_else(authority: Authority, other: Authority
         assert await ask(address, authority.identity().client) == b"heard it"
 
 
-async def test_a_client_believes_nobody_else(authority: Authority, other: Authority) -> None:
+async def test_a_client_believes_nobody_else(authority: Authority, other_authority: Authority) -> None:
     client = authority.identity().client
-    async with served(other.identity().server) as address:
+    async with served(other_authority.identity().server) as address:
         assert "CERTIFICATE_VERIFY_FAILED" in await refusal(address, client)
     async with served(None) as address:
         await refusal(address, client)

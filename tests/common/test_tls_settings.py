@@ -34,11 +34,12 @@ KINDS = pytest.mark.parametrize("kind", [RouterSettings, PrefillSettings, Decode
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
+    """Each test's own: some spoil its file."""
     return Authority(tmp_path / "ca")
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Authority:
+def other_authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "other-ca")
 
 
@@ -146,15 +147,19 @@ def test_a_certificate_out_of_date(
         load(kind, **files.settings())
 
 
-def test_a_certificate_that_the_ca_did_not_sign(authority: Authority, other: Authority) -> None:
+def test_a_certificate_that_the_ca_did_not_sign(authority: Authority, other_authority: Authority) -> None:
     files = authority.issue()
-    with pytest.raises(ConfigError, match=rf"tls_cert_file {files.cert}: .*issuer.*tls_ca_file {other.ca_file}"):
-        load(RouterSettings, **files.settings() | {"tls_ca_file": str(other.ca_file)})
+    with pytest.raises(
+        ConfigError, match=rf"tls_cert_file {files.cert}: .*issuer.*tls_ca_file {other_authority.ca_file}"
+    ):
+        load(RouterSettings, **files.settings() | {"tls_ca_file": str(other_authority.ca_file)})
 
 
-def test_a_bundle_of_two_cas_serves_while_one_replaces_the_other(authority: Authority, other: Authority) -> None:
+def test_a_bundle_of_two_cas_serves_while_one_replaces_the_other(
+    authority: Authority, other_authority: Authority
+) -> None:
     bundle = authority.ca_file.with_name("bundle.pem")
-    bundle.write_bytes(other.ca_file.read_bytes() + authority.ca_file.read_bytes())
+    bundle.write_bytes(other_authority.ca_file.read_bytes() + authority.ca_file.read_bytes())
     assert load(DecodeSettings, **authority.issue().settings() | {"tls_ca_file": str(bundle)}).tls()
 
 
@@ -241,12 +246,12 @@ def test_an_incomplete_front_names_what_is_missing(left_out: str, authority: Aut
         load(RouterSettings, **flags)
 
 
-def test_a_front_needs_no_ca_of_its_own(authority: Authority, other: Authority) -> None:
+def test_a_front_needs_no_ca_of_its_own(authority: Authority, other_authority: Authority) -> None:
     def front(files: IssuedFiles, **more: str) -> None:
         load(RouterSettings, front_tls_cert_file=str(files.cert), front_tls_key_file=str(files.key), **more)
 
     front(authority.issue("llm.example"))
-    front(authority.issue("llm.example"), front_tls_client_ca_file=str(other.ca_file))
+    front(authority.issue("llm.example"), front_tls_client_ca_file=str(other_authority.ca_file))
     with pytest.raises(ConfigError, match=r"front_tls_client_ca_file /no/where: No such file"):
         front(authority.issue(), front_tls_client_ca_file="/no/where")
     for dates, words in ((PAST, "has expired"), (FUTURE, "not yet valid")):

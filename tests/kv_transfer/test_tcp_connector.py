@@ -19,8 +19,8 @@ class TestTcpConnector(ConnectorContract, TokenContract):
 
 
 @pytest.fixture(scope="module")
-def identity(tmp_path_factory: pytest.TempPathFactory) -> TlsIdentity:
-    return Authority(tmp_path_factory.mktemp("tls") / "ca").identity()
+def identity(authority: Authority) -> TlsIdentity:
+    return authority.identity()
 
 
 class TestTcpConnectorWithTls(ConnectorContract, TokenContract):

@@ -28,16 +28,6 @@ SOURCE_SEED = 9
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls") / "ca")
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls") / "other-ca")
-
-
-@pytest.fixture(scope="module")
 def identity(authority: Authority) -> TlsIdentity:
     return authority.identity()
 
@@ -122,10 +112,10 @@ def test_i8_a_token_opens_nothing_without_a_certificate_of_the_ca(
     transfer: Transfer,
     identity: TlsIdentity,
     authority: Authority,
-    other: Authority,
+    other_authority: Authority,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    context = client_context(authority, other if shown == "another CA's" else None)
+    context = client_context(authority, other_authority if shown == "another CA's" else None)
     request = ReadRequest(1, transfer.token, 0, 1, BLOCK_BYTES).encode()
     with context.wrap_socket(connect(source), server_hostname=HOST) as secured:
         # a client has shaken hands before it hears what the server thinks of its certificate
@@ -251,9 +241,9 @@ def receiver(make_connector: MakeConnector, identity: TlsIdentity) -> TcpConnect
 
 
 def test_a_source_of_another_ca_is_not_read(
-    make_connector: MakeConnector, receiver: TcpConnector, transfer: Transfer, other: Authority
+    make_connector: MakeConnector, receiver: TcpConnector, transfer: Transfer, other_authority: Authority
 ) -> None:
-    stranger = make_connector(other.identity())
+    stranger = make_connector(other_authority.identity())
     message = failure(receiver, stranger.metadata, transfer)
     assert f"no connection to {HOST}:" in message
     assert "TLS: self-signed certificate in certificate chain" in message

@@ -11,7 +11,7 @@ import grpc.aio
 import httpx
 import pytest
 from fake_worker import said
-from tls_authority import Authority, IssuedFiles
+from tls_authority import IssuedFiles
 
 from pdserve.cli.grpc_client import GrpcClient
 from pdserve.common.errors import WorkerLost
@@ -23,16 +23,6 @@ from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls") / "ca")
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls") / "other-ca")
-
-
 async def refused(cluster, count: int) -> None:
     """Returns when so many decode workers are refused."""
     async with asyncio.timeout(10):
@@ -42,11 +32,11 @@ async def refused(cluster, count: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_workers_of_the_ca_serve_and_others_are_told_why_not(cluster, caplog, authority, other):
+async def test_workers_of_the_ca_serve_and_others_are_told_why_not(cluster, caplog, authority, other_authority):
     caplog.set_level(logging.WARNING)
     servers = {
         "good": authority.identity().server,
-        "stranger": other.identity().server,
+        "stranger": other_authority.identity().server,
         "elsewhere": authority.identity("elsewhere.example").server,
         "plain": None,
     }
@@ -75,12 +65,12 @@ async def test_a_name_for_all_workers(cluster, authority):
 
 
 @pytest.mark.parametrize("shown", ["nothing", "another CA's"])
-async def test_a_router_that_workers_do_not_believe_says_so(cluster, caplog, authority, other, shown):
+async def test_a_router_that_workers_do_not_believe_says_so(cluster, caplog, authority, other_authority, shown):
     caplog.set_level(logging.WARNING)
     worker = await cluster.worker("decode", tls=authority.identity().server).start()
-    files = other.issue()
-    bundle = other.ca_file.with_name("bundle.pem")  # the router believes the worker
-    bundle.write_bytes(other.ca_file.read_bytes() + authority.ca_file.read_bytes())
+    files = other_authority.issue()
+    bundle = other_authority.ca_file.with_name("bundle.pem")  # the router believes the worker
+    bundle.write_bytes(other_authority.ca_file.read_bytes() + authority.ca_file.read_bytes())
     settings = IssuedFiles(files.cert, files.key, bundle).settings() if shown == "another CA's" else {}
     await cluster.start(prefill=0, decode=0, wait=False, **settings)
     await refused(cluster, 1)
@@ -148,18 +138,18 @@ async def test_front_ends_speak_tls_and_nothing_else(model_folder, authority):
 
 
 @pytest.mark.parametrize("trusts", ["nobody", "another CA"])
-async def test_the_commands_say_why_they_reach_no_router(model_folder, authority, other, trusts):
+async def test_the_commands_say_why_they_reach_no_router(model_folder, authority, other_authority, trusts):
     front = await Front(authority.issue(), None).start(model_folder)
-    tls = load_client(TlsFile("--ca-file", str(other.ca_file))) if trusts == "another CA" else None
+    tls = load_client(TlsFile("--ca-file", str(other_authority.ca_file))) if trusts == "another CA" else None
     async with GrpcClient(front.grpc, tls=tls) as client:
         with pytest.raises(WorkerLost, match="with a certificate of the CA in --ca-file"):
             await anext(client.generate("x"))
     await front.stop()
 
 
-async def test_clients_need_a_certificate_where_a_ca_is_given_for_them(model_folder, authority, other):
-    front = await Front(authority.issue(), other.ca_file).start(model_folder)
-    await front.ask_both(other.issue("client"))
+async def test_clients_need_a_certificate_where_a_ca_is_given_for_them(model_folder, authority, other_authority):
+    front = await Front(authority.issue(), other_authority.ca_file).start(model_folder)
+    await front.ask_both(other_authority.issue("client"))
     for client in (None, authority.issue("client")):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await front.ask_both(client)
