@@ -9,15 +9,12 @@ import pytest
 from cluster_processes import pd_cluster
 from inference_client import InferenceClient
 from oracle import Oracle
+from random_prompts import prompt_of
 
 pytestmark = pytest.mark.process
 
 FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
 MAX_TOKENS = 20
-
-
-def prompt_of(length: int) -> list[int]:
-    return [3 + (place * place + length) % 290 for place in range(length)]
 
 
 async def test_i1_i5_sequences_through_p_and_d(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:

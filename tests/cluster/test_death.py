@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import signal
 import subprocess
@@ -19,17 +18,13 @@ import pytest
 from cluster_processes import KEY, Cluster, Service, pd_cluster, running_cluster
 from inference_client import InferenceClient
 from oracle import Oracle
+from random_prompts import prompt_of
 
 pytestmark = pytest.mark.process
 
 FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=300", "--set", "max_num_batched_tokens=16")
 SOON_S = 10.0
 T = TypeVar("T")
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    draw = random.Random(f"{length}/{seed}")
-    return [draw.randrange(3, 300) for _ in range(length)]
 
 
 async def kill_in_mid_prefill(cluster: Cluster) -> None:

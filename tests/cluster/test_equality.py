@@ -10,18 +10,13 @@ import pytest
 from cluster_processes import Cluster, pd_cluster
 from inference_client import InferenceClient
 from oracle import Oracle
+from random_prompts import prompt_of
 
 pytestmark = pytest.mark.process
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 LENGTHS = (1, 15, 16, 17, 31, 250, 1000)
 MAX_TOKENS = 24
-VOCABULARY = range(3, 300)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    draw = random.Random(f"{length}/{seed}")
-    return [draw.choice(VOCABULARY) for _ in range(length)]
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

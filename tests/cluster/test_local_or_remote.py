@@ -14,6 +14,7 @@ import pytest
 from cluster_processes import KEY, Cluster, pd_cluster
 from inference_client import InferenceClient
 from oracle import Oracle
+from random_prompts import prompt_of
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.prepared_request import PreparedRequest
@@ -40,10 +41,6 @@ def served(
         cluster.check_logs()
 
 
-def prompt_of(length: int, start: int) -> list[int]:
-    return [3 + (start + 7 * position) % 290 for position in range(length)]
-
-
 def kinds(cluster: Cluster) -> list[str]:
     """Of the last placements, newest first."""
     page = httpx.get(f"http://{cluster.router.http}/debug/routing", timeout=5, trust_env=False).json()
@@ -52,7 +49,7 @@ def kinds(cluster: Cluster) -> list[str]:
 
 async def test_a_prompt_that_decode_has_seen_is_prefilled_there(served: tuple[Cluster, Oracle]) -> None:
     cluster, oracle = served
-    prompt = prompt_of(100, start=1)
+    prompt = prompt_of(100, seed=1)
     async with InferenceClient(cluster.router.address) as router:
         cold = await router.ask(prompt, max_tokens=MAX_TOKENS)
         assert "kv_landed" in cold.moments
@@ -119,7 +116,7 @@ async def _identity(channel: Any) -> worker_pb2.Identity:
 
 async def test_decode_goes_by_its_own_cache(served: tuple[Cluster, Oracle]) -> None:
     cluster, _ = served
-    prompt = prompt_of(70, start=2)
+    prompt = prompt_of(70, seed=2)
     computed = cluster.load(cluster.services["decode"]).prompt_tokens_computed
     assert await ask_decode(cluster, prompt, source=False, limit=69) == ["admitted", "needs_prefill 70"]
     assert cluster.load(cluster.services["decode"]).prompt_tokens_computed == computed

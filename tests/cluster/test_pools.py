@@ -12,15 +12,9 @@ import pytest
 from cluster_processes import Cluster, pd_cluster
 from inference_client import Answer, InferenceClient
 from oracle import Oracle
+from random_prompts import prompt_of
 
 pytestmark = pytest.mark.process
-
-VOCABULARY = range(3, 300)
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    draw = random.Random(f"{length}/{seed}")
-    return [draw.choice(VOCABULARY) for _ in range(length)]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import pytest
 from cluster_processes import Cluster, Service, running_cluster
 from otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
+from random_prompts import prompt_of
 from redis_server import redis_server
 
 from pdserve.common.rpc import make_channel
@@ -92,11 +93,6 @@ def start(
     return inference_pb2_grpc.InferenceServiceStub(channel).Generate(
         request, timeout=60, metadata=metadata, wait_for_ready=True
     )
-
-
-def prompt_of(length: int, first: int) -> list[int]:
-    """No two share a block, so each is transferred whole."""
-    return [3 + (first * 31 + place * 7) % 290 for place in range(length)]
 
 
 def spans_of(collector: OtlpReceiver, trace_id: str, names: set[str] = SPANS) -> dict[str, ReceivedSpan]:

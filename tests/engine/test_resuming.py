@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from engine_harness import Answer, MakeEngine
 from engine_pair import Pair
-from hash_model import greedy_answer, sampled_answer
+from hash_model import greedy_answer, prompt_of, sampled_answer
 
 from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import InvalidRequest
@@ -15,10 +15,6 @@ from pdserve.engine.remote_kv import Settled
 
 SAMPLED = {"temperature": 1.0, "seed": 11}
 COUNT = 12
-
-
-def prompt_of(length: int) -> list[int]:
-    return [(7 * place + length) % 60 for place in range(length)]
 
 
 def rest_of(answer: Answer, cut: int) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_harness import Answer, Harness, MakeEngine
-from hash_model import greedy_answer, sampled_answer
+from hash_model import greedy_answer, prompt_of, sampled_answer
 from oracle import Oracle
 
 from pdserve.common.engine_types import FinishReason
@@ -17,10 +17,6 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.engine.remote_kv import Settled
 
 SAMPLED = {"temperature": 1.0, "seed": 11, "max_tokens": 9}
-
-
-def prompt_of(length: int) -> list[int]:
-    return [(7 * place + length) % 60 for place in range(length)]
 
 
 def alone(make_engine: MakeEngine, prompt: list[int], index: int, params: dict[str, Any]) -> Answer:

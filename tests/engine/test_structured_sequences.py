@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from engine_harness import Answer, Harness, MakeEngine
 from engine_pair import Pair
+from hash_model import prompt_of
 from late_grammars import EOS, Form, InstantCompiler, LateCompiler
 
 from pdserve.common.engine_types import FinishReason
@@ -16,10 +17,6 @@ COUNT = 14
 EVEN, ODD, ALL = tuple(range(0, 60, 2)), tuple(range(1, 60, 2)), tuple(range(60))
 FORMS = [Form(EVEN, ODD, 1, 9), Form(EVEN[:9], ALL, 4, 4), Form((7,), ODD, 2, 5)]
 GREEDY, SAMPLED = {"temperature": 0.0, "seed": 11}, {"temperature": 1.0, "seed": 11}
-
-
-def prompt_of(length: int) -> list[int]:
-    return [(7 * place + length) % 60 for place in range(length)]
 
 
 def asked(form: Form, params: dict[str, Any]) -> dict[str, Any]:

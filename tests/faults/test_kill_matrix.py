@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import json
 import os
-import random
 import signal
 import time
 import urllib.request
@@ -24,6 +23,7 @@ import grpc.aio
 import pytest
 from cluster_processes import Cluster, Service, running_cluster
 from inference_client import InferenceClient
+from random_prompts import prompt_of
 
 from pdserve.v1 import request_pb2
 
@@ -58,11 +58,6 @@ CELLS = [
 ]
 
 
-def _prompt(length: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(3, 300) for _ in range(length)]
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "sizes": {"type": "array", "items": {"type": "integer"}}},
@@ -70,10 +65,13 @@ SCHEMA = {
 }
 FORM = request_pb2.StructuredOutputs(json=json.dumps(SCHEMA))
 REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
-    "greedy": (_prompt(200, 1), {"max_tokens": 24}),
-    "seeded": (_prompt(170, 2), {"max_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 11}),
-    "penalties": (_prompt(133, 3), {"max_tokens": 24, "repetition_penalty": 1.2, "min_tokens": 24, "temperature": 0.0}),
-    "form": (_prompt(90, 4), {"max_tokens": 24, "temperature": 0.8, "seed": 12, "structured_outputs": FORM}),
+    "greedy": (prompt_of(200, 1), {"max_tokens": 24}),
+    "seeded": (prompt_of(170, 2), {"max_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 11}),
+    "penalties": (
+        prompt_of(133, 3),
+        {"max_tokens": 24, "repetition_penalty": 1.2, "min_tokens": 24, "temperature": 0.0},
+    ),
+    "form": (prompt_of(90, 4), {"max_tokens": 24, "temperature": 0.8, "seed": 12, "structured_outputs": FORM}),
 }
 
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from cluster_processes import Cluster, running_cluster
 from inference_client import InferenceClient
+from random_prompts import prompt_of
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(1800)]
 
@@ -70,7 +71,7 @@ async def _ask(client: InferenceClient, first: int, end: int) -> None:
 
     async def one(number: int) -> None:
         draw = random.Random(number)
-        prompt = [draw.randrange(3, 300) for _ in range(draw.choice((5, 20, 50, 90)))]
+        prompt = prompt_of(draw.choice((5, 20, 50, 90)), number)
         max_tokens = draw.choice((1, 2, 4))
         async with gate:
             answer = await client.ask(prompt, max_tokens=max_tokens)

@@ -13,17 +13,13 @@ import grpc.aio
 import pytest
 from cluster_processes import Cluster, running_cluster
 from inference_client import InferenceClient
+from random_prompts import prompt_of
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=300", "--set", "max_num_batched_tokens=64")
 GONE_S = 3.0
 """A killed router's work has stopped within so long."""
-
-
-def _prompt(length: int, seed: int) -> list[int]:
-    draw = random.Random(f"{length}/{seed}")
-    return [draw.randrange(3, 300) for _ in range(length)]
 
 
 @pytest.mark.faults
@@ -38,7 +34,7 @@ async def test_i7_a_storm_of_aborts_leaves_nothing_behind(
 
     async def one(client: InferenceClient, number: int) -> None:
         nonlocal num_left, num_answered
-        prompt = _prompt(draw.choice((1, 16, 40, 120, 500)), number % 60)
+        prompt = prompt_of(draw.choice((1, 16, 40, 120, 500)), number % 60)
         max_tokens = draw.choice((1, 2, 10, 40))
         patience_s = draw.choice((None, 0.0, 0.002, 0.01, 0.05, 0.2, 0.5))
         async with gate:
@@ -63,7 +59,7 @@ async def test_i7_a_storm_of_aborts_leaves_nothing_behind(
             cluster.check_pools()
             for name in ("prefill-1", "prefill-2", "decode-1", "decode-2"):
                 assert cluster.load(cluster.services[name]).blocks_quarantined == 0
-            assert len((await client.ask(_prompt(40, 1), max_tokens=5)).token_ids) == 5
+            assert len((await client.ask(prompt_of(40, 1), max_tokens=5)).token_ids) == 5
         cluster.check_logs()
 
 
@@ -71,7 +67,7 @@ async def test_i7_a_storm_of_aborts_leaves_nothing_behind(
 async def test_replacing_every_worker_under_load_loses_nothing(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
-    prompts = [_prompt(30 + 11 * number, number) for number in range(12)]
+    prompts = [prompt_of(30 + 11 * number, number) for number in range(12)]
     sampling = {"max_tokens": 30, "temperature": 0.8, "seed": 5}
     with running_cluster(tmp_path) as cluster:
         _start(cluster, tiny_checkpoints("llama", num_hidden_layers=4), ())
@@ -113,7 +109,7 @@ async def test_a_killed_router_leaves_both_workers_whole(tiny_checkpoints: Calla
         decode = cluster.start_worker("decode", "--model", model, *FLAGS)
         cluster.start_router("--model", model, prefill=[prefill.address], decode=[decode.address])
         async with InferenceClient(cluster.router.address) as client:
-            calls = [client.start(_prompt(300, number), max_tokens=3000) for number in range(6)]
+            calls = [client.start(prompt_of(300, number), max_tokens=3000) for number in range(6)]
             await asyncio.gather(*(anext(aiter(call)) for call in calls))
             cluster.router.signal(signal.SIGKILL)
             cluster.router.process.wait(5)
