@@ -45,6 +45,11 @@ class Pauses:
         self._reached = folder / f"reached.{os.getpid()}"
         self._go = folder / "go"
 
+    @property
+    def are_armed(self) -> bool:
+        """A phase is named, and no worker has come to it yet."""
+        return self._armed.exists()
+
     def reach(self, phase: str) -> None:
         """Wait here, if it is this phase's turn, and nobody else waits already."""
         try:
@@ -93,7 +98,7 @@ def install(pauses: Pauses) -> None:
                 pauses.reach("streaming")
 
     def before_digest(adapter: SeamAdapter, message: Any) -> None:
-        if not pauses._armed.exists():
+        if not pauses.are_armed:
             return
         deadline = time.monotonic() + LONGEST_S
         while _computes(adapter.engine.core.scheduler.requests.get(message.request_id)):
