@@ -7,9 +7,10 @@ pretended device meets on a GPU neither a tensor that was forgotten on the host 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("meta")
 """The one device type beside the processor that every build of torch lets a tensor name."""
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))
+"""The parameter that names a real one, where there is one."""
 _COPY_INTO = torch.ops.aten.copy_.default
 
 
@@ -95,6 +98,11 @@ def pretended_device() -> Iterator[torch.device]:
     """While it lasts, this thread can make tensors on the device."""
     with _OnDevice():
         yield DEVICE
+
+
+def usable(device: str) -> AbstractContextManager[object]:
+    """While it lasts, this thread can make tensors on the device of this name, pretended or real."""
+    return pretended_device() if device == str(DEVICE) else nullcontext()
 
 
 def host_copy(tensor: Tensor) -> Tensor:

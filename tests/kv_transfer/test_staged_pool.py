@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
-from pretend_device import DEVICE, PretendTensor, pretended_device
+from pretend_device import CUDA, DEVICE, PretendTensor, usable
 
 from pdserve.kv_transfer.block_runs import number_runs
 from pdserve.kv_transfer.staged_pool import StagedPool
 
 NUM_BLOCKS = 40
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))
 
 
 @pytest.fixture(params=["cpu", str(DEVICE), CUDA])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with pretended_device() if request.param == str(DEVICE) else nullcontext():
+    with usable(request.param):
         yield request.param
 
 

@@ -6,7 +6,6 @@ On a machine with a GPU the same runs there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 from engine_harness import Answer, Harness, harnesses, make_real_engine  # noqa: F401
 from logits_plugins import installed
-from pretend_device import DEVICE, PretendTensor, pretended_device
+from pretend_device import CUDA, DEVICE, PretendTensor, pretended_device, usable
 
 from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.sampling_params import NamedLogitsProcessor
@@ -29,12 +28,11 @@ PARAMETERS = [
     {"temperature": 0.7, "seed": 9, "top_k": 5, "allowed_token_ids": tuple(range(3, 90)), "min_tokens": 4},
     {"temperature": 0.5, "seed": 10},
 ]
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))
 
 
 @pytest.fixture(params=[str(DEVICE), CUDA])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with pretended_device() if request.param == str(DEVICE) else nullcontext():
+    with usable(request.param):
         yield request.param
 
 
