@@ -89,6 +89,18 @@ async def test_overload_says_when_to_come_back(handlers: tuple[_Handlers, grpc.a
     assert back.retry_after_s == 2.5
 
 
+@pytest.mark.parametrize("char", ["x", "ö", "\N{GRINNING FACE}", "\ud800"])
+async def test_a_long_message_is_cut_and_keeps_its_status(
+    handlers: tuple[_Handlers, grpc.aio.Channel], char: str
+) -> None:
+    served, channel = handlers
+    served.raised = errors.NotFound("what " + char * 20_000)
+    status = await call(channel, "unary_unary")
+    assert status.code() is grpc.StatusCode.NOT_FOUND
+    assert 400 < len(status.details() or "") <= 2000
+    assert (status.details() or "").startswith("what ")
+
+
 async def test_a_bug_is_logged_and_says_nothing_to_the_client(
     handlers: tuple[_Handlers, grpc.aio.Channel], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -240,6 +240,14 @@ HTTP = [
     (CHAT, {"messages": None}, "messages", "expected `array"),
     (CHAT, {"messages": [5]}, "messages", "messages[0]: expected `object"),
     (CHAT, {"messages": [USER], "model": "other"}, None, "model 'other' is not served here", 404),
+    (CHAT, {"messages": [USER], "model": "m" * 5000}, None, "is not served here", 404),
+    message({"role": ["m" * 5000], "content": "x"}, "role must be a non-empty string"),
+    message({"role": "user", "content": [{"type": "m" * 5000}]}, "this model takes only text"),
+    message(
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]},
+        "messages is not valid Unicode",
+    ),
+    chat("chat_template_kwargs", {"a": json.loads("[" * 99 + "]" * 99)}, "chat_template_kwargs is nested deeper than"),
     message({}, "messages[0].role must be a non-empty string"),
     message({"role": "", "content": "x"}, "messages[0].role must be a non-empty string, not ''"),
     message({"role": 5, "content": "x"}, "messages[0].role must be a non-empty string, not 5"),
@@ -305,6 +313,7 @@ HTTP = [
     ),
     (EMBEDDINGS, {"input": "x", "encoding_format": "int8"}, "encoding_format", "invalid enum value 'int8'"),
     (EMBEDDINGS, {"input": "x", "pooling_type": "max"}, "pooling_type", "invalid enum value 'max'"),
+    (EMBEDDINGS, {"input": "x", "pooling_type": "m" * 5000}, "pooling_type", "invalid enum value 'mmm"),
     (EMBEDDINGS, {"input": "x", "normalize": "x"}, "normalize", "expected `bool"),
     (EMBEDDINGS, {"input": "x", "cache_salt": "s" * 257}, "cache_salt", "at most 256"),
     (EMBEDDINGS, {"input": "x", "user": 5}, "user", "expected `str"),
@@ -472,7 +481,25 @@ GRPC = [
     (unknown(embed("x"), "inputs"), "inputs[0] has a field number 111"),
 ]
 """A message for `Generate` or `Embed`, and a part of the refusal; each is INVALID_ARGUMENT."""
-GRPC_NOT_FOUND = [generate(model="other"), embed("x", model="other")]
+GRPC_NOT_FOUND = [generate(model="other"), generate(model="m" * 20_000), embed("x", model="other")]
+
+DEEP = [
+    (CHAT, '{"messages": [{"role": "user", "content": "x"}], "audio": ?}', "audio"),
+    (CHAT, '{"messages": [{"role": "user", "content": ?}]}', "messages"),
+    (
+        CHAT,
+        '{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required",'
+        ' "tools": [{"function": {"name": "f", "parameters": {"a": ?}}}]}',
+        "tools",
+    ),
+    (
+        COMPLETIONS,
+        '{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"a": ?}}}}',
+        "response_format",
+    ),
+    (COMPLETIONS, '{"prompt": "x", "structured_outputs": {"json": {"a": ?}}}', "structured_outputs"),
+]
+"""Bodies in which anything may stand for the `?`, and the field in which it does."""
 
 
 def size() -> int:

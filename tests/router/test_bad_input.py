@@ -130,6 +130,26 @@ async def test_bodies_that_are_no_object(quick, beside):
         beside.go_on()
 
 
+@pytest.mark.parametrize(("path", "form", "field"), bad_requests.DEEP)
+async def test_bodies_as_deep_as_they_can_be_read(quick, path, form, field):
+    """What can just be read is written again with more on the stack."""
+
+    async def refusal(depth: int) -> dict[str, str]:
+        response = await quick.http.post(path, content=form.replace("?", "[" * depth + "]" * depth).encode())
+        assert response.status_code == 400, (depth, response.text)
+        return response.json()["error"]
+
+    readable, too_deep = 100, 100_000
+    while too_deep - readable > 1:
+        depth = (readable + too_deep) // 2
+        if "the body is nested" in (await refusal(depth))["message"]:
+            too_deep = depth
+        else:
+            readable = depth
+    for depth in range(readable - 30, too_deep):
+        assert (await refusal(depth))["param"] == field
+
+
 async def test_paths_methods_and_kinds_of_body(quick, beside):
     for method, path, status, code, message in bad_requests.TRANSPORT:
         response = await quick.http.request(method, path)
@@ -185,6 +205,6 @@ async def test_over_grpc(quick, beside):
             await ask(quick.grpc, request)
         beside.go_on()
     for request in bad_requests.GRPC_NOT_FOUND:
-        with refused(grpc.StatusCode.NOT_FOUND, "model 'other' is not served here", "not_found"):
+        with refused(grpc.StatusCode.NOT_FOUND, "is not served here", "not_found"):
             await ask(quick.grpc, request)
         beside.go_on()

@@ -27,6 +27,8 @@ ERROR_CODE_KEY = "pdserve-error-code"
 ERROR_FIELD_KEY = "pdserve-error-field"
 """Of an `InvalidRequest`: which field is wrong."""
 RETRY_AFTER_KEY = "pdserve-retry-after-s"
+_MAX_DETAILS_BYTES = 2000
+"""Of an error's message: peers may refuse more than 8 KiB of trailing metadata, and gRPC writes a byte as up to three."""
 
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 1000),
@@ -157,7 +159,8 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PdServe
         metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
     if isinstance(error, errors.InvalidRequest) and error.field and error.field.isascii() and error.field.isprintable():
         metadata.append((ERROR_FIELD_KEY, error.field))
-    await context.abort(error.grpc_status, error.message, tuple(metadata))
+    details = error.message.encode(errors="replace")[:_MAX_DETAILS_BYTES].decode(errors="ignore")
+    await context.abort(error.grpc_status, details, tuple(metadata))
     raise AssertionError("abort returned")  # pragma: no cover - abort always raises
 
 

@@ -85,7 +85,7 @@ class Inference:
     def check_model(self, name: str | None) -> None:
         """Raises: NotFound for another model's name; None and "" mean whichever is served."""
         if name and name != self.model:
-            raise NotFound(f"model {name!r} is not served here; this router serves {self.model!r}")
+            raise NotFound(f"model {name[:80]!r} is not served here; this router serves {self.model!r}")
 
     def _capacity(self) -> Capacity:
         """A place for every sequence that some worker can step, and prompts that fit into their pools together."""

@@ -9,6 +9,7 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.structured_outputs import StructuredOutputsParams
+from pdserve.router.request_body import writing
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _TYPES = ("text", "json_object", "json_schema")
@@ -80,4 +81,5 @@ def _of_response_format(given: ResponseFormat) -> StructuredOutputsParams | None
     schema = given.json_schema.schema
     if schema is None:
         return StructuredOutputsParams(json_object=True)
-    return StructuredOutputsParams(json=msgspec.json.encode(schema).decode())
+    with writing("response_format"):
+        return StructuredOutputsParams(json=msgspec.json.encode(schema).decode())

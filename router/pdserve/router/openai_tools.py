@@ -11,6 +11,7 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.structured_outputs import StructuredOutputsParams
+from pdserve.router.request_body import writing
 from pdserve.text.tool_calls import BEGIN, END
 
 MAX_TOOLS = 128
@@ -125,4 +126,5 @@ def _forced(functions: Sequence[FunctionBody], *, only_one: bool) -> StructuredO
         "at_least_one": True,
         "stop_after_first": only_one,
     }
-    return StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", "format": calls}))
+    with writing("tools"):
+        return StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", "format": calls}))

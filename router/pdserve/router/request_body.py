@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,20 +58,38 @@ def parse_body(data: bytes, kind: type[B]) -> B:
         raise InvalidRequest("the body is nested too deeply") from error
 
 
+@contextlib.contextmanager
+def writing(field: str) -> Iterator[None]:
+    """While what a client gave in this field is written as JSON: what could just be read may be too deep for that.
+
+    Raises: InvalidRequest.
+    """
+    try:
+        yield
+    except RecursionError as error:
+        raise InvalidRequest(f"{field} is nested too deeply", field) from error
+
+
 def shown(value: Any) -> str:
     """A client's value, for a message."""
-    text = json.dumps(value)
+    try:
+        return _clipped(json.dumps(value))
+    except RecursionError:
+        return "nested too deeply"
+
+
+def _clipped(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def _named(message: str) -> InvalidRequest:
     for pattern, told in ((_UNKNOWN_FIELD, "is not a known field"), (_MISSING_FIELD, "is missing")):
         if match := pattern.fullmatch(message):
-            name = match[1] if len(match[1]) <= _MAX_SHOWN else f"{match[1][: _MAX_SHOWN - 3]}..."
-            field = ".".join(part for part in (match[2], name) if part)
+            field = ".".join(part for part in (match[2], _clipped(match[1])) if part)
             return InvalidRequest(f"{field} {told}", field)
     if (match := _AT.fullmatch(message)) and match[2]:
-        return InvalidRequest(f"{match[2]}: {match[1][:1].lower()}{match[1][1:]}", match[2].partition("[")[0])
+        told = _clipped(match[1][:1].lower() + match[1][1:])
+        return InvalidRequest(f"{match[2]}: {told}", match[2].partition("[")[0])
     return InvalidRequest(f"the body is wrong: {message}")
 
 

@@ -53,7 +53,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             add_generation_prompt=self.add_generation_prompt is not False,
             variables=variables,
         )
-        return tokenizer.encode(text, add_special_tokens=bool(self.add_special_tokens))
+        return tokenizer.encode(text, add_special_tokens=bool(self.add_special_tokens), field="messages")
 
 
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

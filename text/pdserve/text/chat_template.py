@@ -70,7 +70,7 @@ class ChatTemplate:
             return self._template.render(given)
         except Exception as error:
             # A template is a program over the client's values: whatever it stumbles on is about this request.
-            raise InvalidRequest(f"the model's chat template refused the messages: {error}", FIELD) from error
+            raise InvalidRequest(f"the model's chat template refused the messages: {error!s:.300}", FIELD) from error
 
 
 def plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
         raise InvalidRequest(f"{where} must be an object, not {type(message).__name__}", FIELD)
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise InvalidRequest(f"{where}.role must be a non-empty string, not {role!r}", FIELD)
+        raise InvalidRequest(f"{where}.role must be a non-empty string, not {role!r:.80}", FIELD)
     plain: dict[str, Any] = _plain(message, where)
     plain["content"] = _flatten(plain.get("content"), f"{where}.content")
     return plain
@@ -105,7 +105,7 @@ def _part_text(part: Any, where: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind != "text":
-        raise InvalidRequest(f"{where} has type {kind!r}; this model takes only text", FIELD)
+        raise InvalidRequest(f"{where} has type {kind!r:.80}; this model takes only text", FIELD)
     text = part.get("text")
     if not isinstance(text, str):
         raise InvalidRequest(f"{where}.text must be a string, not {type(text).__name__}", FIELD)
@@ -117,14 +117,14 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth >= _MAX_DEPTH:
-        raise InvalidRequest(f"{where} is nested deeper than {_MAX_DEPTH} levels", FIELD)
+        raise InvalidRequest(f"{where} is nested deeper than {_MAX_DEPTH} levels", where.partition("[")[0])
     if isinstance(value, Mapping):
         return {str(key): _plain(item, where, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, where, depth + 1) for item in value]
     if isinstance(value, str):
         return str.__str__(value)
-    raise InvalidRequest(f"{where} holds a {type(value).__name__}, which is not a JSON value", FIELD)
+    raise InvalidRequest(f"{where} holds a {type(value).__name__}, which is not a JSON value", where.partition("[")[0])
 
 
 class _GenerationBlock(Extension):

@@ -61,11 +61,12 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, field: str) -> EncodedPr
                 tools=prompt.tools or None,
             )
             # the template has written the special tokens
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            token_ids = tokenizer.encode(text, add_special_tokens=False, field=field)
         case TextInput():
             # of an empty text not even a beginning of sequence is computed
             text = prompt.text
-            token_ids = tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens) if text else []
+            special = prompt.add_special_tokens
+            token_ids = tokenizer.encode(text, add_special_tokens=special, field=field) if text else []
     if not token_ids:
         raise InvalidRequest(f"{field} is empty, at least one token is needed", field)
     return EncodedPrompt(text, token_ids)

@@ -70,16 +70,17 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         """Special tokens written out in the text are recognised either way. Holds no GIL while it works.
 
+        field: what the client calls the text, for messages.
         Raises: InvalidRequest for text that is not valid Unicode (a lone surrogate, which JSON can carry).
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(
-                f"prompt is not valid Unicode: lone surrogate at character {error.start}", "prompt"
+                f"{field} is not valid Unicode: lone surrogate at character {error.start}", field
             ) from error
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
