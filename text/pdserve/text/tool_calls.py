@@ -181,7 +181,7 @@ class _CallScanner:
         """Whether `}` may stand in a key's place: in an empty object."""
         self._key = ""
         self._value = ""
-        """The value, or key, that is being read."""
+        """The key or string that is being read; of any other value, its first character."""
         self._depth = 0
         self._in_string = False
         self._escaped = False
@@ -251,8 +251,9 @@ class _CallScanner:
                 self._arguments = char
 
     def _in_value(self, char: str) -> None:
-        self._value += char
-        if self._key == "arguments" and not self._is_key and self._value[0] == "{":
+        if self._value[0] == '"':
+            self._value += char
+        elif self._key == "arguments":
             self._arguments = (self._arguments or "") + char
         if self._in_string:
             if self._escaped:
