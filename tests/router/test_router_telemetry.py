@@ -6,12 +6,14 @@ import asyncio
 import secrets
 import socket
 
+import grpc
 import pytest
 from fake_worker import ADMITTED, decode_outputs, forever, play
 from otlp_receiver import otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.common.errors import WorkerLost
+from pdserve.v1 import inference_pb2
 
 
 @pytest.fixture
@@ -105,6 +107,25 @@ async def test_requests_that_are_refused(cluster, collector):
     for code in ("prompt_too_long", "invalid_request", "not_found"):
         assert values["pdserve_errors_total", code] == 1
         assert values["pdserve_requests_total", code] == 1
+
+
+async def test_requests_that_are_refused_over_grpc(cluster):
+    await cluster.start(prefill=0)
+    text = inference_pb2.TextPrompt(text="x")
+
+    async def turns():
+        yield inference_pb2.GenerateRequest(model="other", text=text)
+
+    calls = (
+        cluster.grpc.Generate(inference_pb2.GenerateRequest(model="other", text=text)),
+        cluster.grpc.Session(turns()),
+        cluster.grpc.Embed(inference_pb2.EmbedRequest(model="other", inputs=[inference_pb2.EmbedInput(text=text)])),
+    )
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await (call if isinstance(call, grpc.aio.UnaryUnaryCall) else anext(aiter(call)))
+    values = await scrape(cluster)
+    assert values["pdserve_requests_total", "not_found"] == values["pdserve_errors_total", "not_found"] == 3
 
 
 async def test_a_leaving_router_ends_its_spans(cluster, collector):

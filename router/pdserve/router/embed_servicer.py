@@ -34,13 +34,14 @@ class EmbedServicer(InferenceServiceServicer):
         self._keys = ApiKeys(inference.settings.api_keys)
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
-        metadata = metadata_of(context)
-        client = self._keys.check(metadata.get("authorization"))
-        refuse_unknown_fields(request)
-        self._inference.check_model(request.model)
-        embedding = self._inference.embedding(
-            self._embedding_requests(request, metadata, context.time_remaining()), field="inputs", client=client
-        )
+        with self._inference.telemetry.refusals():
+            metadata = metadata_of(context)
+            client = self._keys.check(metadata.get("authorization"))
+            refuse_unknown_fields(request)
+            self._inference.check_model(request.model)
+            embedding = self._inference.embedding(
+                self._embedding_requests(request, metadata, context.time_remaining()), field="inputs", client=client
+            )
         vectors = await embedding.results()
         await context.send_initial_metadata(((REQUEST_ID_KEY, embedding.request_id),))
         return inference_pb2.EmbedResponse(

@@ -39,15 +39,16 @@ class InferenceServicer(EmbedServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        metadata = metadata_of(context)
-        client = self._keys.check(metadata.get("authorization"))
-        refuse_unknown_fields(request)
-        self._inference.check_model(request.model)
-        generation = self._inference.generation(
-            [self._client_request(request, metadata, context.time_remaining())],
-            stream=_streams(request),
-            client=client,
-        )
+        with self._inference.telemetry.refusals():
+            metadata = metadata_of(context)
+            client = self._keys.check(metadata.get("authorization"))
+            refuse_unknown_fields(request)
+            self._inference.check_model(request.model)
+            generation = self._inference.generation(
+                [self._client_request(request, metadata, context.time_remaining())],
+                stream=_streams(request),
+                client=client,
+            )
         # a cancelled call ends the legs at once, wherever this generator stands
         context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
         async with generation:
@@ -57,8 +58,10 @@ class InferenceServicer(EmbedServicer):
     async def Session(
         self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        metadata = metadata_of(context)
-        client = self._keys.check(metadata.get("authorization"))
+        refusals = self._inference.telemetry.refusals
+        with refusals():
+            metadata = metadata_of(context)
+            client = self._keys.check(metadata.get("authorization"))
         session, session_id = StreamingSession(), uuid.uuid4().hex
         turns: list[Generation] = []
 
@@ -69,10 +72,12 @@ class InferenceServicer(EmbedServicer):
         context.add_done_callback(cancel)  # type: ignore[arg-type]  # as above
         try:
             while (request := await self._next_turn(request_iterator, session)) is not None:
-                refuse_unknown_fields(request)
-                self._inference.check_model(request.model)
-                turn = self._client_request(request, metadata, context.time_remaining(), session)
-                generation = self._inference.turn(session, session_id, turn, stream=_streams(request), client=client)
+                with refusals():
+                    refuse_unknown_fields(request)
+                    self._inference.check_model(request.model)
+                    turn = self._client_request(request, metadata, context.time_remaining(), session)
+                    stream = _streams(request)
+                    generation = self._inference.turn(session, session_id, turn, stream=stream, client=client)
                 is_first, turns[:] = not turns, [generation]
                 async with generation:
                     async for response in self._answer(generation, request, context, headers=is_first):
@@ -98,6 +103,8 @@ class InferenceServicer(EmbedServicer):
         finally:
             reading.cancel()
             ended.cancel()
+            # both may have come at once: the error of the other is not asked for
+            await asyncio.gather(reading, ended, return_exceptions=True)
         raise DeadlineExceeded(f"the session's first message did not come within {timeout_s:g} s")
 
     @staticmethod
