@@ -89,9 +89,12 @@ async def test_what_the_openai_client_may_send_without_effect(quick):
 
 @pytest.mark.parametrize("field", [field for field, neutral in NEUTRAL.items() if neutral])
 async def test_values_that_change_nothing_are_accepted(quick, field):
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    path, prompt = (
+        ("chat/completions", chat) if field in ChatBody.__struct_fields__ else ("completions", {"prompt": "hi"})
+    )
     for value in NEUTRAL[field]:
-        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, field: value}
-        response = await quick.http.post("/v1/chat/completions", json=body)
+        response = await quick.http.post(f"/v1/{path}", json={**prompt, "max_tokens": 2, field: value})
         assert response.status_code == 200, response.text
 
 

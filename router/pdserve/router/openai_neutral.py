@@ -16,6 +16,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "beam_width": (1,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
+    "suffix": ("",),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -86,11 +85,6 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def continuous_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """Most likely tokens to report with each; None for no log-probabilities."""
-        raise NotImplementedError
-
     def verify(self) -> None:
         """Raises: InvalidRequest for what is not supported."""
         if self.stream_options is not None and not self.stream:
@@ -100,14 +94,12 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs comes with a whole answer, not with stream true", "prompt_logprobs")
         verify_neutral(self)
-        for field, neutral in _NEUTRAL.items():
-            value = getattr(self, field, None)
-            if value is not None and value not in neutral:
-                allowed = " or ".join(map(json.dumps, neutral))
-                raise InvalidRequest(f"{field} is {shown(value)}, but only {allowed} is supported so far", field)
 
     def sampling(self, defaults: Mapping[str, float | int]) -> SamplingParams:
-        """Absent fields take `defaults`, then ours; limits are held in `Preparation`, where the lengths are known."""
+        """All but `logprobs`, which completions and chats ask for each in its own way.
+
+        Absent fields take `defaults`, then ours; limits are held in `Preparation`, where the lengths are known.
+        """
         given: dict[str, Any] = dict(defaults)
         given |= {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
         if self.stop is not None:
@@ -122,7 +114,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             given["bad_words"] = tuple(self.bad_words)
         if self.logits_processors is not None:
             given["logits_processors"] = tuple(self.logits_processors)
-        return SamplingParams(logprobs=self.num_logprobs, structured_outputs=self.form.params, **given)
+        return SamplingParams(structured_outputs=self.form.params, **given)
 
     @property
     def form(self) -> OutputForm:
@@ -182,10 +174,11 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
+        """Most likely tokens to report with each; None for no log-probabilities."""
         return self.logprobs
 
     def sampling(self, defaults: Mapping[str, float | int]) -> SamplingParams:
-        params = super().sampling(defaults)
+        params = msgspec.structs.replace(super().sampling(defaults), logprobs=self.num_logprobs)
         if not self.echo or self.logprobs is None:
             return params
         # the echoed prompt has log-probabilities like the rest
@@ -225,7 +218,11 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
+        """Most likely tokens to report with each; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def sampling(self, defaults: Mapping[str, float | int]) -> SamplingParams:
+        return msgspec.structs.replace(super().sampling(defaults), logprobs=self.num_logprobs)
 
     @property
     def tool_use(self) -> ToolUse:
@@ -302,6 +299,3 @@ _SAMPLING = (
     "best_of",
     "prompt_logprobs",
 )
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-}
