@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import random
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -79,11 +80,12 @@ class Setup:
         return same_bytes(transfer, self.receiver_pool, blocks, sorted(read.landed_blocks))
 
 
-class LinkContract:
+class LinkContract(abc.ABC):
     """The fixtures; a connector's test class says how its links are made."""
 
+    @abc.abstractmethod
     def make_link(self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float) -> Link:
-        raise NotImplementedError
+        """Two connectors that can reach each other, over these pools."""
 
     @pytest.fixture
     def make_setup(self) -> Iterator[Callable[..., Setup]]:

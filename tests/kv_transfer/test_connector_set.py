@@ -49,9 +49,6 @@ class FakeConnector:
         self.grants.append(FakeGrant())
         return self.grants[-1]
 
-    def read(self, *args: object) -> object:
-        raise NotImplementedError
-
     def meet(self, worker_id: str, epoch: int) -> None:
         self.met.append((worker_id, epoch))
 
