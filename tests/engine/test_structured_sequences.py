@@ -11,7 +11,8 @@ from hash_model import prompt_of
 from late_grammars import EOS, Form, InstantCompiler, LateCompiler
 
 from pdserve.common.engine_types import FinishReason
-from pdserve.common.errors import InternalError
+from pdserve.common.errors import InternalError, TransferFailed
+from pdserve.engine.remote_kv import HoldReturned, Landed, ReceiveInto, SourceFinished
 
 COUNT = 14
 EVEN, ODD, ALL = tuple(range(0, 60, 2)), tuple(range(1, 60, 2)), tuple(range(60))
@@ -116,3 +117,23 @@ def test_output_that_does_not_fit_the_grammar_ends_the_request(make_engine: Make
     answer = engine.run()[name]
     assert (answer.error_code, answer.token_ids) == (InternalError.code, [])
     assert "output position 3 does not fit" in answer.error_message
+
+
+@pytest.mark.parametrize("wrong", [{0}, {1}, {2}, {0, 2}, {0, 1, 2}])
+def test_first_tokens_that_do_not_fit_the_grammar_end_the_request(make_engine: MakeEngine, wrong: set[int]) -> None:
+    """They come from another engine, one for each sequence."""
+    form, prompt = FORMS[0], prompt_of(9)
+    engine: Harness = make_engine(grammars=InstantCompiler())
+    name = engine.add(prompt, remote_prefill=True, n=3, **asked(form, GREEDY))
+    engine.step()
+    (room,) = engine.outbox.take()
+    assert isinstance(room, ReceiveInto)
+    first_tokens = [ODD[0] if index in wrong else EVEN[index] for index in range(3)]
+    engine.core.apply(Landed(name, len(room.hold)))
+    engine.core.apply(SourceFinished(name, len(prompt), tuple(first_tokens)))
+    engine.core.apply(HoldReturned(name, room.hold))
+    answers = engine.run()
+    assert set(answers) == {f"{name}/{index}" for index in range(3)}
+    assert {(answer.finish_reason, answer.error_code) for answer in answers.values()} == {
+        (FinishReason.ERROR, TransferFailed.code)
+    }

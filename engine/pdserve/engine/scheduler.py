@@ -186,11 +186,13 @@ class Scheduler:
 
     def _start_decoding(self, request: Request, first_tokens: Sequence[int]) -> None:
         """Its KV is here, and the first token of each of its sequences came with it."""
-        for sequence, ended_with in self.siblings.branch(request, first_tokens):
-            if ended_with is RequestStatus.FINISHED_ERROR:
-                cause = TransferFailed("the source's first token does not fit the request's grammar")
-                self._finish(sequence, ended_with, cause=cause)
-            elif ended_with is not None:
+        sequences = self.siblings.branch(request, first_tokens)
+        if sequences is None:
+            cause = TransferFailed("the source's first token does not fit the request's grammar")
+            self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            return
+        for sequence, ended_with in sequences:
+            if ended_with is not None:
                 self._finish(sequence, ended_with)
             elif sequence is request:
                 self.admission.add_ready(request)
@@ -304,7 +306,7 @@ class Scheduler:
             return
         request.mark("first_token")
         sequences = self.siblings.branch(request, token_ids)
-        if any(ended_with is RequestStatus.FINISHED_ERROR for _, ended_with in sequences):
+        if sequences is None:
             cause = InternalError("a token was sampled that does not fit the request's grammar")
             self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
             return
@@ -344,6 +346,7 @@ class Scheduler:
     ) -> None:
         self.outputs.tokens(request, new_token_ids or [], status, new_logprobs, cause, pooling_output=pooling_output)
         if request.num_sequences > 1:
+            request.grammar = None  # none of them goes on from its place
             for sequence in request.fork():
                 self.outputs.tokens(sequence, [], status, cause=cause)
         if Wait.REMOTE_KV in request.waits_for:

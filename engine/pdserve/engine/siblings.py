@@ -30,16 +30,19 @@ class Siblings:
         self._preemption = preemption
         self._of: dict[str, dict[int, Request]] = {}
 
-    def branch(self, request: Request, token_ids: Sequence[int]) -> list[tuple[Request, RequestStatus | None]]:
+    def branch(self, request: Request, token_ids: Sequence[int]) -> list[tuple[Request, RequestStatus | None]] | None:
         """Append a token to a sequence, or the first ones to all that continue its prompt.
 
         Returns them, in the order of their indexes, with what each has ended with; those that go on have their place.
+        None when a token does not fit the request's grammar: then nothing has changed.
         """
         sequences = [request] if request.num_sequences == 1 else [request, *request.fork()]
-        ends = [
-            sequence.append_output(token_id, self._config.max_model_len)
-            for sequence, token_id in zip(sequences, token_ids, strict=True)
-        ]
+        ends: list[RequestStatus | None] = []
+        # the request itself last: whatever does not fit leaves it as it was, standing for all of them
+        for sequence, token_id in reversed(list(zip(sequences, token_ids, strict=True))):
+            ends.insert(0, sequence.append_output(token_id, self._config.max_model_len))
+            if ends[0] is RequestStatus.FINISHED_ERROR:
+                return None
         for place, sequence in enumerate(sequences):
             if sequence.index in request.ended_elsewhere:
                 ends[place] = RequestStatus.FINISHED_STOPPED
