@@ -20,7 +20,7 @@ MAX_DEPTH = 32
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+class StructuredOutputsFields(msgspec.Struct, frozen=True, kw_only=True):
     """Exactly one of the first six is given.
 
     Source: the names and meanings are those of vLLM's `StructuredOutputsParams`.
@@ -44,6 +44,12 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, array_l
     """As it is anyway: see `json`."""
     whitespace_pattern: str | None = None
     """Known, not supported."""
+
+
+class StructuredOutputsParams(
+    StructuredOutputsFields, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False
+):
+    """Of a request, as engines are given it."""
 
     def verify(self) -> None:
         """Raise `InvalidRequest` naming the field, its value and its limit. Whether it compiles, an engine says."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.structured_outputs import StructuredOutputsParams
+from pdserve.common.structured_outputs import StructuredOutputsFields, StructuredOutputsParams
 from pdserve.router.request_body import writing
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -29,18 +29,8 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     json_schema: JsonSchemaBody | None = None
 
 
-class StructuredOutputsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of `StructuredOutputsParams`, as an object."""
-
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
+class StructuredOutputsBody(StructuredOutputsFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """As an object; `StructuredOutputsParams` travel as an array."""
 
 
 class OutputForm(NamedTuple):
