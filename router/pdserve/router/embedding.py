@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from pdserve.common.errors import Cancelled, Draining, PdServeError
-from pdserve.common.timeline import Timeline
+from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission import Admission
 from pdserve.router.embedding_run import EmbeddingRun
 from pdserve.router.request_record import RequestRecord
-from pdserve.router.request_run import Usage
+from pdserve.router.visit import Visit
 
 
-class Embedding:
+class Embedding(Visit[EmbeddingRun]):
     """`results` once."""
 
     def __init__(
@@ -23,12 +22,7 @@ class Embedding:
         record: RequestRecord,
         client: str = "",
     ) -> None:
-        """client: whose it is, for limits per API key."""
-        self.request_id = request_id
-        self._runs = runs
-        self._admission = admission
-        self._client = client
-        self._record = record
+        super().__init__(request_id, runs, admission, record, client)
         self._all: asyncio.Future[list[list[float]]] | None = None
         self._error: PdServeError | None = None
 
@@ -37,13 +31,7 @@ class Embedding:
 
         Raises: PdServeError, of the first input that failed; Overloaded, Draining before any has begun.
         """
-        timeout_s = min(run.timeout_s for run in self._runs)
-        try:
-            self._admission.enter(len(self._runs), self._expelled, client=self._client, timeout_s=timeout_s)
-        except PdServeError as error:
-            self._record.cut_short(error)
-            self._record.end()
-            raise
+        self._enter()
         tasks = [asyncio.create_task(run.run()) for run in self._runs]
         try:
             self._all = asyncio.gather(*tasks)
@@ -59,9 +47,10 @@ class Embedding:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._admission.leave(len(self._runs), self._expelled, client=self._client)
-            self._record.end()
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                self._leave()
 
     def cancel(self, error: PdServeError | None = None) -> None:
         """End all runs, and their calls with them; `results` raises `error`."""
@@ -69,19 +58,3 @@ class Embedding:
             self._error = error or Cancelled("the client left")
             self._record.cut_short(self._error)
             self._all.cancel()
-
-    @property
-    def usage(self) -> Usage:
-        """Summed over the inputs."""
-        return Usage(
-            prompt_tokens=sum(run.usage.prompt_tokens for run in self._runs),
-            cached_tokens=sum(run.usage.cached_tokens for run in self._runs),
-        )
-
-    @property
-    def timeline(self) -> Timeline:
-        """Of the first input."""
-        return self._runs[0].timeline
-
-    def _expelled(self) -> None:
-        self.cancel(Draining("this router is shutting down"))

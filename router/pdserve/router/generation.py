@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from pdserve.common.errors import Cancelled, Draining, PdServeError
-from pdserve.common.timeline import Timeline
+from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission import Admission
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.request_record import RequestRecord
-from pdserve.router.request_run import RequestRun, Usage
+from pdserve.router.request_run import RequestRun
+from pdserve.router.visit import Visit
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ UNREAD_S = 60.0
 """So long may a client leave unread what was sent to it."""
 
 
-class Generation:
+class Generation(Visit[RequestRun]):
     """Use as an async context: what was started inside has ended when it is left, in whatever way."""
 
     def __init__(
@@ -30,28 +30,17 @@ class Generation:
         record: RequestRecord,
         client: str = "",
     ) -> None:
-        """client: whose it is, for limits per API key."""
-        self.request_id = request_id
+        super().__init__(request_id, runs, admission, record, client)
         self.stream = stream
         self.stalled = False
         """The client did not read, so the task inside the context was cancelled."""
-        self._runs = runs
-        self._admission = admission
-        self._client = client
-        self._record = record
         self._tasks: list[asyncio.Task[None]] = []
         self._owner: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Generation:
         """Raises: Overloaded, Draining."""
-        timeout_s = min(run.timeout_s for run in self._runs)
-        try:
-            self._admission.enter(len(self._runs), self._expelled, client=self._client, timeout_s=timeout_s)
-        except PdServeError as error:
-            self._record.cut_short(error)
-            self._record.end()
-            raise
+        self._enter()
         self._owner = asyncio.current_task()
         self._tasks = [asyncio.create_task(run.run()) for run in self._runs]
         self._timer = asyncio.get_running_loop().call_later(UNREAD_S, self._check_reader)
@@ -65,8 +54,7 @@ class Generation:
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
-            self._admission.leave(len(self._runs), self._expelled, client=self._client)
-            self._record.end()
+            self._leave()
 
     def cancel(self, error: PdServeError | None = None) -> None:
         """End all runs; both legs of each are cancelled in the event loop's next turn. The stream ends with `error`."""
@@ -80,23 +68,6 @@ class Generation:
     def num_choices(self) -> int:
         """Sequences that the client gets."""
         return sum(run.num_choices for run in self._runs)
-
-    @property
-    def usage(self) -> Usage:
-        """Summed over the prompts."""
-        return Usage(
-            prompt_tokens=sum(run.usage.prompt_tokens for run in self._runs),
-            completion_tokens=sum(run.usage.completion_tokens for run in self._runs),
-            cached_tokens=sum(run.usage.cached_tokens for run in self._runs),
-        )
-
-    @property
-    def timeline(self) -> Timeline:
-        """Of the first prompt."""
-        return self._runs[0].timeline
-
-    def _expelled(self) -> None:
-        self.cancel(Draining("this router is shutting down"))
 
     def _check_reader(self) -> None:
         unread_s = self.stream.unread_for_s()
