@@ -106,6 +106,7 @@ ADMITTED = decode_pb2.DecodeEvent(admitted=prefill_pb2.Admitted())
 LANDED = decode_pb2.DecodeEvent(landed=decode_pb2.Landed(num_blocks=1, transfer_bytes=4096, connector="local"))
 LOCALLY = decode_pb2.DecodeEvent(prefilling_locally=decode_pb2.PrefillingLocally())
 RELEASED = prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=prefill_pb2.Ended.RELEASED))
+ENDED_NEWLY = prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=99))  # type: ignore[arg-type]
 REVOKED = prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=prefill_pb2.Ended.REVOKED, cause="drains"))
 
 

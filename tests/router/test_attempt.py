@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 from fake_worker import (
     ADMITTED,
+    ENDED_NEWLY,
     EOS,
     LANDED,
     LAYOUT,
@@ -222,6 +223,7 @@ async def test_prefilling_locally_after_the_first_token_repeats_none(cluster):
         pytest.param(refuse(Draining("bye")), decode_well, id="prefill drains"),
         pytest.param(play(PREFILL_ADMITTED), play(ADMITTED, forever), id="prefill ends early"),
         pytest.param(play(PREFILL_ADMITTED, REVOKED), play(ADMITTED, forever), id="prefill revokes"),
+        pytest.param(play(PREFILL_ADMITTED, ENDED_NEWLY), play(ADMITTED, forever), id="prefill ends in a newer way"),
         pytest.param(play(first(), REVOKED), play(ADMITTED, forever), id="prefill revokes after computing"),
         pytest.param(play(first(), TransferFailed("t")), play(ADMITTED, forever), id="prefill fails after computing"),
         pytest.param(play(PREFILL_ADMITTED, forever), refuse(TransferFailed("t")), id="decode cannot fetch"),

@@ -32,6 +32,8 @@ from pdserve.v1.prefill_pb2_grpc import PrefillServiceStub
 Moments = dict[str, int]
 """name -> wall-clock nanoseconds"""
 _NO_MOMENTS: Moments = {}
+_ENDS = {number: name.lower() for name, number in prefill_pb2.Ended.How.items()}
+"""How a transfer ends; a newer worker may know further ways."""
 
 
 class Admitted(msgspec.Struct, gc=False):
@@ -177,7 +179,7 @@ class PrefillLeg(_Leg[prefill_pb2.PrefillEvent, PrefillLegEvent]):
                 return _prompt_logprobs(message.prompt_logprobs)
             case "ended":
                 released = message.ended.how == prefill_pb2.Ended.RELEASED
-                how = prefill_pb2.Ended.How.Name(message.ended.how).lower()
+                how = _ENDS.get(message.ended.how, "ended")
                 cause = f"{how}: {message.ended.cause}" if message.ended.cause else how
                 return Ended(released, cause, moments_from_wire(message.ended.moments))
             case _:
