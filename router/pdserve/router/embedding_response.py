@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.common.errors import PdServeError
 from pdserve.router.embedding import Embedding
-from pdserve.router.generation_response import JSON, error_response
+from pdserve.router.generation_response import JSON, cancel_on_disconnect, error_response
 
 
 class EmbeddingResponse(Response):
@@ -24,7 +24,7 @@ class EmbeddingResponse(Response):
         self._body = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        listener = asyncio.create_task(self._cancel_on_disconnect(receive))
+        listener = asyncio.create_task(cancel_on_disconnect(self._embedding, receive))
         headers = {"x-request-id": self._embedding.request_id}
         try:
             content = msgspec.json.encode(self._body(await self._embedding.results()))
@@ -34,8 +34,3 @@ class EmbeddingResponse(Response):
         finally:
             listener.cancel()
         await response(scope, receive, send)
-
-    async def _cancel_on_disconnect(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._embedding.cancel()

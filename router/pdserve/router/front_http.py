@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,7 +18,7 @@ from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.router.api_keys import ApiKeys
 from pdserve.router.echo import Echo
 from pdserve.router.embedding_response import EmbeddingResponse
-from pdserve.router.generation_response import JSON, GenerationResponse, error_response
+from pdserve.router.generation_response import JSON, GenerationResponse, error_response, json_response
 from pdserve.router.inference import Inference
 from pdserve.router.openai_answer import Answer, error_json
 from pdserve.router.openai_embeddings import EmbeddingBody, embeddings_json
@@ -71,13 +70,13 @@ class HttpFront:
             "requests": self._inference.admission.num_requests,
             "workers": self._inference.fleet.counts(),
         }
-        return _json(content, 200 if healthy else 503)
+        return json_response(content, 200 if healthy else 503)
 
     async def debug_routing(self, request: Request) -> Response:
         """The last placements, newest first, and why they came out so."""
         self._authenticate(request)
         inference = self._inference
-        return _json(
+        return json_response(
             {
                 "policy": inference.settings.policy,
                 "local_prefill": inference.settings.local_prefill,
@@ -94,12 +93,12 @@ class HttpFront:
 
     async def models(self, request: Request) -> Response:
         self._authenticate(request)
-        return _json({"object": "list", "data": [self._model()]})
+        return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         self._authenticate(request)
         self._inference.check_model(request.path_params["model"])
-        return _json(self._model())
+        return json_response(self._model())
 
     async def completions(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
@@ -171,10 +170,6 @@ def _echo(body: CompletionBody | ChatBody, requests: Sequence[ClientRequest], to
     if not isinstance(body, CompletionBody) or not body.echo:
         return None
     return Echo([request.prompt for request in requests], requests[0].sampling.n, tokenizer)
-
-
-def _json(content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type=JSON)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.common.errors import PdServeError
 from pdserve.router.generation import Generation
 from pdserve.router.openai_answer import Answer, error_body, error_headers
+from pdserve.router.visit import Visit
 from pdserve.text.request_output import CompletionOutput
 
 JSON = "application/json"
@@ -28,6 +31,18 @@ def error_response(error: PdServeError, headers: Mapping[str, str] | None = None
     )
 
 
+def json_response(content: object, status: int = 200) -> Response:
+    """Any other answer."""
+    return Response(msgspec.json.encode(content), status, media_type=JSON)
+
+
+async def cancel_on_disconnect(visit: Visit[Any], receive: Receive) -> None:
+    """Ends the request when its client leaves; to be cancelled when it has ended by itself."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    visit.cancel()
+
+
 class GenerationResponse(Response):
     """Runs the generation while it responds; a client that leaves ends it."""
 
@@ -42,7 +57,7 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with self._generation as generation:
-                listener = asyncio.create_task(self._cancel_on_disconnect(receive))
+                listener = asyncio.create_task(cancel_on_disconnect(generation, receive))
                 try:
                     await (self._send_events(generation, send) if self._stream else self._send_whole(generation, send))
                 finally:
@@ -53,11 +68,6 @@ class GenerationResponse(Response):
             task = asyncio.current_task()
             if not self._generation.stalled or task is None or task.uncancel():
                 raise
-
-    async def _cancel_on_disconnect(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._generation.cancel()
 
     async def _send_whole(self, generation: Generation, send: Send) -> None:
         outputs = await generation.stream.take_all()

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.sampling_params import verify_token_ids
 from pdserve.router.api_keys import ApiKeys
-from pdserve.router.generation_response import JSON
+from pdserve.router.generation_response import json_response
 from pdserve.router.inference import Inference
 from pdserve.router.request_body import read_body
 from pdserve.text.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ class TokenizationHttp:
             tokenizer = self._inference.tokenizer
             token_ids = await self._inference.preparation.in_thread(lambda: body.token_ids(tokenizer))
         limits = self._inference.limits()
-        return _json(
+        return json_response(
             {
                 "count": len(token_ids),
                 "max_model_len": limits.max_model_len if limits else None,
@@ -100,8 +100,4 @@ class TokenizationHttp:
             text = await self._inference.preparation.in_thread(
                 lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
             )
-        return _json({"prompt": text})
-
-
-def _json(content: object) -> Response:
-    return Response(msgspec.json.encode(content), media_type=JSON)
+        return json_response({"prompt": text})
