@@ -17,6 +17,9 @@ import msgspec
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InternalError, InvalidRequest
 
+MAX_LENGTH_PENALTY = 32.0
+"""Of either sign: a length to a higher power may be no number any more."""
+
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     """By vLLM's name; `early_stopping` as in transformers."""
@@ -43,8 +46,12 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.max_tokens < 1:
             raise InvalidRequest(f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens")
-        if not abs(self.length_penalty) < float("inf"):
-            raise InvalidRequest(f"length_penalty must be a finite number, not {self.length_penalty}", "length_penalty")
+        if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:
+            raise InvalidRequest(
+                f"length_penalty must be from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}, "
+                f"not {self.length_penalty}",
+                "length_penalty",
+            )
 
     def num_candidates_per_beam(self, num_eos: int) -> int:
         return 2 if self.ignore_eos else max(2, 1 + num_eos)
