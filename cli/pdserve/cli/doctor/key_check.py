@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import stat
 from dataclasses import dataclass
-from pathlib import Path
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
+from pdserve.cli.doctor.secret_file import exposed
 from pdserve.common.deployment_key import key_check
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings import ServiceSettings
-
-_OTHERS = stat.S_IRGRP | stat.S_IROTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +33,5 @@ class KeyCheck:
                     "set PDSERVE_DEPLOYMENT_KEY when other users share this machine, and before leaving loopback",
                 )
             ]
-        findings = [ok(f"given; every service of this deployment must show the check value {key_check(key)}")]
-        file = self.settings.deployment_key_file
-        if file is not None and Path(file).stat().st_mode & _OTHERS:
-            findings.append(warning(f"{file} can be read by other users", f"chmod 600 {file}"))
-        return findings
+        given = ok(f"given; every service of this deployment must show the check value {key_check(key)}")
+        return [given, *exposed(self.settings.deployment_key_file)]

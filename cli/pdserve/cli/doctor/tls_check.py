@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import stat
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 from pdserve.cli.doctor.finding import Finding, ok, warning
+from pdserve.cli.doctor.secret_file import exposed
 from pdserve.common.deployment_key import is_loopback
 from pdserve.common.settings import RouterSettings, WorkerSettings
 from pdserve.common.tls import ServerTls
@@ -16,7 +15,6 @@ from pdserve.common.tls import ServerTls
 SOON_S = 14 * 86400.0
 """A certificate that holds no longer than this is worth a word."""
 _HOW = "certificates, as docs/deploy.md makes them; or keep others from that network"
-_OTHERS = stat.S_IRGRP | stat.S_IROTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +44,8 @@ def _shown(to_whom: str, tls: ServerTls, certificate: str | None, key: str | Non
     until = (
         f"{certificate}, which {to_whom} are shown, is valid until {datetime.fromtimestamp(tls.valid_until, UTC):%F}"
     )
-    findings = [warning(until, "renew it") if tls.valid_until - time.time() < SOON_S else ok(until)]
-    if key is not None and Path(key).stat().st_mode & _OTHERS:
-        findings.append(warning(f"{key} can be read by other users", f"chmod 600 {key}"))
-    return findings
+    finding = warning(until, "renew it") if tls.valid_until - time.time() < SOON_S else ok(until)
+    return [finding, *exposed(key)]
 
 
 def _workers_in_the_clear(settings: WorkerSettings | RouterSettings) -> list[Finding]:
