@@ -55,7 +55,7 @@ def feed(
     at: int | None = None,
     index: int = 0,
 ) -> CompletionOutput | None:
-    first = processor.next_position(index) if at is None else at
+    first = processor.states[index].next_position if at is None else at
     return processor.process(index, first, token_ids, finish, reason)
 
 
@@ -87,7 +87,7 @@ class TestPositions:
         assert feed(processor, ids[1:2], at=1) is None
         assert feed(processor, ids[2:5], at=2) == CompletionOutput(index=0, text="de", token_ids=ids[3:5])
         assert feed(processor, [], at=0) is None
-        assert processor.next_position(0) == 5
+        assert processor.states[0].next_position == 5
 
     def test_another_token_at_a_known_position(self, make, ids_of):
         processor = make()
@@ -96,7 +96,7 @@ class TestPositions:
             feed(processor, ids_of("xcd"), at=1)
         assert isinstance(caught.value, InternalError)
         assert caught.value.retryable
-        assert processor.next_position(0) == 3
+        assert processor.states[0].next_position == 3
         with pytest.raises(PositionConflict):
             feed(processor, ids_of("a"), at=-1)
 
@@ -143,8 +143,8 @@ class TestPositions:
             sampling_params=SamplingParams(skip_special_tokens=False),
         )
         text, got = "", []
-        while processor.next_position(0) < len(ids):
-            first = data.draw(st.integers(0, processor.next_position(0)))
+        while processor.states[0].next_position < len(ids):
+            first = data.draw(st.integers(0, processor.states[0].next_position))
             end = data.draw(st.integers(first, len(ids)))
             delta = processor.process(0, first, ids[first:end], None, None)
             text += delta.text if delta else ""
@@ -296,7 +296,7 @@ class TestStopStrings:
             cuts = [*range(len(ids))] if one_by_one else sorted(data.draw(st.sets(st.integers(0, len(ids)))))
             for first, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
                 processor.process(0, first, ids[first:end], None, None)
-            processor.process(0, processor.next_position(0), [], LENGTH, None)
+            processor.process(0, processor.states[0].next_position, [], LENGTH, None)
             results.append(processor.request_output().outputs)
         assert results[0] == results[1]
 

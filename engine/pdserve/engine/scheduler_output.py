@@ -28,10 +28,6 @@ class SchedulerOutput:
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(from, to) block ids: copied before anything is computed, for sequences that begin in the middle of a block."""
 
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
-
 
 @dataclass(slots=True)
 class ModelRunnerOutput:

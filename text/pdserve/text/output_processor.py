@@ -327,9 +327,6 @@ class OutputProcessor:
         """The ledger of one sequence; the caller must not change it."""
         return self._states[index].output_token_ids
 
-    def next_position(self, index: int) -> int:
-        return self._states[index].next_position
-
     def request_output(self, deltas: Sequence[CompletionOutput] | None = None) -> RequestOutput:
         """These deltas with their request around them; without any given, everything so far."""
         return RequestOutput(
