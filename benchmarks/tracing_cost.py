@@ -31,7 +31,7 @@ from cluster_of_processes import serving
 from conditions import conditions
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from pdserve.common.settings import RouterSettings
+from pdserve.common.router_settings import RouterSettings
 from pdserve.common.telemetry import make_telemetry
 from pdserve.common.timeline import PATH_PHASES, now_unix_ns
 from pdserve.common.tracing import Event

@@ -14,8 +14,9 @@ from redis_server import RedisServer
 from pdserve.common.deployment_key import DEVELOPMENT_KEY, key_check
 from pdserve.common.engine_types import SchedulerStats
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.router_settings import RouterSettings
 from pdserve.common.rpc import bind, make_server
-from pdserve.common.settings import RouterSettings, WorkerSettings
+from pdserve.common.worker_settings import WorkerSettings
 from pdserve.kv_transfer.source_transfer import PeerId
 from pdserve.router.blocks_feed import FeedSource
 from pdserve.router.fleet import Fleet

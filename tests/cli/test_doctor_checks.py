@@ -24,7 +24,8 @@ from pdserve.cli.doctor.nixl_check import NixlCheck
 from pdserve.cli.doctor.port_check import PortCheck
 from pdserve.cli.doctor.tls_check import TlsCheck
 from pdserve.common.deployment_key import key_check
-from pdserve.common.settings import DecodeSettings, PrefillSettings, RouterSettings
+from pdserve.common.router_settings import RouterSettings
+from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.models.model_folder import model_folder
 
 Folders = Callable[..., Path]

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.nixl_check import NixlCheck, choice, transports_text
-from pdserve.common.settings import PrefillSettings
+from pdserve.common.worker_settings import PrefillSettings
 from pdserve.kv_transfer.nixl_probe import NixlView
 from pdserve.kv_transfer.ucx_transports import UcxTransport
 

@@ -16,8 +16,9 @@ from pdserve.cli.doctor.redis_check import RedisCheck
 from pdserve.cli.doctor.redis_rights import harmless_commands, transaction_commands
 from pdserve.common.deployment_key import key_check
 from pdserve.common.registry import Keys, WorkerRecord
+from pdserve.common.router_settings import RouterSettings
 from pdserve.common.rpc import PROTOCOL_VERSION
-from pdserve.common.settings import PrefillSettings, RouterSettings
+from pdserve.common.worker_settings import PrefillSettings
 
 SECRET = "0123456789abcdef"
 KEYS = Keys("test")

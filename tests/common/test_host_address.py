@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.host_address import own_address
-from pdserve.common.settings import DecodeSettings, PrefillSettings
+from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 
 
 def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:

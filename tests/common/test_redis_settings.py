@@ -8,7 +8,10 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.redis_url import parse_redis_url
-from pdserve.common.settings import DecodeSettings, RouterSettings, ServiceSettings, describe, load_settings
+from pdserve.common.router_settings import RouterSettings
+from pdserve.common.service_settings import ServiceSettings
+from pdserve.common.settings import describe, load_settings
+from pdserve.common.worker_settings import DecodeSettings
 
 KEY = "0123456789abcdef"
 SECRET = "pa55word"

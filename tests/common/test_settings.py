@@ -9,7 +9,9 @@ import pytest
 
 from pdserve.common.deployment_key import DEVELOPMENT_KEY, is_loopback, key_check, new_deployment_key
 from pdserve.common.errors import ConfigError
-from pdserve.common.settings import DecodeSettings, PrefillSettings, RouterSettings, describe, load_settings
+from pdserve.common.router_settings import RouterSettings
+from pdserve.common.settings import describe, load_settings
+from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 
 SECRET = "a secret of many characters"
 

@@ -14,11 +14,13 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from otlp_receiver import otlp_receiver
 
 from pdserve.common.errors import ConfigError, TransferFailed
-from pdserve.common.settings import PrefillSettings, RouterSettings, describe, load_settings
+from pdserve.common.router_settings import RouterSettings
+from pdserve.common.settings import describe, load_settings
 from pdserve.common.span_export import SHUTDOWN_TIMEOUT_S, SpanExport
 from pdserve.common.telemetry import Telemetry, make_telemetry, parse_endpoint, parse_pairs
 from pdserve.common.trace_headers import TRACEPARENT
 from pdserve.common.tracing import Event, Tracing, make_sampler
+from pdserve.common.worker_settings import PrefillSettings
 
 CALLER = {TRACEPARENT: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "a=b"}
 NOT_SAMPLED = {TRACEPARENT: CALLER[TRACEPARENT][:-2] + "00"}

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pdserve.common.settings import DecodeSettings, PrefillSettings, RouterSettings, load_settings
+from pdserve.common.router_settings import RouterSettings
+from pdserve.common.settings import load_settings
+from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

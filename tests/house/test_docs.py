@@ -16,7 +16,9 @@ import typer
 
 from pdserve.cli.main import app
 from pdserve.common.errors import BY_CODE
-from pdserve.common.settings import DecodeSettings, PrefillSettings, RouterSettings, ServiceSettings
+from pdserve.common.router_settings import RouterSettings
+from pdserve.common.service_settings import ServiceSettings
+from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.engine import request
 from pdserve.kv_transfer import read_queue, transfer_state
 from pdserve.router import attempt_state

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from pdserve.common.settings import RouterSettings
+from pdserve.common.router_settings import RouterSettings
 from pdserve.router.front_http import HttpFront
 from pdserve.router.openai_embeddings import EmbeddingBody
 from pdserve.router.openai_neutral import NEUTRAL

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.settings import DecodeSettings
+from pdserve.common.worker_settings import DecodeSettings
 from pdserve.engine.loaded_model import load_model
 
 

@@ -18,7 +18,8 @@ from registry_world import World, eventually, lines, settled
 
 from pdserve.common.redis_connection import make_redis
 from pdserve.common.redis_url import parse_redis_url
-from pdserve.common.settings import DecodeSettings, load_settings
+from pdserve.common.settings import load_settings
+from pdserve.common.worker_settings import DecodeSettings
 
 PASSWORD = "s3cret/with@odd:signs"
 COMMANDS = [

@@ -14,8 +14,8 @@ import grpc.aio
 import httpx
 import pytest
 
+from pdserve.common.router_settings import RouterSettings
 from pdserve.common.rpc import make_channel
-from pdserve.common.settings import RouterSettings
 from pdserve.router.service import run_router
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 

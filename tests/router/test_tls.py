@@ -15,8 +15,8 @@ from tls_authority import IssuedFiles
 
 from pdserve.cli.grpc_client import GrpcClient
 from pdserve.common.errors import WorkerLost
+from pdserve.common.router_settings import RouterSettings
 from pdserve.common.rpc import make_channel
-from pdserve.common.settings import RouterSettings
 from pdserve.common.tls import TlsFile, load_client
 from pdserve.router.service import run_router
 from pdserve.v1 import inference_pb2

@@ -19,7 +19,8 @@ from pdserve.cli.child_report import LoadReport
 from pdserve.cli.worker_child import ChildPlan, WorkerChild
 from pdserve.common.deployment_key import new_deployment_key
 from pdserve.common.errors import ConfigError
-from pdserve.common.settings import RouterSettings, load_settings
+from pdserve.common.router_settings import RouterSettings
+from pdserve.common.settings import load_settings
 from pdserve.router.service import run_router
 
 log = logging.getLogger(__name__)

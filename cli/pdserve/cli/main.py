@@ -88,7 +88,8 @@ def up(
     from pdserve.cli.greeting import Greeting
     from pdserve.cli.service_commands import parse_assignments
     from pdserve.common.logging_setup import configure_logging
-    from pdserve.common.settings import DecodeSettings, RouterSettings
+    from pdserve.common.router_settings import RouterSettings
+    from pdserve.common.worker_settings import DecodeSettings
     from pdserve.models.model_folder import DEMO, model_folder
 
     configure_logging("router", "info" if verbose else "warning")
@@ -154,7 +155,7 @@ def router(
 
 def _worker(role: Literal["prefill", "decode"], set_: list[str] | None, config: Path | None, **flags: Any) -> None:
     from pdserve.cli.service_commands import parse_assignments, serve_worker
-    from pdserve.common.settings import DecodeSettings, PrefillSettings
+    from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 
     report_fd, lifeline_fd = flags.pop("report_fd"), flags.pop("lifeline_fd")
     kind = PrefillSettings if role == "prefill" else DecodeSettings

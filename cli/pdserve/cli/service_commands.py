@@ -11,7 +11,9 @@ import uvloop
 
 from pdserve.cli.child_report import LoadReport, ReadyReport, ReportPipe, follow_lifeline
 from pdserve.common.logging_setup import configure_logging
-from pdserve.common.settings import DecodeSettings, PrefillSettings, RouterSettings, load_settings
+from pdserve.common.router_settings import RouterSettings
+from pdserve.common.settings import load_settings
+from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.models.model_folder import model_folder
 
 log = logging.getLogger(__name__)

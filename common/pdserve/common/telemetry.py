@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.settings import ServiceSettings
+from pdserve.common.service_settings import ServiceSettings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

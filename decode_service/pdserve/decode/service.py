@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 
-from pdserve.common.settings import DecodeSettings
+from pdserve.common.worker_settings import DecodeSettings
 from pdserve.decode.decode_servicer import DecodeServicer
 from pdserve.engine.loaded_model import LoadProgress
 from pdserve.v1 import decode_pb2_grpc

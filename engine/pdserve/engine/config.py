@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.common.settings import SchedulingPolicy
+from pdserve.common.service_settings import SchedulingPolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError
 from pdserve.common.fingerprint import model_fingerprint, tokenizer_fingerprint
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.settings import WorkerSettings
+from pdserve.common.worker_settings import WorkerSettings
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.grammar_compiler import GrammarCompiler
 from pdserve.models.decoder import Decoder

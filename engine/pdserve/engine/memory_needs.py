@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.settings import WorkerSettings
+from pdserve.common.worker_settings import WorkerSettings
 from pdserve.engine.loaded_model import pool_size
 from pdserve.models.config import ModelConfig
 from pdserve.models.dtypes import TORCH_DTYPES

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.settings import WorkerSettings
 from pdserve.common.tls import TlsIdentity
+from pdserve.common.worker_settings import WorkerSettings
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.nixl import NixlConnector
 from pdserve.kv_transfer.nixl_agent import why_no_nixl

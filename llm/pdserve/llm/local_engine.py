@@ -10,7 +10,7 @@ import msgspec
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.errors import ConfigError
-from pdserve.common.settings import WorkerSettings
+from pdserve.common.worker_settings import WorkerSettings
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.loaded_model import load_model, model_folder
 from pdserve.engine.logits_processors import LogitsProcessors

@@ -9,7 +9,7 @@ from itertools import accumulate
 import msgspec
 
 from pdserve.common.errors import InvalidRequest, NotFound
-from pdserve.common.settings import RouterSettings
+from pdserve.common.router_settings import RouterSettings
 from pdserve.router.admission import Admission, Capacity
 from pdserve.router.admission import Limits as AdmissionLimits
 from pdserve.router.client_stream import ClientStream

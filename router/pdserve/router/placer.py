@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.settings import RouterSettings
+from pdserve.common.router_settings import RouterSettings
 from pdserve.router.fleet import Fleet
 from pdserve.router.placement import Candidate, Placement, Rules, Wish, WorkerKey, partners, place, place_prefill
 from pdserve.router.prefix_index import PrefixIndex

@@ -34,7 +34,7 @@ from pdserve.common.registry import (
     read_record,
     read_worker_id,
 )
-from pdserve.common.settings import RouterSettings
+from pdserve.common.router_settings import RouterSettings
 from pdserve.router.blocks_feed import BlocksFeed, FeedSource
 from pdserve.router.directory import Introductions
 from pdserve.router.redis_blocks import Snapshot, read_snapshot

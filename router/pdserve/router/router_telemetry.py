@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pdserve.common.circuit_breaker import CircuitBreaker
 from pdserve.common.errors import PdServeError
 from pdserve.common.metrics import RedisCollector, exposition, make_registry
-from pdserve.common.settings import RouterSettings
+from pdserve.common.router_settings import RouterSettings
 from pdserve.common.telemetry import make_telemetry
 from pdserve.common.timeline import now_unix_ns
 from pdserve.common.trace_headers import TRACEPARENT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.common.settings import RouterSettings
+from pdserve.common.router_settings import RouterSettings
 from pdserve.router.admission import Admission
 from pdserve.router.fleet import Fleet
 from pdserve.router.placer import Placer

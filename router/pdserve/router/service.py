@@ -13,8 +13,9 @@ from pdserve.common.deployment_key import key_check
 from pdserve.common.first_done import first_done
 from pdserve.common.host_address import host_and_port
 from pdserve.common.http_server import HttpServer, listening_socket
+from pdserve.common.router_settings import RouterSettings
 from pdserve.common.rpc import bind
-from pdserve.common.settings import RouterSettings, describe
+from pdserve.common.settings import describe
 from pdserve.router.fleet import Fleet
 from pdserve.router.front_grpc import GrpcFront
 from pdserve.router.front_http import HttpFront

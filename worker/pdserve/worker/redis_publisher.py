@@ -43,7 +43,7 @@ from pdserve.common.registry import (
     read_record,
 )
 from pdserve.common.rpc import PROTOCOL_VERSION
-from pdserve.common.settings import WorkerSettings
+from pdserve.common.worker_settings import WorkerSettings
 from pdserve.worker.cached_blocks import BlocksFollower, CachedBlocks
 from pdserve.worker.identity import WorkerIdentity
 

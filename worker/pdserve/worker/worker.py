@@ -23,8 +23,8 @@ from pdserve.common.errors import Draining
 from pdserve.common.first_done import first_done
 from pdserve.common.host_address import host_and_port
 from pdserve.common.rpc import bind, make_server
-from pdserve.common.settings import WorkerSettings
 from pdserve.common.tls import TlsIdentity
+from pdserve.common.worker_settings import WorkerSettings
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.loaded_model import LoadedModel
 from pdserve.engine.logits_processors import LogitsProcessors

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pdserve.common.first_done import first_done
-from pdserve.common.settings import WorkerSettings, describe
+from pdserve.common.settings import describe
+from pdserve.common.worker_settings import WorkerSettings
 from pdserve.engine.loaded_model import LoadProgress, load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.worker.identity import Role, WorkerIdentity

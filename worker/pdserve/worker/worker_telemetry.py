@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pdserve.common.circuit_breaker import CircuitBreaker
 from pdserve.common.engine_types import EngineCoreRequest
 from pdserve.common.metrics import RedisCollector, exposition, make_registry
-from pdserve.common.settings import WorkerSettings
 from pdserve.common.telemetry import make_telemetry
 from pdserve.common.trace_headers import valid_trace_headers
+from pdserve.common.worker_settings import WorkerSettings
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import WorkerIdentity
 from pdserve.worker.leg_record import Leg, LegRecord

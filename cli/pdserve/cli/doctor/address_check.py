@@ -15,8 +15,9 @@ from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.common.deployment_key import host_of, is_loopback
 from pdserve.common.errors import ConfigError
 from pdserve.common.host_address import is_wildcard
-from pdserve.common.settings import RouterSettings, WorkerSettings
+from pdserve.common.router_settings import RouterSettings
 from pdserve.common.tls import ClientTls, tls_problem
+from pdserve.common.worker_settings import WorkerSettings
 
 CONNECT_S = 2.0
 ANSWER_S = 12.0

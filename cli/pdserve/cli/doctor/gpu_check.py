@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdserve.cli.doctor.child_process import ChildBroke, child
 from pdserve.cli.doctor.finding import Finding, failed, ok
-from pdserve.common.settings import WorkerSettings
+from pdserve.common.worker_settings import WorkerSettings
 from pdserve.engine.cuda_view import CudaView
 
 LOOK_S = 50.0

@@ -8,7 +8,7 @@ from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.cli.doctor.secret_file import exposed
 from pdserve.common.deployment_key import key_check
 from pdserve.common.errors import ConfigError
-from pdserve.common.settings import ServiceSettings
+from pdserve.common.service_settings import ServiceSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.cli.doctor.gpu_check import NoView, gpu_index, look_at_gpus
 from pdserve.cli.doctor.machine_memory import free_memory
 from pdserve.common.errors import PdServeError
-from pdserve.common.settings import WorkerSettings
+from pdserve.common.worker_settings import WorkerSettings
 from pdserve.models.model_folder import model_folder
 
 TIGHT_SHARE = 0.9

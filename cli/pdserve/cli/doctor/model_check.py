@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.common.errors import InvalidRequest, PdServeError
-from pdserve.common.settings import RouterSettings, WorkerSettings
+from pdserve.common.router_settings import RouterSettings
+from pdserve.common.worker_settings import WorkerSettings
 from pdserve.models.model_folder import model_folder
 from pdserve.text.tokenizer import Tokenizer
 

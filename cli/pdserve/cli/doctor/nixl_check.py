@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pdserve.cli.doctor.child_process import ChildBroke, child
 from pdserve.cli.doctor.finding import Finding, Verdict, failed, ok, warning
 from pdserve.common.deployment_key import is_loopback
-from pdserve.common.settings import WorkerSettings
+from pdserve.common.worker_settings import WorkerSettings
 from pdserve.kv_transfer.nixl_probe import NixlView, ReadView
 from pdserve.kv_transfer.ucx_transports import UcxTransport
 

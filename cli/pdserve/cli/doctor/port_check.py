@@ -9,7 +9,8 @@ from pdserve.common.deployment_key import is_loopback
 from pdserve.common.errors import ConfigError
 from pdserve.common.host_address import host_and_port
 from pdserve.common.http_server import listening_socket
-from pdserve.common.settings import RouterSettings, WorkerSettings
+from pdserve.common.router_settings import RouterSettings
+from pdserve.common.worker_settings import WorkerSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from pdserve.common.redis_connection import REDIS_ERRORS, error_kind, error_text
 from pdserve.common.redis_url import RedisUrl, parse_redis_url
 from pdserve.common.registry import RECORD_FIELDS, Keys, WorkerRecord, read_record, read_worker_id
 from pdserve.common.rpc import PROTOCOL_VERSION
-from pdserve.common.settings import ServiceSettings, WorkerSettings
+from pdserve.common.service_settings import ServiceSettings
+from pdserve.common.worker_settings import WorkerSettings
 
 OLDEST = (6, 2)
 _NEWER = f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer"

@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from pdserve.cli.doctor.finding import Finding, ok, warning
 from pdserve.cli.doctor.secret_file import exposed
 from pdserve.common.deployment_key import is_loopback
-from pdserve.common.settings import RouterSettings, WorkerSettings
+from pdserve.common.router_settings import RouterSettings
 from pdserve.common.tls import ServerTls
+from pdserve.common.worker_settings import WorkerSettings
 
 SOON_S = 14 * 86400.0
 """A certificate that holds no longer than this is worth a word."""

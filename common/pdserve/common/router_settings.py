@@ -1,0 +1,93 @@
+"""`RouterSettings`."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pdserve.common.deployment_key import is_loopback
+from pdserve.common.errors import ConfigError
+from pdserve.common.service_settings import SchedulingPolicy, ServiceSettings
+from pdserve.common.tls import ServerTls, load_front
+
+
+class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
+    """The router and its two front ends."""
+
+    section: ClassVar[str] = "router"
+
+    port: int = 8000
+    """OpenAI HTTP."""
+    grpc_port: int = 50051
+    prefill: tuple[str, ...] = ()
+    """host:port of prefill workers."""
+    decode: tuple[str, ...] = ()
+    """host:port of decode workers."""
+    model_name: str | None = None
+    """What clients call the model; default: the folder's name."""
+    local_prefill: Literal["never", "auto", "always"] = "auto"
+    """Whether decode may prefill at all; `auto`: when it is sooner, no prefill worker lives, or the transfer failed."""
+    policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"
+    """How a worker is chosen among those that can serve a request."""
+    on_kv_failure: Literal["local", "remote", "fail"] = "local"
+    """What the next attempt is after a transfer failed."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """In what order requests get a place, as on the workers: by `priority`, or by arrival alone."""
+    max_attempts: int = 3
+    request_timeout_s: float = 600.0
+    """Deadline of a request whose client gave none."""
+    max_queued_requests: int = 1024
+    """Requests that wait in the router for a place; more are refused at once."""
+    max_running_requests: int | None = None
+    """Requests that workers serve at once; default: the sequences and prompt blocks that the live ones can hold."""
+    queue_timeout_s: float = 30.0
+    """How long a request waits for a place; refused at once when it would be longer."""
+    max_requests_per_key: int | None = None
+    """Requests of one API key in the router at once; default: no limit."""
+    max_unread_bytes: int = 1 << 20
+    """Text that a client has not read, at most, before its request is cancelled."""
+    api_keys: tuple[str, ...] = ()
+    """When given, both front ends want one of them as bearer token."""
+    front_tls_cert_file: str | None = None
+    """PEM certificate of both front ends, for clients; needs `front_tls_key_file`."""
+    front_tls_key_file: str | None = None
+    front_tls_client_ca_file: str | None = None
+    """PEM certificates of the CA that signed those of clients; when given, clients must show one."""
+    drain_s: float = 30.0
+
+    def addresses(self) -> list[str]:
+        return [self.host, *self.prefill, *self.decode]
+
+    def front_tls(self) -> ServerTls | None:
+        """What both front ends show to clients; None without TLS. Reads the files. Raises: ConfigError."""
+        certificate, key = (self._tls_file(name) for name in ("front_tls_cert_file", "front_tls_key_file"))
+        if certificate and key:
+            return load_front(certificate, key, self._tls_file("front_tls_client_ca_file"))
+        self._verify_none_given("front_tls_cert_file", "front_tls_key_file", "front_tls_client_ca_file")
+        return None
+
+    def _verify_listening(self) -> None:
+        self.front_tls()
+        if not is_loopback(self.host) and not self.insecure and self.front_tls_cert_file is None:
+            raise ConfigError(
+                f"host is {self.host!r}, which is not loopback: front_tls_cert_file and front_tls_key_file are needed, "
+                "or --insecure, behind a proxy with TLS"
+            )
+
+    def verify(self) -> None:
+        super().verify()
+        for name in ("max_attempts", "max_queued_requests", "max_unread_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, at least 1 is needed")
+        for name in ("max_running_requests", "max_requests_per_key"):
+            if (limit := getattr(self, name)) is not None and limit < 1:
+                raise ConfigError(f"{name} is {limit}, at least 1 is needed")
+        self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s")
+        for field in ("prefill", "decode"):
+            for address in getattr(self, field):
+                _verify_address(field, address)
+
+
+def _verify_address(field: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise ConfigError(f"{field} is {address!r}, host:port is needed")
