@@ -197,18 +197,23 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         )
 
 
+async def _abort_for(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+    """End the call with what a handler raised."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, PdServeError):
+        log.error("a handler failed", exc_info=error)
+        error = InternalError("internal error; the service's log has the details")
+    await abort_with(context, error)
+
+
 def _translate_stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
             async for response in behaviour(request, context):
                 yield response
-        except PdServeError as error:
-            await abort_with(context, error)
-        except grpc.aio.AbortError:
-            raise
-        except Exception:
-            log.exception("a handler failed")
-            await abort_with(context, InternalError("internal error; the service's log has the details"))
+        except Exception as error:
+            await _abort_for(context, error)
 
     return call
 
@@ -217,12 +222,7 @@ def _translate_unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callabl
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await behaviour(request, context)
-        except PdServeError as error:
-            await abort_with(context, error)
-        except grpc.aio.AbortError:
-            raise
-        except Exception:
-            log.exception("a handler failed")
-            await abort_with(context, InternalError("internal error; the service's log has the details"))
+        except Exception as error:
+            await _abort_for(context, error)
 
     return call
