@@ -6,13 +6,13 @@ import asyncio
 import time
 from typing import ClassVar
 
+import candidates
 import pytest
 from fake_worker import (
     ADMITTED,
     ENDED_NEWLY,
     EOS,
     LANDED,
-    LAYOUT,
     LOCALLY,
     PREFILL_ADMITTED,
     RELEASED,
@@ -46,7 +46,6 @@ from pdserve.router import attempt as attempt_module
 from pdserve.router.attempt import Attempt
 from pdserve.router.attempt_state import EDGES, AttemptState, IllegalMove, moved
 from pdserve.router.placement import Placement
-from pdserve.router.worker import Worker, WorkerIdentity, WorkerRole
 
 
 def refuse(error):
@@ -496,7 +495,7 @@ async def test_cancelling_reaches_both_legs_in_the_next_turn_of_the_loop(monkeyp
         request_digest=b"",
         deadline=0,
     )
-    workers = [Worker(identity(role), None) for role in ("prefill", "decode")]
+    workers = [candidates.worker(role, role) for role in ("prefill", "decode")]
     attempt = Attempt(0, request, Placement(prefill=workers[0], decode=workers[1]), Timeline(), lambda outputs: False)
     running = asyncio.create_task(attempt.run())
     await asyncio.sleep(0.01)
@@ -508,22 +507,6 @@ async def test_cancelling_reaches_both_legs_in_the_next_turn_of_the_loop(monkeyp
     with pytest.raises(asyncio.CancelledError):
         await running
     assert attempt.state is AttemptState.CANCELLED
-
-
-def identity(role):
-    return WorkerIdentity(
-        worker_id=role,
-        epoch=1,
-        role=WorkerRole(role),
-        protocol_version=1,
-        address="127.0.0.1:1",
-        layout=LAYOUT,
-        tokenizer_fingerprint="",
-        key_check="",
-        max_model_len=256,
-        vocab_size=300,
-        num_blocks=10,
-    )
 
 
 @pytest.mark.parametrize("start", list(AttemptState))

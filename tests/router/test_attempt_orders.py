@@ -6,7 +6,7 @@ import asyncio
 from itertools import combinations
 
 import pytest
-from fake_worker import LAYOUT
+from candidates import worker
 
 from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import TransferFailed, WorkerLost
@@ -19,7 +19,7 @@ from pdserve.router.attempt_failure import AttemptFailed
 from pdserve.router.attempt_state import EDGES, AttemptState
 from pdserve.router.legs import Admitted, Computed, Ended, Landed, LegFailed, Outputs
 from pdserve.router.placement import Placement
-from pdserve.router.worker import Worker, WorkerIdentity, WorkerRole
+from pdserve.router.worker import WorkerRole
 
 DIGEST = b"d" * 16
 END = object()
@@ -48,23 +48,6 @@ class FedLeg:
 legs: list[FedLeg] = []
 
 
-def worker(role):
-    identity = WorkerIdentity(
-        worker_id=role,
-        epoch=1,
-        role=WorkerRole(role),
-        protocol_version=1,
-        address="127.0.0.1:1",
-        layout=LAYOUT,
-        tokenizer_fingerprint="",
-        key_check="",
-        max_model_len=256,
-        vocab_size=300,
-        num_blocks=10,
-    )
-    return Worker(identity, None)
-
-
 REQUEST = PreparedRequest(
     request_id="r",
     prompt_token_ids=[1],
@@ -89,7 +72,7 @@ async def run(prefill, decode, prefill_turns, monkeypatch):
         relayed.extend(outputs.token_ids)
         return outputs.finish_reason is not None
 
-    workers = [worker("prefill"), worker("decode")]
+    workers = [worker(role, role) for role in ("prefill", "decode")]
     attempt = Attempt(0, REQUEST, Placement(prefill=workers[0], decode=workers[1]), Timeline(), relay)
     running = asyncio.create_task(attempt.run())
     await asyncio.sleep(0)
