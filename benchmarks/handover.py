@@ -1,6 +1,6 @@
 """From the end of a prompt's computation at prefill to decode's first step, while decode is busy.
 
-Usage: python benchmarks/handover.py [--model demo|DIR] [--prompt-tokens 1000] [--streams 4] [--num 60]
+Usage: python benchmarks/handover.py [--model demo|DIR] [--prompt-tokens 1000] [--streams 4] [--num 60] [--set name=value ...]
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=1000)
     parser.add_argument("--streams", type=int, default=4, help="streams that keep decode busy")
     parser.add_argument("--num", type=int, default=60)
+    parser.add_argument("--set", action="append", default=[], help="a setting of the services, as name=value")
     options = parser.parse_args()
     folder: Path = model_folder(options.model)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -72,7 +73,9 @@ def main() -> None:
         print(f"{name:<12} {value}")
     port = free_port()
     print(f"{options.num} prompts of {options.prompt_tokens} tokens, {options.streams} other streams at decode\n")
-    with serving(folder, ["--local-prefill", "never", "--connector", "tcp"], grpc_port=port):
+    flags = ["--local-prefill", "never", "--connector", "tcp"]
+    flags += [flag for assignment in options.set for flag in ("--set", assignment)]
+    with serving(folder, flags, grpc_port=port):
         seconds = asyncio.run(measure(f"127.0.0.1:{port}", options, vocabulary))
     for name, values in seconds.items():
         print(f"{name:<46} {_line(values)}")

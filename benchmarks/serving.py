@@ -1,6 +1,6 @@
 """TTFT, TPOT and requests/s of a cluster on this machine: router, one prefill and one decode worker.
 
-Usage: python benchmarks/serving.py [--model demo|DIR] [--prompt-tokens 256] [--output-tokens 64]
+Usage: python benchmarks/serving.py [--model demo|DIR] [--prompt-tokens 256] [--output-tokens 64] [--set name=value ...]
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--set", action="append", default=[], help="a setting of the services, as name=value")
     options = parser.parse_args()
     folder = model_folder(options.model)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     for name, value in conditions().items():
         print(f"{name:<12} {value}")
-    with serving(folder) as url:
+    with serving(folder, [flag for assignment in options.set for flag in ("--set", assignment)]) as url:
         for concurrency, num_requests in ((1, 10), (4, 32), (16, 96)):
             shape = LoadShape(num_requests, concurrency, options.prompt_tokens, options.output_tokens, vocabulary)
             result = asyncio.run(run_load(PdServe(f"{url}/v1/completions", Path(folder).name), shape))

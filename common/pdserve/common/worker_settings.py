@@ -10,6 +10,11 @@ from pdserve.common.host_address import is_wildcard, own_address
 from pdserve.common.registry import is_worker_id
 from pdserve.common.service_settings import SchedulingPolicy, ServiceSettings
 
+CPU_STEP_TOKENS = 512
+"""On a processor larger steps are no faster, and the blocks of one step move only when it has ended."""
+GPU_STEP_TOKENS = 2048
+"""A GPU needs more in a step to be busy."""
+
 
 class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """A prefill or decode worker."""
@@ -36,8 +41,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     kv_cache_mib: int = 256
     max_model_len: int | None = None
     """Tokens of prompt and output together; default: the model's own limit."""
-    max_num_batched_tokens: int = 1024
-    """Tokens computed in one step, at most."""
+    max_num_batched_tokens: int | None = None
+    """Tokens computed in one step, at most; default: `CPU_STEP_TOKENS` or `GPU_STEP_TOKENS`."""
     max_num_seqs: int = 64
     """Sequences in one step, at most."""
     scheduling_policy: SchedulingPolicy = "fcfs"
@@ -63,6 +68,11 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
 
     def addresses(self) -> list[str]:
         return [self.host, *(host for host in (self.advertise_host, self.metrics_host) if host)]
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens computed in one step, at most."""
+        return self.max_num_batched_tokens or (CPU_STEP_TOKENS if self.device == "cpu" else GPU_STEP_TOKENS)
 
     @property
     def peers_host(self) -> str:
@@ -101,8 +111,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
                 f"worker_id is {self.worker_id!r}, with redis 1 to 128 letters, digits, `_`, `.` or `-` are needed"
             )
         for name in ("block_size", "kv_cache_mib", "max_num_batched_tokens", "max_num_seqs", "num_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, at least 1 is needed")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} is {value}, at least 1 is needed")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"num_blocks is {self.num_blocks}, at least 2 are needed")
         if self.max_model_len is not None and self.max_model_len < 2:

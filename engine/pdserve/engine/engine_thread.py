@@ -90,8 +90,8 @@ class EngineThread:
         wait_s: float | None = None
         checked = False
         while (num_commands := self._obey(wait_s)) is not None:
-            if num_commands == 0 and wait_s == IDLE_BEAT_S and not checked:
-                # a whole beat was idle: nobody waits for this walk over all blocks
+            if num_commands == 0 and wait_s == IDLE_BEAT_S and not checked and not self.core.scheduler.requests:
+                # nothing for a whole beat: nobody waits for this walk over all blocks
                 self.core.scheduler.check()
                 checked = True
             outputs = self.core.step()

@@ -51,7 +51,7 @@ class LoadedModel:
             block_size=settings.block_size,
             num_blocks=self.num_blocks,
             max_model_len=self.max_model_len,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_batched_tokens=settings.step_tokens,
             max_num_seqs=settings.max_num_seqs,
             scheduling_policy=settings.scheduling_policy,
             long_prefill_token_threshold=settings.long_prefill_token_threshold,

@@ -67,7 +67,7 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     return MemoryNeeds(
         weights=weight_bytes(folder, settings.dtype),
         pool=num_blocks * layout.block_bytes,
-        step=settings.max_num_batched_tokens * hidden * TORCH_DTYPES[config.dtype].itemsize
+        step=settings.step_tokens * hidden * TORCH_DTYPES[config.dtype].itemsize
         + settings.max_num_seqs * config.vocab_size * _LOGITS_BYTES * _LOGITS_COPIES,
         process=CUDA_PROCESS_BYTES if on_gpu else PROCESS_BYTES,
         on_gpu=on_gpu,
