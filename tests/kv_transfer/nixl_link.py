@@ -16,7 +16,7 @@ from pdserve.kv_transfer.nixl_agent import Agent, AgentRead, ReadStatus, Region,
 from pdserve.kv_transfer.nixl_settings import NixlSettings
 
 from .contract_link import WINDOW_BLOCKS
-from .recorded_read import BLOCK_BYTES
+from .recorded_read import BLOCK_BYTES, PATIENCE_S
 
 _BLOCKS = 1
 """The pair of a `NixlPeer` that reads blocks; 0 is its hello."""
@@ -35,6 +35,7 @@ class Gate:
         self.held: list[_GatedRead] = []
         self.num_made = 0
         """Agents."""
+        self._changed = threading.Condition(self.lock)
 
     def open(self, num_blocks: int | None) -> None:
         with self.lock:
@@ -42,6 +43,21 @@ class Gate:
             held, self.held = self.held, []
             for read in held:
                 read.try_to_post()
+
+    def hold(self, read: _GatedRead) -> None:
+        """Under the lock."""
+        self.held.append(read)
+        self._changed.notify_all()
+
+    def wait_held(self) -> None:
+        """Until a read is held."""
+        with self.lock:
+            assert self._changed.wait_for(lambda: self.held, PATIENCE_S), "no read is held"
+
+    def let_others_pass(self) -> None:
+        """What is held stays so."""
+        with self.lock:
+            self.blocks_to_serve = None
 
     def flip(self, block: int) -> None:
         """Turn a bit over in a block that has just come, if that is due."""
@@ -103,7 +119,7 @@ class _GatedRead:
             self._failed = True
         elif gate.blocks_to_serve is not None and gate.blocks_to_serve < len(self.local):
             gate.blocks_to_serve = 0
-            gate.held.append(self)
+            gate.hold(self)
         else:
             if gate.blocks_to_serve is not None:
                 gate.blocks_to_serve -= len(self.local)
@@ -133,6 +149,7 @@ class NixlLink:
             read_stall_s=read_stall_s,
             cancel_drain_s=0.1,
             request_bytes=WINDOW_BLOCKS * BLOCK_BYTES,
+            longest_request_bytes=WINDOW_BLOCKS * BLOCK_BYTES,
             read_window_bytes=WINDOW_BLOCKS * BLOCK_BYTES,
         )
         self.gate = Gate(receiver_pool)

@@ -20,6 +20,7 @@ def small_settings(**changes: Any) -> TcpSettings:
     """Windows of `WINDOW_BLOCKS` blocks, and short time-outs."""
     settings: dict[str, Any] = {
         "request_bytes": WINDOW_BLOCKS * BLOCK_BYTES,
+        "longest_request_bytes": WINDOW_BLOCKS * BLOCK_BYTES,
         "read_window_bytes": 8 * WINDOW_BLOCKS * BLOCK_BYTES,
         "fence_after_s": 0.1,
     }

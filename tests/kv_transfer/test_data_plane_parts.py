@@ -13,7 +13,7 @@ from pdserve.kv_transfer.block_runs import block_runs
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.digest import XXH3_64, block_digest, block_digests
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.read_queue import LEGAL_MOVES, QueuedRead, ReadQueue, ReadState, Window
+from pdserve.kv_transfer.read_queue import LEGAL_MOVES, QUICK_S, SLOW_S, QueuedRead, ReadQueue, ReadState, Window
 
 from .recorded_read import PATIENCE_S, RecordedRead, make_pool
 
@@ -95,9 +95,9 @@ def test_event_thread_keeps_order_and_drops_timers_at_close() -> None:
     assert calls == ["soon", "later", "last", "after"]
 
 
-def make_queue(in_flight_blocks: int = 64) -> ReadQueue:
-    """Windows of 8 blocks; what should run on another thread runs here."""
-    return ReadQueue(8, in_flight_blocks, lambda read: None, lambda call: call())
+def make_queue(in_flight_blocks: int = 64, longest_blocks: int = 8) -> ReadQueue:
+    """Windows of 8 blocks at first; what should run on another thread runs here."""
+    return ReadQueue(8, longest_blocks, in_flight_blocks, lambda read: None, lambda call: call())
 
 
 def add_read(queue: ReadQueue, num_blocks: int) -> tuple[QueuedRead, RecordedRead]:
@@ -139,6 +139,30 @@ def test_read_has_so_much_in_flight_and_no_more() -> None:
     assert {take(queue).read for _ in range(2)} == {long, other}
     with queue.changed:
         assert queue.take() is None
+
+
+def test_windows_grow_while_they_come_quickly_and_shrink_when_they_do_not() -> None:
+    queue = make_queue(longest_blocks=20)
+    _, heard = add_read(queue, 100)
+    sizes: list[int] = []
+    for seconds in (QUICK_S / 2, QUICK_S / 2, QUICK_S / 2, QUICK_S * 2, SLOW_S * 2, SLOW_S * 2, SLOW_S * 2):
+        window = take(queue)
+        sizes.append(window.count)
+        queue.pace(window, seconds)
+        finish(queue, window)
+    assert sizes == [8, 16, 20, 20, 20, 10, 6], "never longer than the longest, nor cut shorter than at first"
+    assert queue.window_blocks == 8
+    assert heard.wait_ended() is ReadOutcome.DONE
+    assert sorted(heard.landed_blocks) == list(range(100)), "however they were cut"
+
+
+def test_window_that_is_shorter_than_others_says_nothing() -> None:
+    queue = make_queue(longest_blocks=16)
+    add_read(queue, 4)
+    window = take(queue)
+    queue.pace(window, 0.0)
+    queue.pace(window, SLOW_S * 2)
+    assert queue.window_blocks == 8
 
 
 def test_window_that_did_not_begin_is_next_again() -> None:

@@ -18,7 +18,7 @@ from pdserve.kv_transfer.nixl_settings import NixlSettings
 from .connector_contract import ConnectorContract
 from .contract_link import Link
 from .nixl_link import NixlLink
-from .recorded_read import PATIENCE_S, Transfer, make_pool, start_read
+from .recorded_read import PATIENCE_S, Transfer, make_pool, same_bytes, start_read
 
 
 class TestNixlConnector(ConnectorContract):
@@ -39,6 +39,30 @@ def test_an_agent_is_made_when_a_peer_is_met_and_not_at_the_first_read() -> None
     read = start_read(link.receiver, link.source.metadata, transfer.token, transfer.blocks(range(8), range(8)))
     assert read.wait_ended() is ReadOutcome.DONE
     assert link.gate.num_made == 3
+    link.close()
+
+
+def test_a_read_that_hangs_takes_no_other_with_it() -> None:
+    source_pool, pool = make_pool(seed=7), make_pool()
+    link = NixlLink(source_pool, pool, read_stall_s=2.0)
+    transfer = Transfer(link.source, source_pool, range(12))
+    hung_blocks, other_blocks, later_blocks = (
+        transfer.blocks(range(first, first + 4), range(first, first + 4)) for first in (0, 4, 8)
+    )
+    link.serve_only(0)
+    hung = start_read(link.receiver, link.source.metadata, transfer.token, hung_blocks)
+    link.gate.wait_held()
+    link.gate.let_others_pass()
+    other = start_read(link.receiver, link.source.metadata, transfer.token, other_blocks)
+    assert other.wait_ended() is ReadOutcome.DONE
+    assert hung.outcome is None, "the other read waited for it"
+    assert "nothing for 2 s" in hung.wait_failed()
+    assert link.receiver.agent_counters.condemned == 1
+    link.resume()
+    later = start_read(link.receiver, link.source.metadata, transfer.token, later_blocks)
+    assert later.wait_ended() is ReadOutcome.DONE
+    assert same_bytes(transfer, pool, [*other_blocks, *later_blocks])
+    assert not any(any(pool.block(block.local_block)) for block in hung_blocks), "what hung was written after its end"
     link.close()
 
 
@@ -65,6 +89,13 @@ def test_nixl_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    for changes in ({"request_bytes": 0}, {"read_window_bytes": 1}, {"read_stall_s": 0.0}, {"cancel_drain_s": -1.0}):
+    for changes in (
+        {"request_bytes": 0},
+        {"longest_request_bytes": 1},
+        {"read_window_bytes": 1},
+        {"agents_per_peer": 0},
+        {"read_stall_s": 0.0},
+        {"cancel_drain_s": -1.0},
+    ):
         with pytest.raises(ConfigError):
             NixlSettings(**changes)  # type: ignore[arg-type]

@@ -69,7 +69,8 @@ def test_i13_stopped_then_continued_source_changes_no_byte(
     outcome = read.wait_ended()
     # The memory of a stopped process can still be read; its sockets are silent.
     assert outcome is (ReadOutcome.FAILED if transports == TCP else ReadOutcome.DONE)
-    assert receiver.agent_counters.condemned == (1 if transports == TCP else 0)
+    # Each agent that had a window of it under way hangs by itself.
+    assert receiver.agent_counters.condemned in ((1, 2) if transports == TCP else (0,))
     # What its blocks are used for from now on stays as it is, whatever the source still had to say.
     pool.view[:] = bytes(len(pool.view))
     source.signal(signal.SIGCONT)
@@ -113,11 +114,13 @@ def test_a_killed_source_is_given_up_and_its_next_life_is_read_from(
 ) -> None:
     assert start_read(receiver, source.metadata, source.token, source.blocks).wait_ended() is ReadOutcome.DONE
     agent = NixlAddress.from_metadata(source.metadata, BLOCK_BYTES).agent
-    [lane] = [thread for thread in threading.enumerate() if thread.name.startswith(f"nixl-read-{agent}")]
+    lanes = [thread for thread in threading.enumerate() if thread.name.startswith(f"nixl-read-{agent}")]
+    assert 1 <= len(lanes) <= NixlSettings().agents_per_peer
     source.signal(signal.SIGKILL)
     receiver.forget(source.metadata)
-    lane.join(PATIENCE_S)
-    assert not lane.is_alive(), "the agent of a dead source was not given up"
+    for lane in lanes:
+        lane.join(PATIENCE_S)
+        assert not lane.is_alive(), "an agent of the dead source was not given up"
     next_life = SourceProcess("nixl")
     pool.view[:] = bytes(len(pool.view))
     try:

@@ -80,7 +80,9 @@ class Desk:
     def __init__(self, max_resting: int | None) -> None:
         self.world, self.pool = World(), make_pool()
         self.events = EventThread("test-events")
-        limits = LaneLimits(max_lanes=1, window_blocks=8, in_flight_blocks=8, idle_close_s=600.0)
+        limits = LaneLimits(
+            max_lanes=1, window_blocks=8, longest_window_blocks=8, in_flight_blocks=8, idle_close_s=600.0
+        )
         self.desk = ReadDesk[str]("test-read", self.pool, limits, self.events, self.world.connect, max_resting)
 
     def begin(self, address: str) -> RecordedRead:

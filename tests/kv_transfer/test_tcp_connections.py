@@ -126,8 +126,10 @@ def test_cancel_while_connecting_ends_at_once(make_connector: MakeConnector) -> 
 
 
 def test_blocks_larger_than_a_window(make_connector: MakeConnector) -> None:
-    source = make_connector(request_bytes=BLOCK_BYTES // 2, read_window_bytes=BLOCK_BYTES // 2)
-    receiver = make_connector(request_bytes=BLOCK_BYTES // 2, read_window_bytes=BLOCK_BYTES // 2)
+    half = BLOCK_BYTES // 2
+    source, receiver = (
+        make_connector(request_bytes=half, longest_request_bytes=half, read_window_bytes=half) for _ in range(2)
+    )
     assert read_some(receiver, source, 50) is ReadOutcome.DONE
 
 

@@ -76,6 +76,7 @@ def test_i11_metadata_that_is_no_address(metadata: bytes) -> None:
         {"sockets_per_peer": 0},
         {"request_bytes": 0},
         {"read_window_bytes": 1 << 10},
+        {"longest_request_bytes": 1 << 10},
         {"max_request_bytes": 1 << 10},
         {"read_stall_s": 0.0},
     ],

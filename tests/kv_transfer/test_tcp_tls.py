@@ -297,7 +297,12 @@ def test_windows_of_many_records(identity: TlsIdentity) -> None:
     block_bytes, num_blocks = 3 << 18, 12
     pools = [make_pool(3, num_blocks, block_bytes), make_pool(None, num_blocks, block_bytes)]
     connectors = [
-        TcpConnector(small_settings(tls=identity, request_bytes=4 << 20, read_window_bytes=8 << 20)) for _ in pools
+        TcpConnector(
+            small_settings(
+                tls=identity, request_bytes=4 << 20, longest_request_bytes=4 << 20, read_window_bytes=8 << 20
+            )
+        )
+        for _ in pools
     ]
     for connector, pool in zip(connectors, pools, strict=True):
         connector.serve(pool)

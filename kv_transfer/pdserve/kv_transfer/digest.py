@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
 
 XXH3_64 = "xxh3_64"
 """The algorithm's name, as `Open.digest_algorithms` and `Accepted.digest_algorithm` carry it."""
@@ -20,3 +20,12 @@ def block_digest(view: memoryview) -> int:
 def block_digests(pool: PoolMemory, blocks: Sequence[int]) -> list[int]:
     """The digests of the pool's blocks, in the order given. Raises `IndexError` for a number outside the pool."""
     return [block_digest(pool.block(number)) for number in blocks]
+
+
+def matching(pool: PoolMemory, blocks: Sequence[BlockToRead]) -> list[bool]:
+    """Whether the bytes in each `local_block`, a number within the pool, are those that were published."""
+    view, size = pool.view, pool.block_bytes
+    return [
+        block_digest(view[block.local_block * size : (block.local_block + 1) * size]) == block.digest
+        for block in blocks
+    ]

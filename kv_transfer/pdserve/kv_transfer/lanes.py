@@ -15,7 +15,7 @@ from typing import Protocol
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadListener
-from pdserve.kv_transfer.digest import block_digest
+from pdserve.kv_transfer.digest import matching
 from pdserve.kv_transfer.read_queue import QueuedRead, ReadQueue, Window
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,9 @@ class LaneLimits:
     max_lanes: int
     """Most lanes at once. They start when there is work for them."""
     window_blocks: int
-    """Most blocks in one window: what a short read may have to wait for on each lane."""
+    """Most blocks in one window at first: what a short read may have to wait for on each lane."""
+    longest_window_blocks: int
+    """Most blocks in one window while windows come quickly; see `ReadQueue`."""
     in_flight_blocks: int
     """Most blocks of one read in flight."""
     idle_close_s: float
@@ -103,7 +105,9 @@ class PeerLanes:
         self.limits = limits
         self.counters = counters
         self.connect = connect
-        self.queue = ReadQueue(limits.window_blocks, limits.in_flight_blocks, self._interrupt, call_soon)
+        self.queue = ReadQueue(
+            limits.window_blocks, limits.longest_window_blocks, limits.in_flight_blocks, self._interrupt, call_soon
+        )
         self.closed = False
         self.lanes: set[_Lane] = set()
         """Those that take windows. One that leaves has still its last words to say: it is in `_threads` until then."""
@@ -244,9 +248,11 @@ class _Lane:
         blocks = window.blocks
         verdicts: list[bool] = []
         cause: TransferFailed | None = None
+        began = time.monotonic()
         try:
             for received in wire.fetch(window.read.token, blocks):
-                verdicts.extend(self._matches(block) for block in blocks[len(verdicts) : received])
+                verdicts += matching(self._lanes.pool, blocks[len(verdicts) : received])
+            self._queue.pace(window, time.monotonic() - began)
         except TransferFailed as error:
             cause = error
         except Exception as error:
@@ -258,9 +264,6 @@ class _Lane:
             self._queue.give_back(window)
         else:
             self._judge(window, verdicts, cause)
-
-    def _matches(self, block: BlockToRead) -> bool:
-        return block_digest(self._lanes.pool.block(block.local_block)) == block.digest
 
     def _put_down(self, is_broken: bool) -> None:
         # Before the queue hears of the window's end: what that ends must not interrupt this lane's next window.
@@ -308,6 +311,8 @@ class _Lane:
 
 def _runs(verdicts: Sequence[bool], wanted: bool, offset: int) -> list[tuple[int, int]]:
     """(first, count) of each run of `wanted`, with `offset` added to the first."""
+    if wanted not in verdicts:
+        return []
     runs: list[tuple[int, int]] = []
     position = offset
     for verdict, group in itertools.groupby(verdicts):

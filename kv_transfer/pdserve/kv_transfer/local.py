@@ -85,7 +85,11 @@ class LocalConnector:
             raise RuntimeError("a connector serves once")
         window_blocks = max(1, self._request_bytes // pool.block_bytes)
         limits = LaneLimits(
-            max_lanes=1, window_blocks=window_blocks, in_flight_blocks=window_blocks, idle_close_s=_IDLE_CLOSE_S
+            max_lanes=1,
+            window_blocks=window_blocks,
+            longest_window_blocks=window_blocks,
+            in_flight_blocks=window_blocks,
+            idle_close_s=_IDLE_CLOSE_S,
         )
         source = LocalSource(pool, GrantBook(pool.num_blocks, self._events, _FENCE_AFTER_S))
 

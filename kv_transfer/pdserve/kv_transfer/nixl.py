@@ -94,9 +94,10 @@ class NixlConnector:
             device_id=region.device_id,
         )
         limits = LaneLimits(
-            # one window at a time: a read that hangs takes no other read of this peer with it when its agent goes
-            max_lanes=1,
+            # each with its own agent, which moves one window: a read that hangs takes no other with it when its agent goes
+            max_lanes=settings.agents_per_peer,
             window_blocks=max(1, settings.request_bytes // pool.block_bytes),
+            longest_window_blocks=max(1, settings.longest_request_bytes // pool.block_bytes),
             in_flight_blocks=max(1, settings.read_window_bytes // pool.block_bytes),
             idle_close_s=settings.idle_close_s,
         )

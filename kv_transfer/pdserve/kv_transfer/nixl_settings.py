@@ -27,9 +27,14 @@ class NixlSettings:
     """A cancelled read that is not over after this time condemns its agent: NIXL cannot cancel it."""
     connect_timeout_s: float = 2.0
     """The first bytes of a new peer must be here within this time."""
+    agents_per_peer: int = 2
+    """Most agents that reads from one peer use at once. Where a processor moves the bytes (shared memory) one copies while
+    another's are digested."""
     request_bytes: int = 1 << 20
     """Most bytes in one window, save that a block is never cut: what a short read may wait for."""
-    read_window_bytes: int = 1 << 20
+    longest_request_bytes: int = 8 << 20
+    """The same while windows come within milliseconds (`ReadQueue`)."""
+    read_window_bytes: int = 16 << 20
     """Most bytes in flight for one read."""
     idle_close_s: float = 300.0
     """An agent without reads is destroyed after this time."""
@@ -39,8 +44,12 @@ class NixlSettings:
     """How long `close` waits for an agent that does not let itself be destroyed."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.request_bytes <= self.read_window_bytes:
-            raise ConfigError("request_bytes must be at least 1, read_window_bytes at least request_bytes")
+        if not 1 <= self.request_bytes <= self.longest_request_bytes <= self.read_window_bytes:
+            raise ConfigError(
+                "request_bytes must be at least 1, longest_request_bytes at least that, read_window_bytes at least both"
+            )
+        if self.agents_per_peer < 1:
+            raise ConfigError("agents_per_peer must be at least 1")
         if self.max_resting_peers < 0:
             raise ConfigError("max_resting_peers must be at least 0")
         if min(self.read_stall_s, self.cancel_drain_s, self.connect_timeout_s) <= 0:

@@ -58,12 +58,13 @@ class NixlWire:
         self._drain_until = None
         pieces = [blocks[first : first + self._piece_blocks] for first in range(0, len(blocks), self._piece_blocks)]
         num_received = 0
-        read = self._post(pieces[0])
+        read: AgentRead | None = None
         for number, piece in enumerate(pieces):
-            self._wait(read, piece)
+            travels = self._wait(read or self._post(piece), piece)
             num_received += len(piece)
-            if number + 1 < len(pieces):
-                read = self._post(pieces[number + 1])
+            # Ahead only where it travels by itself: where a processor copies, this one has just done it, and would throw
+            # out of its cache what is to be digested.
+            read = self._post(pieces[number + 1]) if travels and number + 1 < len(pieces) else None
             yield num_received
 
     def interrupt(self) -> bool:
@@ -82,11 +83,15 @@ class NixlWire:
         except TransferFailed as error:
             raise WireBroken(error.message) from error
 
-    def _wait(self, read: AgentRead, blocks: Sequence[BlockToRead]) -> None:
+    def _wait(self, read: AgentRead, blocks: Sequence[BlockToRead]) -> bool:
+        """Until the read is done; whether it was under way still. Raises WireBroken."""
+        if (status := read.status()) is ReadStatus.DONE:
+            read.release()
+            return False
         stalled_at = time.monotonic() + self._settings.read_stall_s
         doze = Doze()
         where = f"blocks {blocks[0].index} to {blocks[-1].index} from {self._source}"
-        while (status := read.status()) is ReadStatus.UNDER_WAY:
+        while status is ReadStatus.UNDER_WAY:
             now, drain_until = time.monotonic(), self._drain_until
             if now > stalled_at:
                 self._on_condemned()
@@ -95,7 +100,9 @@ class NixlWire:
                 self._on_condemned()
                 raise WireBroken(f"reading {where}: cancelled, and not over")
             doze.wait()
+            status = read.status()
         if status is ReadStatus.FAILED:
             self._on_condemned()
             raise WireBroken(f"reading {where} failed")
         read.release()
+        return True

@@ -1,7 +1,10 @@
 """Reads from one peer: cut into windows, served round robin, ended exactly once.
 
-blocks of a read   |-- window --|-- window --|-- window --|      a window: consecutive indexes, <= window_bytes
+blocks of a read   |-- window --|-- window --|-- window --|      a window: consecutive indexes, <= window_blocks
 queue of a peer    read A, read B, read C, A, B, C ...           one window each turn, so none waits for another
+
+Each window costs a question, an answer and some waking of threads. So windows grow while they come in `QUICK_S`, and shrink
+when they take longer than `SLOW_S`: what a short read may wait for is bounded in time on a slow network, in bytes on a fast.
 
 READING --(all landed)--------------------------------> ENDED  (DONE)
 READING --(cancel, failure)--> DRAINING --(no window in flight)--> ENDED  (CANCELLED, FAILED)
@@ -13,11 +16,14 @@ import enum
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.common.errors import InternalError, TransferFailed
 from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOutcome
 from pdserve.kv_transfer.event_thread import run_guarded
+
+QUICK_S = 2.5e-3
+SLOW_S = 10e-3
 
 
 class ReadState(enum.Enum):
@@ -76,7 +82,8 @@ class QueuedRead:
 class ReadQueue:
     """The reads from one peer. Thread-safe; listeners are called on the lanes' threads or by `call_soon`, never locked.
 
-    window_blocks: most blocks in one window.
+    window_blocks: most blocks in one window at first, and on a slow network.
+    longest_window_blocks: most blocks in one window on a fast one.
     in_flight_blocks: most blocks of one read in flight; a read with none in flight may always begin a window.
     interrupt: tells whoever moves a window of this read to stop soon; called under the queue's lock, never blocks.
     call_soon: runs a call on another thread.
@@ -85,12 +92,16 @@ class ReadQueue:
     def __init__(
         self,
         window_blocks: int,
+        longest_window_blocks: int,
         in_flight_blocks: int,
         interrupt: Callable[[QueuedRead], None],
         call_soon: Callable[[Callable[[], None]], None],
     ) -> None:
         self.changed = threading.Condition()
-        self._window_blocks = window_blocks
+        self.window_blocks = window_blocks
+        """Most blocks in the windows that are taken now. Changes under the lock."""
+        self._shortest_blocks = window_blocks
+        self._longest_blocks = longest_window_blocks
         self._in_flight_blocks = in_flight_blocks
         self._interrupt = interrupt
         self._call_soon = call_soon
@@ -100,7 +111,7 @@ class ReadQueue:
     @property
     def num_pending(self) -> int:
         """Windows that nobody has taken. Asked under the lock."""
-        return sum(len(read.pending) for read in self._turns)
+        return sum(-(-window.count // self.window_blocks) for read in self._turns for window in read.pending)
 
     @property
     def num_reads(self) -> int:
@@ -110,10 +121,10 @@ class ReadQueue:
     def add(self, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> QueuedRead:
         """Begin a read of at least one block. Called under the lock."""
         read = QueuedRead(self, token, blocks, listener)
-        read.pending.extend(self._windows(read))
+        read.pending.extend(_successive(read))
         self._reads.add(read)
         self._turns.append(read)
-        self.changed.notify(len(read.pending))
+        self.changed.notify(self.num_pending)
         return read
 
     def take(self) -> Window | None:
@@ -121,15 +132,27 @@ class ReadQueue:
         for _ in range(len(self._turns)):
             read = self._turns.popleft()
             window = read.pending[0]
-            if read.in_flight and read.in_flight + window.count > self._in_flight_blocks:
+            count = min(window.count, self.window_blocks)
+            if read.in_flight and read.in_flight + count > self._in_flight_blocks:
                 self._turns.append(read)
                 continue
             read.pending.popleft()
+            if count < window.count:
+                read.pending.appendleft(replace(window, first=window.first + count, count=window.count - count))
+                window = replace(window, count=count)
             read.in_flight += window.count
             if read.pending:
                 self._turns.append(read)
             return window
         return None
+
+    def pace(self, window: Window, seconds: float) -> None:
+        """How long a window took, by which the next are cut. One that is shorter than others says nothing."""
+        with self.changed:
+            if window.count == self.window_blocks and seconds < QUICK_S:
+                self.window_blocks = min(2 * window.count, self._longest_blocks)
+            elif window.count >= self.window_blocks and seconds > SLOW_S:
+                self.window_blocks = max(self.window_blocks // 2, self._shortest_blocks)
 
     def give_back(self, window: Window) -> None:
         """The window did not begin: not a byte of it came. It is next in its read, unless the read is over."""
@@ -166,20 +189,6 @@ class ReadQueue:
             reads = list(self._reads)
         for read in reads:
             self.cancel(read)
-
-    def _windows(self, read: QueuedRead) -> list[Window]:
-        windows: list[Window] = []
-        first = 0
-        for position in range(1, len(read.blocks) + 1):
-            at_end = position == len(read.blocks)
-            if (
-                at_end
-                or position - first == self._window_blocks
-                or read.blocks[position].index != read.blocks[position - 1].index + 1
-            ):
-                windows.append(Window(read, first, position - first))
-                first = position
-        return windows
 
     def _report(self, read: QueuedRead, first: int, count: int) -> None:
         # A read that drains has said that it wants no more; without a lock, for a late report does no harm.
@@ -225,3 +234,14 @@ class ReadQueue:
 
     def _tell_end(self, read: QueuedRead) -> None:
         run_guarded(lambda: read.listener.ended(read.outcome, read.cause))
+
+
+def _successive(read: QueuedRead) -> list[Window]:
+    """The whole read, parted where an index does not follow the one before."""
+    windows: list[Window] = []
+    first = 0
+    for position in range(1, len(read.blocks) + 1):
+        if position == len(read.blocks) or read.blocks[position].index != read.blocks[position - 1].index + 1:
+            windows.append(Window(read, first, position - first))
+            first = position
+    return windows

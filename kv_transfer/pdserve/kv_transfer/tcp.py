@@ -41,6 +41,7 @@ class TcpConnector:
         limits = LaneLimits(
             max_lanes=settings.sockets_per_peer,
             window_blocks=max(1, settings.request_bytes // pool.block_bytes),
+            longest_window_blocks=max(1, settings.longest_request_bytes // pool.block_bytes),
             in_flight_blocks=max(1, settings.read_window_bytes // pool.block_bytes),
             idle_close_s=settings.idle_close_s,
         )

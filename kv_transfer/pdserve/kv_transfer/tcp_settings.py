@@ -29,10 +29,12 @@ class TcpSettings:
     """The host that peers are told; needed when `host` is a wildcard. A name is resolved by the peers."""
     sockets_per_peer: int = 2
     """Most connections that reads from one peer use at once; they are kept open and used again."""
-    read_window_bytes: int = 8 << 20
+    read_window_bytes: int = 16 << 20
     """Most bytes in flight for one read."""
     request_bytes: int = 1 << 20
     """Most bytes in one answer, save that a block is never cut: what a short read may wait for on each socket."""
+    longest_request_bytes: int = 8 << 20
+    """The same while answers come within milliseconds (`ReadQueue`)."""
     max_request_bytes: int = 64 << 20
     """Largest answer that this source gives to a peer that asks for more than one block at once."""
     connect_timeout_s: float = 2.0
@@ -55,8 +57,10 @@ class TcpSettings:
     def __post_init__(self) -> None:
         if self.sockets_per_peer < 1 or self.max_connections < 1 or self.request_bytes < 1:
             raise ConfigError("sockets_per_peer, max_connections and request_bytes must be at least 1")
-        if self.read_window_bytes < self.request_bytes or self.max_request_bytes < self.request_bytes:
-            raise ConfigError("read_window_bytes and max_request_bytes must be at least request_bytes")
+        if self.longest_request_bytes < self.request_bytes:
+            raise ConfigError("longest_request_bytes must be at least request_bytes")
+        if min(self.read_window_bytes, self.max_request_bytes) < self.longest_request_bytes:
+            raise ConfigError("read_window_bytes and max_request_bytes must be at least longest_request_bytes")
         if min(self.connect_timeout_s, self.read_stall_s, self.send_stall_s, self.first_request_s) <= 0:
             raise ConfigError("timeouts must be above 0 s")
 

@@ -62,6 +62,8 @@ class TcpStream:
         self._stall_s = stall_s
         self._send_stall_s = send_stall_s
         self.is_shut = False
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
         # Blocking calls with the kernel's own timeouts: one call then moves megabytes without the GIL, where a socket
         # with a Python timeout would return at each packet. A call returns at least four times in stall_s, so a stall
         # is noticed after at most 1.25 * stall_s.
@@ -87,7 +89,7 @@ class TcpStream:
 
     def wait_readable(self, timeout_s: float) -> bool:
         """As `Stream.wait_readable`."""
-        return _wait_readable([self._sock], timeout_s)
+        return _polled(self._readable, timeout_s)
 
     def shutdown(self) -> None:
         """As `Stream.shutdown`."""
@@ -202,6 +204,13 @@ def _wait_readable(socks: Sequence[socket.socket], timeout_s: float | None) -> b
     try:
         for sock in socks:
             poll.register(sock, select.POLLIN)
+    except (OSError, ValueError) as error:
+        raise StreamBroken(str(error)) from error
+    return _polled(poll, timeout_s)
+
+
+def _polled(poll: select.poll, timeout_s: float | None) -> bool:
+    try:
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
     except (OSError, ValueError) as error:
         raise StreamBroken(str(error)) from error

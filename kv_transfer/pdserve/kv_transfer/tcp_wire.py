@@ -36,19 +36,24 @@ class TcpWire:
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
         """As `Wire.fetch`."""
         request = ReadRequest(next(self._serials), token, blocks[0].index, len(blocks), self._pool.block_bytes)
-        answer = self._ask(request)
+        self._ask(request)
+        # All at once, while the peer prepares its answer: between two steps it would find the processor's cache cold.
+        steps = list(self._steps(blocks))
+        answer = self._hear(request)
         if answer.refusal is not None:
             raise TransferFailed(
                 f"{self._peer} refused to send blocks {request.first_index} to "
                 f"{request.first_index + request.count - 1}: {answer.refusal.explanation}"
             )
-        for first in range(0, len(blocks), self._step_blocks):
-            step = blocks[first : first + self._step_blocks]
+        received = 0
+        for views, num_blocks in steps:
             try:
-                self._stream.receive(block_runs(self._pool, [block.local_block for block in step]))
+                self._stream.receive(views)
             except StreamBroken as error:
-                raise WireBroken(f"reading block {step[0].index} and on from {self._peer}: {error}") from error
-            yield first + len(step)
+                index = blocks[received].index
+                raise WireBroken(f"reading block {index} and on from {self._peer}: {error}") from error
+            received += num_blocks
+            yield received
 
     def interrupt(self) -> bool:
         self._stream.shutdown()
@@ -57,19 +62,33 @@ class TcpWire:
     def close(self) -> None:
         self._stream.close()
 
-    def _ask(self, request: ReadRequest) -> ReadAnswer:
+    def _steps(self, blocks: Sequence[BlockToRead]) -> Iterator[tuple[list[memoryview], int]]:
+        """What is received in one call each: where it goes, and how many blocks it is."""
+        for first in range(0, len(blocks), self._step_blocks):
+            numbers = [block.local_block for block in blocks[first : first + self._step_blocks]]
+            yield block_runs(self._pool, numbers), len(numbers)
+
+    def _ask(self, request: ReadRequest) -> None:
         try:
             self._stream.send([memoryview(request.encode())])
+        except StreamBroken as error:
+            raise self._broken(request, error) from error
+
+    def _hear(self, request: ReadRequest) -> ReadAnswer:
+        try:
             self._stream.receive([memoryview(self._header)])
             answer = ReadAnswer.decode(self._header, request)
         except StreamBroken as error:
-            # A kept connection may have outlived its peer. One that stalls has not, and a new one proved nothing yet.
-            is_stale = self._has_served and not error.is_stall and error.num_bytes == 0
-            raise WireBroken(f"asking {self._peer} for block {request.first_index}: {error}", is_stale) from error
+            raise self._broken(request, error) from error
         except MalformedFrame as error:
             raise WireBroken(f"asking {self._peer} for block {request.first_index}: {error}") from error
         self._has_served = True
         return answer
+
+    def _broken(self, request: ReadRequest, error: StreamBroken) -> WireBroken:
+        # A kept connection may have outlived its peer. One that stalls has not, and a new one proved nothing yet.
+        is_stale = self._has_served and not error.is_stall and error.num_bytes == 0
+        return WireBroken(f"asking {self._peer} for block {request.first_index}: {error}", is_stale)
 
 
 def _connect(address: TcpAddress, settings: TcpSettings) -> Stream:
