@@ -47,7 +47,7 @@ POOL_BYTES = 256 << 20
 BLOCK_SIZES = (32 << 10, 256 << 10, 1 << 20)
 REQUEST_SIZES = (32 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
 WARM_UP_ROUNDS = 2
-ROUND_BYTES = 2 << 30
+ROUND_BYTES = 4 << 30
 """Of one way at most in all rounds, save that there are `FEWEST_ROUNDS`."""
 FEWEST_ROUNDS = 7
 ORDERS = ("in order", "scattered")
@@ -194,7 +194,7 @@ def interleaved(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
             began = time.perf_counter()
             call()
             if number >= WARM_UP_ROUNDS:
-                times[name].append(time.perf_counter() - began)
+                times[name].append(round(time.perf_counter() - began, 6))
     return times
 
 
@@ -254,7 +254,7 @@ def main() -> None:
         issue(Path(folder))
         rows = [row for size in BLOCK_SIZES for row in measure(size, arguments, Path(folder))]
     if arguments.json:
-        arguments.json.write_text(json.dumps({"conditions": where, "rows": rows}, indent=1))
+        arguments.json.write_text(json.dumps({"conditions": where, "rows": rows}))
 
 
 if __name__ == "__main__":

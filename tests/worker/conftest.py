@@ -181,7 +181,9 @@ async def make_pair() -> AsyncIterator[MakePair]:
 
         def connectors() -> list[Any]:
             local = LocalConnector(network, read_stall_s=0.3)
-            tcp = TcpConnector(TcpSettings(request_bytes=256, longest_request_bytes=256, read_window_bytes=1024, read_stall_s=0.3))
+            tcp = TcpConnector(
+                TcpSettings(request_bytes=256, longest_request_bytes=256, read_window_bytes=1024, read_stall_s=0.3)
+            )
             return {"local": [local], "tcp": [tcp], "both": [local, tcp]}[kind]
 
         pair = Pair(Node("prefill-1", *connectors(), **(p or {})), Node("decode-1", *connectors(), **(d or {})))

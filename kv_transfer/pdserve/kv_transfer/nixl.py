@@ -1,6 +1,6 @@
 """Blocks over NIXL: one-sided reads of the source's memory by RDMA, shared memory or whatever else UCX finds.
 
-nixl.py           NixlConnector: one agent that serves, one for each peer that is read from
+nixl.py           NixlConnector: one agent that serves, two for each peer that is read from
 nixl_wire.py      reads windows, condemns agents       nixl_peer.py      an agent and its source; the fence
 nixl_spares.py    agents made ahead of time            nixl_agent.py     NIXL behind types
 nixl_settings.py  settings, metadata                   read_desk.py, lanes.py, read_queue.py as with TCP
