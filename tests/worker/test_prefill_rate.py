@@ -1,8 +1,10 @@
-"""What a worker says of its speed: recent, weighted by time, and nothing when it is old."""
+"""What a worker says of its speed: recent, apart from what a step costs anyway, and what it was at start when that is old."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdserve.worker.prefill_rate import HALF_LIFE_S, KEPT_S, PrefillRate
 
@@ -41,3 +43,45 @@ def test_a_worker_that_was_stopped_once_is_not_slow_for_ever() -> None:
     assert rate.tokens_per_s == 0
     rate.add(1000, 1.0)
     assert rate.tokens_per_s == 1000, "what was forgotten weighs nothing"
+
+
+AT_START = [(32, 0.008), (128, 0.0176), (512, 0.056)]
+"""5 ms a step, and 10,000 tokens a second."""
+
+
+def test_steps_of_several_sizes_tell_a_step_from_its_tokens() -> None:
+    rate = PrefillRate(Clock())
+    assert rate.step_s == 0
+    rate.calibrate(AT_START)
+    assert (rate.tokens_per_s, rate.step_s) == (pytest.approx(10_000, rel=0.01), pytest.approx(0.0048, rel=0.01))
+
+
+def test_ends_of_cached_prompts_do_not_look_slow() -> None:
+    rate = PrefillRate(Clock())
+    rate.calibrate(AT_START)
+    for _ in range(1000):
+        rate.add(7, 0.0075)
+    assert 5_000 < rate.tokens_per_s <= 20_000, "7 tokens in 7.5 ms are not 933 a second"
+    assert rate.step_s == pytest.approx(0.007, rel=0.1)
+
+
+def test_a_worker_that_has_become_slower_says_so_and_is_believed_for_a_while() -> None:
+    clock = Clock()
+    rate = PrefillRate(clock)
+    rate.calibrate(AT_START)
+    for _ in range(100):
+        rate.add(512, 0.200)
+    assert 2_000 < rate.tokens_per_s < 4_000
+    clock.now += KEPT_S
+    assert rate.tokens_per_s == pytest.approx(10_000, rel=0.01)
+
+
+@given(st.lists(st.tuples(st.integers(1, 8192), st.floats(1e-6, 100.0)), min_size=1, max_size=30), st.booleans())
+def test_whatever_was_measured_the_answer_is_a_speed(samples: list[tuple[int, float]], is_calibrated: bool) -> None:
+    rate = PrefillRate(Clock())
+    if is_calibrated:
+        rate.calibrate(AT_START)
+    for num_tokens, seconds in samples:
+        rate.add(num_tokens, seconds)
+    assert 0 < rate.tokens_per_s < float("inf")
+    assert 0 <= rate.step_s <= 100.0

@@ -73,6 +73,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     blocks_free: int = 0
     blocks_in_use: int = 0
     prefill_tokens_per_s: float = 0.0
+    """0: unknown."""
+    prefill_step_s: float = 0.0
+    """What a step takes beside its prompt tokens."""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
