@@ -120,17 +120,22 @@ def _line(cell: Cell, ttft: dict[str, float], tpot: dict[str, float | None], cho
     )
     return (
         f"{cell.prompt_tokens:6d}  {cell.cached:<16} {cell.streams:7d}   "
-        f"{ttft['remote'] * 1e3:7.1f} {ttft['local'] * 1e3:7.1f}   {others}   {sooner:<7} {chosen['kind']}"
+        f"{ttft['remote'] * 1e3:7.1f} {ttft['local'] * 1e3:7.1f}   {others}   {sooner:<7} {chosen['kind']:<7}"
+        f" {_ms(chosen['estimates']['remote_s'])} {_ms(chosen['estimates']['local_s'])}"
     )
+
+
+def _ms(seconds: float | None) -> str:
+    return f"{'':7}" if seconds is None else f"{seconds * 1e3:7.1f}"
 
 
 async def compare(addresses: dict[str, tuple[str, str]], vocabulary: int, num: int) -> list[dict[str, Any]]:
     sides = {way: Side(way, url, address, vocabulary) for way, (url, address) in addresses.items()}
     cells = [Cell(*values) for values in itertools.product(LENGTHS, CACHED, STREAMS)]
-    print(f"{'':33}   {'TTFT p50, ms':^15}   {'others TPOT':^13}   {'':7} router")
+    print(f"{'':33}   {'TTFT p50, ms':^15}   {'others TPOT':^13}   {'':7} the router, estimates in ms")
     print(
         f"{'tokens':>6}  {'cached':<16} {'streams':>7}   {'remote':>7} {'local':>7}   {'remote':>6} {'local':>6}"
-        f"   {'sooner':<7} chose"
+        f"   {'sooner':<7} {'chose':<7} {'remote':>7} {'local':>7}"
     )
     results = await run([sides["remote"], sides["local"]], sides["auto"], cells, num)
     for side in sides.values():

@@ -26,15 +26,19 @@ STEPS = (
 )
 
 
+STREAM_TOKEN = "one token of the streams, decode's step"
+
+
 async def measure(address: str, options: argparse.Namespace, vocabulary: int) -> dict[str, list[float]]:
-    """Step -> seconds of every request."""
+    """Step -> seconds of every request; and what a token of the streams took meanwhile."""
     prober = Prober(address)
     over = False
+    tokens_s: list[float] = []
 
     async def stream(number: int) -> None:
         turn = 0
         while not over:
-            await prober.ask(prompt_of(64, 1000 * number + turn, vocabulary), 200)
+            tokens_s.append((await prober.ask(prompt_of(64, 1000 * number + turn, vocabulary), 200)).tpot_s)
             turn += 1
 
     seconds: dict[str, list[float]] = {name: [] for name, _, _ in STEPS}
@@ -51,7 +55,7 @@ async def measure(address: str, options: argparse.Namespace, vocabulary: int) ->
     over = True
     await asyncio.gather(*streams)
     await prober.close()
-    return seconds
+    return seconds | ({STREAM_TOKEN: tokens_s} if len(tokens_s) > 1 else {})
 
 
 def _line(values: Sequence[float]) -> str:
