@@ -27,6 +27,7 @@ from pdserve.v1.decode_pb2_grpc import DecodeServiceStub
 pytestmark = pytest.mark.process
 
 MAX_TOKENS = 6
+MAX_LOCAL = 69
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,9 @@ def served(
 ) -> Iterator[tuple[Cluster, Oracle]]:
     model = tiny_checkpoints("llama")
     flags = ("--set", "dtype=float32", "--set", "num_blocks=256")
-    with pd_cluster(tmp_path_factory.mktemp("cluster"), model, both=flags) as cluster:
+    # so that no estimate, of models that take a millisecond, sends a whole prompt to decode
+    decode = ("--max-local-prefill-tokens", str(MAX_LOCAL))
+    with pd_cluster(tmp_path_factory.mktemp("cluster"), model, both=flags, decode=decode) as cluster:
         yield cluster, Oracle(model)
         cluster.check_pools()
         cluster.check_logs()

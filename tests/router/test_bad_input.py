@@ -50,8 +50,9 @@ class Beside:
             for _ in range(MAX_TOKENS):
                 allowed.release()
         assert await asyncio.gather(*self._tasks) == [said(MAX_TOKENS)] * 2
-        # nothing malformed came so far
-        assert len(self._cluster.of("decode").calls) == 2
+        # nothing malformed came so far; of several prompts a good one, of one token, may have begun before a bad one was seen
+        lengths = [len(call.request.request.prompt_token_ids) for call in self._cluster.of("decode").calls]
+        assert sum(length > 1 for length in lengths) == 2
 
     def go_on(self) -> None:
         for allowed in self._allowed:

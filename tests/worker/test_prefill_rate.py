@@ -76,12 +76,23 @@ def test_a_worker_that_has_become_slower_says_so_and_is_believed_for_a_while() -
     assert rate.tokens_per_s == pytest.approx(10_000, rel=0.01)
 
 
-@given(st.lists(st.tuples(st.integers(1, 8192), st.floats(1e-6, 100.0)), min_size=1, max_size=30), st.booleans())
-def test_whatever_was_measured_the_answer_is_a_speed(samples: list[tuple[int, float]], is_calibrated: bool) -> None:
+SAMPLES = st.lists(st.tuples(st.integers(1, 8192), st.floats(1e-6, 100.0)), max_size=30)
+
+
+def test_small_steps_that_took_longer_than_large_ones_at_start_are_noise() -> None:
     rate = PrefillRate(Clock())
-    if is_calibrated:
-        rate.calibrate(AT_START)
+    rate.calibrate([(32, 0.050), (128, 0.004), (512, 0.010)])
+    assert rate.tokens_per_s == pytest.approx(10 * 672 / 0.064)
+
+
+@given(SAMPLES, SAMPLES)
+def test_whatever_was_measured_the_answer_is_a_speed(
+    at_start: list[tuple[int, float]], samples: list[tuple[int, float]]
+) -> None:
+    rate = PrefillRate(Clock())
+    rate.calibrate(at_start)
     for num_tokens, seconds in samples:
         rate.add(num_tokens, seconds)
-    assert 0 < rate.tokens_per_s < float("inf")
+    assert (rate.tokens_per_s == 0) == (not at_start and not samples)
+    assert rate.tokens_per_s < float("inf")
     assert 0 <= rate.step_s <= 100.0

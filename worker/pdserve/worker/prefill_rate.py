@@ -20,6 +20,8 @@ KEPT_S = 15.0
 measured again."""
 FASTEST = 2.0
 """Tokens are not believed to be computed more than so many times as fast as they were at start: that is noise."""
+LEAST_SHARE = 0.1
+"""Of what steps took at start, tokens are believed to be at least this part, however little larger steps took more."""
 
 Sample = tuple[int, float]
 """Prompt tokens of a step, and its seconds."""
@@ -52,10 +54,15 @@ class _Sums:
             self.tokens_seconds + other.tokens_seconds,
         )
 
+    @property
+    def all_s(self) -> float:
+        """Seconds of a token, if a step cost nothing beside its tokens."""
+        return self.seconds / self.tokens
+
     def token_s(self, least: float) -> float:
         """Seconds of a token: the slope, at least `least`, and no more than leaves a step nothing."""
         spread = self.weight * self.tokens_squared - self.tokens**2
-        all_s = self.seconds / self.tokens
+        all_s = self.all_s
         if spread <= 1e-6 * self.tokens**2:
             return all_s
         slope = (self.weight * self.tokens_seconds - self.tokens * self.seconds) / spread
@@ -99,8 +106,9 @@ class PrefillRate:
     @property
     def _token_s(self) -> float:
         if not self._at_start.weight:
-            return self._known.seconds / self._known.tokens
-        return self._known.token_s(least=self._at_start.token_s(least=0.0) / FASTEST)
+            return self._known.all_s
+        at_start = self._at_start.token_s(least=LEAST_SHARE * self._at_start.all_s)
+        return self._known.token_s(least=at_start / FASTEST) if self._is_fresh else at_start
 
     @property
     def _known(self) -> _Sums:
