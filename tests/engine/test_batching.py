@@ -12,7 +12,6 @@ from engine_harness import Harness, MakeEngine
 from hash_model import greedy_answer
 
 from pdserve.common.engine_types import FinishReason
-from pdserve.engine import engine_core
 
 PROMPTS = [[(7 * i + n) % 60 for i in range(n)] for n in (1, 3, 4, 5, 17, 30, 64)]
 
@@ -112,7 +111,6 @@ def test_a_second_request_of_the_same_id_is_dropped_and_counted(make_engine: Mak
 def test_warming_up_leaves_nothing_behind(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=16, max_model_len=64)
     engine.core.warm_up()
-    assert [num_tokens for num_tokens, _ in engine.core.measure_prefill()] == [32, 63]
     stats = engine.scheduler.stats()
     assert (stats.num_blocks_cached, stats.num_blocks_in_use, stats.num_computed_prompt_tokens) == (0, 0, 0)
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (0, 0)
@@ -123,19 +121,7 @@ def test_warming_up_leaves_nothing_behind(make_engine: MakeEngine) -> None:
 def test_warming_up_ends_in_the_smallest_pool(make_engine: MakeEngine, num_blocks: int) -> None:
     engine = make_engine(num_blocks=num_blocks)
     engine.core.warm_up()
-    assert engine.core.measure_prefill()
     assert not engine.core.has_work
-
-
-def test_prefill_is_measured_in_growing_steps_until_one_takes_long(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(num_blocks=1024, max_model_len=4096, max_num_batched_tokens=600)
-    samples = engine.core.measure_prefill()
-    assert [num_tokens for num_tokens, _ in samples] == [32, 128, 512, 600]
-    assert all(seconds > 0 for _, seconds in samples)
-    monkeypatch.setattr(engine_core, "MEASURED_STEP_S", 0.0)
-    assert [num_tokens for num_tokens, _ in engine.core.measure_prefill()] == [32]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])

@@ -223,9 +223,6 @@ def rated(name, role, rate, **load):
     return worker(name, role, prefill_tokens_per_s=rate, **load)
 
 
-STEPS = st.floats(0, 0.5)
-
-
 def at_decode(rate, num_tokens=1000, overlap=0, confirmed=None, **load):
     return seen(rated("d", "decode", rate, **load), num_tokens, overlap, confirmed)
 
@@ -268,9 +265,9 @@ def test_local_or_remote(decode, source, bytes_per_s, kind):
 def test_the_limit_is_where_both_estimates_meet(data, rate_d, rate_p, num_tokens, bandwidth):
     load = {"num_waiting_tokens": data.draw(st.integers(0, 4000)), "num_running": data.draw(st.integers(0, 20))}
     waiting = data.draw(st.integers(0, 4000))
-    source = at_prefill(rate_p, num_tokens, num_waiting_tokens=waiting, prefill_step_s=data.draw(STEPS))
+    source = at_prefill(rate_p, num_tokens, num_waiting_tokens=waiting)
     overlap = data.draw(st.integers(0, num_tokens // 16))
-    decode = at_decode(rate_d, num_tokens, overlap, prefill_step_s=data.draw(STEPS), **load)
+    decode = at_decode(rate_d, num_tokens, overlap, **load)
     found = estimate(decode, source, bandwidth)
     uncached = decode.unconfirmed_tokens
     transfer_is_faster = TOKEN_BYTES / bandwidth < (2 + load["num_running"]) / rate_d
@@ -279,13 +276,13 @@ def test_the_limit_is_where_both_estimates_meet(data, rate_d, rate_p, num_tokens
 
 
 def test_the_estimates_are_what_the_formulas_say():
-    here = rated("d", "decode", 1000.0, num_running=3, num_waiting_tokens=200, prefill_step_s=0.02)
+    here = rated("d", "decode", 1000.0, num_running=3, num_waiting_tokens=200)
     decode = seen(here, 800, overlap=40)
-    source = seen(rated("p", "prefill", 2000.0, num_waiting_tokens=400, prefill_step_s=0.03), 800, overlap=10)
+    source = seen(rated("p", "prefill", 2000.0, num_waiting_tokens=400), 800, overlap=10)
     found = estimate(decode, source, TOKEN_BYTES * 1600)
-    assert found.local_s == pytest.approx(0.02 + (200 + 160 * 5) / 1000)
-    assert found.remote_s == pytest.approx(0.03 + (400 + 640) / 2000 + 160 / 1600)
-    assert found.limit_tokens == int((0.03 + 0.52 - 0.02 - 0.2) / (0.005 - 1 / 1600))
+    assert found.local_s == pytest.approx((200 + 160 * 5) / 1000)
+    assert found.remote_s == pytest.approx((400 + 640) / 2000 + 160 / 1600)
+    assert found.limit_tokens == int((0.52 - 0.2) / (0.005 - 1 / 1600))
     capped = worker("c", limit=30, prefill_tokens_per_s=1000.0)
     assert estimate(seen(capped, 800, 40), source, 1e9).limit_tokens == 30
 

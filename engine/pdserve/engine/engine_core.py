@@ -18,9 +18,6 @@ from pdserve.engine.remote_kv import IntoEngine, KVConnector, NoTransfers, Recei
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
 
-MEASURED_STEP_S = 0.1
-_FIRST_MEASURED_TOKENS = 32
-
 
 def _verify_turn(params: SamplingParams) -> None:
     """A turn of a session begins at once, with what the last one computed. Raises: InvalidRequest."""
@@ -178,33 +175,6 @@ class EngineCore:
             blocks_stored=stored,
             blocks_removed=removed,
         )
-
-    def measure_prefill(self) -> list[tuple[int, float]]:
-        """(prompt tokens, seconds) of steps of growing size, up to the first that takes `MEASURED_STEP_S`; leaves nothing."""
-        samples: list[tuple[int, float]] = []
-        config = self.config
-        largest = min(config.max_num_batched_tokens, config.max_model_len - 1, config.num_blocks * config.block_size)
-        if 0 < config.long_prefill_token_threshold < largest:
-            largest = config.long_prefill_token_threshold
-        size = min(largest, _FIRST_MEASURED_TOKENS)
-        while size > 0 and (not samples or (samples[-1][0] < size and samples[-1][1] < MEASURED_STEP_S)):
-            self.add_request(
-                EngineCoreRequest(
-                    request_id=f"measured-{size}",
-                    prompt_token_ids=[0] * size,
-                    sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
-                    prefill_here=True,
-                )
-            )
-            started_at = time.monotonic()
-            self.step()
-            samples.append((size, time.monotonic() - started_at))
-            while self.has_work:
-                self.step()
-            self.scheduler.forget_history()
-            size = min(largest, 4 * size)
-        self.scheduler.pool.take_changes()
-        return samples
 
     def warm_up(self) -> None:
         """Run every path once, so that the first request meets no first-time cost; leaves nothing behind."""

@@ -15,10 +15,12 @@ the prefix that it shares with the next, and prefixes would scatter over all wor
 Of equal workers the one that this router has used least is taken.
 
 Decode prefills itself, though a prefill worker could, when that is expected to be sooner. With u tokens of the prompt
-uncached at decode, rates in prompt tokens a second and seconds of a step beside them as the workers measure both:
+uncached at decode, rates in prompt tokens a second as the workers measure them:
 
-    local(u)  = step of D + (waiting at D + u * (2 + requests at D)) / rate of D
-    remote(u) = step of P + (waiting at P + uncached at P) / rate of P + u * bytes of a token / bandwidth
+    local(u)  = (waiting at D + u * (2 + requests at D)) / rate of D
+    remote(u) = (waiting at P + uncached at P) / rate of P + u * bytes of a token / bandwidth
+
+What a step costs beside its prompt tokens is in neither: both have to make one.
 
 Every request at D stands still while D prefills, so those seconds count once for each of them, once for the prompt
 itself, and once for whoever comes meanwhile: an idle D and an idle P of one kind prefill at P. The u at which both are
@@ -270,12 +272,11 @@ def estimate(decode: Candidate, source: Candidate, bytes_per_s: float) -> Estima
     limit = decode.block_size
     local_s = remote_s = None
     if local_rate > 0:
-        queue_s = decode.worker.load.prefill_step_s + decode.worker.waiting_tokens / local_rate
+        queue_s = decode.worker.waiting_tokens / local_rate
         local_token_s = (2 + decode.worker.num_requests) / local_rate
         local_s = queue_s + uncached * local_token_s
     if remote_rate > 0:
-        prefill_s = source.worker.load.prefill_step_s
-        prefill_s += (source.worker.waiting_tokens + source.uncached_tokens) / remote_rate
+        prefill_s = (source.worker.waiting_tokens + source.uncached_tokens) / remote_rate
         moved_token_s = token_bytes / bytes_per_s
         remote_s = prefill_s + uncached * moved_token_s
         if local_rate > 0:

@@ -91,7 +91,6 @@ def _load(message: worker_pb2.Load) -> WorkerLoad:
         blocks_free=message.blocks_free,
         blocks_in_use=message.blocks_in_use,
         prefill_tokens_per_s=message.prefill_tokens_per_s,
-        prefill_step_s=message.prefill_step_s,
     )
 
 

@@ -73,9 +73,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     blocks_free: int = 0
     blocks_in_use: int = 0
     prefill_tokens_per_s: float = 0.0
-    """0: unknown."""
-    prefill_step_s: float = 0.0
-    """What a step takes beside its prompt tokens."""
+    """Without what a step costs anyway; 0: unknown."""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):

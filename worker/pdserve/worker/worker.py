@@ -168,14 +168,11 @@ class Worker:
         self.engine.start()
         warmed = asyncio.Event()
         loop = asyncio.get_running_loop()
-        samples: list[tuple[int, float]] = []
         self.engine.call(lambda core: core.warm_up())
-        self.engine.call(lambda core: samples.extend(core.measure_prefill()))
         self.engine.call(lambda _: loop.call_soon_threadsafe(warmed.set))
         await first_done(warmed.wait(), self.engine.died.wait())
         if self.engine.died.is_set():
             raise RuntimeError("the engine failed while it was warmed up")
-        self.engine.prefill_rate.calibrate(samples)
         host = self.settings.metrics_at
         await self.metrics_server.start(host, self.settings.metrics_port)
         await self.server.start()

@@ -123,7 +123,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_preemptions=stats.num_preemptions,
             prompt_tokens_computed=stats.num_computed_prompt_tokens,
             prefill_tokens_per_s=self._engine.prefill_rate.tokens_per_s,
-            prefill_step_s=self._engine.prefill_rate.step_s,
             open_transfers=self._num_transfers(),
         )
 
