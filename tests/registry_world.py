@@ -28,7 +28,6 @@ from pdserve.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from pdserve.worker.cached_blocks import CachedBlocks
 from pdserve.worker.identity import Role, WorkerIdentity
 from pdserve.worker.peer_channels import PeerChannels
-from pdserve.worker.prefill_rate import PrefillRate
 from pdserve.worker.redis_publisher import RedisPublisher, make_publisher
 from pdserve.worker.worker_servicer import WorkerServicer
 
@@ -57,7 +56,7 @@ class StandIn:
         self.cached_blocks = CachedBlocks()
         self.stats = SchedulerStats(num_blocks_total=100, num_blocks_free=100)
         self.draining = False
-        self.prefill_rate = PrefillRate()
+        self.prefill_tokens_per_s = 0.0
         self._tick = 0
 
     @property

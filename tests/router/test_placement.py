@@ -264,10 +264,8 @@ def test_local_or_remote(decode, source, bytes_per_s, kind):
 @given(st.data(), st.floats(1, 1e5), st.floats(1, 1e5), st.integers(17, 4000), st.floats(1e6, 1e10))
 def test_the_limit_is_where_both_estimates_meet(data, rate_d, rate_p, num_tokens, bandwidth):
     load = {"num_waiting_tokens": data.draw(st.integers(0, 4000)), "num_running": data.draw(st.integers(0, 20))}
-    waiting = data.draw(st.integers(0, 4000))
-    source = at_prefill(rate_p, num_tokens, num_waiting_tokens=waiting)
-    overlap = data.draw(st.integers(0, num_tokens // 16))
-    decode = at_decode(rate_d, num_tokens, overlap, **load)
+    source = at_prefill(rate_p, num_tokens, num_waiting_tokens=data.draw(st.integers(0, 4000)))
+    decode = at_decode(rate_d, num_tokens, data.draw(st.integers(0, num_tokens // 16)), **load)
     found = estimate(decode, source, bandwidth)
     uncached = decode.unconfirmed_tokens
     transfer_is_faster = TOKEN_BYTES / bandwidth < (2 + load["num_running"]) / rate_d
@@ -276,8 +274,7 @@ def test_the_limit_is_where_both_estimates_meet(data, rate_d, rate_p, num_tokens
 
 
 def test_the_estimates_are_what_the_formulas_say():
-    here = rated("d", "decode", 1000.0, num_running=3, num_waiting_tokens=200)
-    decode = seen(here, 800, overlap=40)
+    decode = seen(rated("d", "decode", 1000.0, num_running=3, num_waiting_tokens=200), 800, overlap=40)
     source = seen(rated("p", "prefill", 2000.0, num_waiting_tokens=400), 800, overlap=10)
     found = estimate(decode, source, TOKEN_BYTES * 1600)
     assert found.local_s == pytest.approx((200 + 160 * 5) / 1000)

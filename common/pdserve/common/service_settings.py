@@ -14,6 +14,14 @@ from pdserve.common.redis_url import parse_redis_url
 from pdserve.common.registry import is_namespace
 from pdserve.common.tls import TlsFile, TlsIdentity, load_identity
 
+SamplerName = Literal[
+    "always_on",
+    "always_off",
+    "traceidratio",
+    "parentbased_always_on",
+    "parentbased_always_off",
+    "parentbased_traceidratio",
+]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 
@@ -57,14 +65,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """This service in traces; default: pdserve- and its role."""
     otel_resource_attributes: str = ""
     """name=value,name=value: attributes of every span of this process."""
-    otel_traces_sampler: Literal[
-        "always_on",
-        "always_off",
-        "traceidratio",
-        "parentbased_always_on",
-        "parentbased_always_off",
-        "parentbased_traceidratio",
-    ] = "parentbased_always_on"
+    otel_traces_sampler: SamplerName = "parentbased_always_on"
     otel_traces_sampler_arg: float = 1.0
     """The ratio, for samplers that take one."""
     otel_bsp_schedule_delay_ms: float = 2000.0

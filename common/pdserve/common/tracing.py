@@ -35,18 +35,11 @@ from opentelemetry.trace import (
 )
 
 from pdserve.common.errors import PdServeError
+from pdserve.common.service_settings import SamplerName
 from pdserve.common.trace_headers import TRACEPARENT, TRACESTATE, valid_trace_headers
 
 Attribute = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 Attributes = Mapping[str, Attribute]
-SamplerName = Literal[
-    "always_on",
-    "always_off",
-    "traceidratio",
-    "parentbased_always_on",
-    "parentbased_always_off",
-    "parentbased_traceidratio",
-]
 _KINDS = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER}
 
 

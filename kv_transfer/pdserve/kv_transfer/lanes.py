@@ -83,6 +83,26 @@ class LaneLimits:
     idle_close_s: float
     """A lane that had no work for so long closes its wire and ends."""
 
+    @classmethod
+    def of_bytes(
+        cls,
+        block_bytes: int,
+        *,
+        max_lanes: int,
+        window_bytes: int,
+        longest_window_bytes: int,
+        in_flight_bytes: int,
+        idle_close_s: float,
+    ) -> LaneLimits:
+        """As many whole blocks as go into so many bytes, and at least one."""
+        return cls(
+            max_lanes=max_lanes,
+            window_blocks=max(1, window_bytes // block_bytes),
+            longest_window_blocks=max(1, longest_window_bytes // block_bytes),
+            in_flight_blocks=max(1, in_flight_bytes // block_bytes),
+            idle_close_s=idle_close_s,
+        )
+
 
 class PeerLanes:
     """The lanes to one peer and the queue that they serve. Thread-safe.

@@ -83,12 +83,12 @@ class LocalConnector:
         """As `BlockConnector.serve`."""
         if self._started is not None:
             raise RuntimeError("a connector serves once")
-        window_blocks = max(1, self._request_bytes // pool.block_bytes)
-        limits = LaneLimits(
+        limits = LaneLimits.of_bytes(
+            pool.block_bytes,
             max_lanes=1,
-            window_blocks=window_blocks,
-            longest_window_blocks=window_blocks,
-            in_flight_blocks=window_blocks,
+            window_bytes=self._request_bytes,
+            longest_window_bytes=self._request_bytes,
+            in_flight_bytes=self._request_bytes,
             idle_close_s=_IDLE_CLOSE_S,
         )
         source = LocalSource(pool, GrantBook(pool.num_blocks, self._events, _FENCE_AFTER_S))

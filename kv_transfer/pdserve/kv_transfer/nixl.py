@@ -93,12 +93,13 @@ class NixlConnector:
             memory=region.kind,
             device_id=region.device_id,
         )
-        limits = LaneLimits(
+        limits = LaneLimits.of_bytes(
+            pool.block_bytes,
             # each with its own agent, which moves one window: a read that hangs takes no other with it when its agent goes
             max_lanes=settings.agents_per_peer,
-            window_blocks=max(1, settings.request_bytes // pool.block_bytes),
-            longest_window_blocks=max(1, settings.longest_request_bytes // pool.block_bytes),
-            in_flight_blocks=max(1, settings.read_window_bytes // pool.block_bytes),
+            window_bytes=settings.request_bytes,
+            longest_window_bytes=settings.longest_request_bytes,
+            in_flight_bytes=settings.read_window_bytes,
             idle_close_s=settings.idle_close_s,
         )
         spares = NixlSpares(lambda: NixlPeer(pool, self._make_agent), self._closing, settings.close_wait_s)

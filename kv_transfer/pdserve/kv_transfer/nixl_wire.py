@@ -85,9 +85,8 @@ class NixlWire:
 
     def _wait(self, read: AgentRead, blocks: Sequence[BlockToRead]) -> bool:
         """Until the read is done; whether it was under way still. Raises WireBroken."""
-        if (status := read.status()) is ReadStatus.DONE:
-            read.release()
-            return False
+        status = read.status()
+        travels = status is ReadStatus.UNDER_WAY
         stalled_at = time.monotonic() + self._settings.read_stall_s
         doze = Doze()
         where = f"blocks {blocks[0].index} to {blocks[-1].index} from {self._source}"
@@ -105,4 +104,4 @@ class NixlWire:
             self._on_condemned()
             raise WireBroken(f"reading {where} failed")
         read.release()
-        return True
+        return travels

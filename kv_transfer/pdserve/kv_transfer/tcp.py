@@ -38,11 +38,12 @@ class TcpConnector:
             raise RuntimeError("a connector serves once")
         settings = self._settings
         settings.check_peers_host()
-        limits = LaneLimits(
+        limits = LaneLimits.of_bytes(
+            pool.block_bytes,
             max_lanes=settings.sockets_per_peer,
-            window_blocks=max(1, settings.request_bytes // pool.block_bytes),
-            longest_window_blocks=max(1, settings.longest_request_bytes // pool.block_bytes),
-            in_flight_blocks=max(1, settings.read_window_bytes // pool.block_bytes),
+            window_bytes=settings.request_bytes,
+            longest_window_bytes=settings.longest_request_bytes,
+            in_flight_bytes=settings.read_window_bytes,
             idle_close_s=settings.idle_close_s,
         )
         source = TcpSource(pool, settings, self._events)

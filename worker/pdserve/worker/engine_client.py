@@ -61,9 +61,9 @@ class EngineClient:
         return max(0.0, time.monotonic() - self._core.ticked_at)
 
     @property
-    def prefill_rate(self) -> PrefillRate:
-        """How long this engine takes to compute prompts."""
-        return self._prefill_rate
+    def prefill_tokens_per_s(self) -> float:
+        """Measured lately; 0 where nothing is known."""
+        return self._prefill_rate.tokens_per_s
 
     @property
     def num_streams(self) -> int:

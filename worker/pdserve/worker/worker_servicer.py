@@ -122,7 +122,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             blocks_quarantined=stats.num_blocks_quarantined,
             num_preemptions=stats.num_preemptions,
             prompt_tokens_computed=stats.num_computed_prompt_tokens,
-            prefill_tokens_per_s=self._engine.prefill_rate.tokens_per_s,
+            prefill_tokens_per_s=self._engine.prefill_tokens_per_s,
             open_transfers=self._num_transfers(),
         )
 
