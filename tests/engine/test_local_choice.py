@@ -6,6 +6,7 @@ import pytest
 from engine_harness import MakeEngine
 from hash_model import greedy_answer
 
+from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.remote_kv import ReceiveInto, StopReceiving
 from pdserve.engine.request import RequestStatus
 
@@ -32,6 +33,27 @@ def test_what_is_left_is_computed_here_up_to_the_limit(make_engine: MakeEngine, 
     assert engine.outbox.take() == [StopReceiving(request_id)]
     assert engine.run()[request_id].token_ids == greedy_answer(PROMPT, 4)
     assert engine.scheduler.num_computed_prompt_tokens - computed == 2
+
+
+async def test_a_resumed_sequence_keeps_its_positions_when_its_reader_was_busy(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    answer = greedy_answer(PROMPT, 6)
+    engine.ask(PROMPT)
+    request_id = engine.add(
+        PROMPT,
+        params={"max_tokens": 6},
+        output=answer[:3],
+        remote_prefill=True,
+        local_prefill_tokens=8,
+        index=2,
+    )
+    stream = OutputStream(request_id)
+    while engine.scheduler.requests:
+        for output in engine.core.step().outputs:
+            stream.put(output)
+    [whole] = [output async for output in stream]
+    assert whole.prefills_locally
+    assert (whole.index, whole.first_position, whole.new_token_ids) == (2, 3, answer[3:])
 
 
 def test_a_prompt_of_which_nothing_is_here_is_received(make_engine: MakeEngine) -> None:

@@ -20,7 +20,15 @@ class OutputBook:
 
     def prefills_locally(self, request: Request) -> None:
         """Nothing is awaited from the source: its router may stop the prefill leg."""
-        self._outputs.append(EngineCoreOutput(request_id=request.core.request_id, prefills_locally=True))
+        self._outputs.append(
+            EngineCoreOutput(
+                request_id=request.core.request_id,
+                index=request.index,
+                # a reader who was busy gets it as one with the first token, and takes its position from here
+                first_position=request.num_output_tokens,
+                prefills_locally=True,
+            )
+        )
 
     def tokens(
         self,
