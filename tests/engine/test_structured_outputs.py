@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import queue
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -17,8 +21,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from pdserve.common.engine_types import FinishReason
-from pdserve.common.errors import InternalError, InvalidRequest
+from pdserve.common.errors import InternalError, InvalidRequest, Overloaded
 from pdserve.common.structured_outputs import MAX_DEPTH, StructuredOutputsParams
+from pdserve.engine import grammar_waits
 from pdserve.engine.grammar_compiler import GrammarCompiler, GrammarJob
 from pdserve.engine.remote_kv import HoldReturned, Landed, ReceiveInto, SourceFinished
 from pdserve.engine.request import RequestStatus, Wait
@@ -366,13 +371,71 @@ def test_a_slow_grammar_delays_nobody_else(make: Make, held: HeldCompiler, token
     assert text_of(tokenizer, engine.run()[slow]) == "yes"
 
 
-def test_a_grammar_that_is_not_compiled_in_time_ends_its_request(make: Make, held: HeldCompiler) -> None:
+@pytest.mark.parametrize(
+    ("begins", "code", "told"),
+    [
+        (True, InvalidRequest.code, "structured_outputs could not be compiled within 0 s"),
+        (False, Overloaded.code, "structured_outputs waited 0 s for its turn: this worker compiles others"),
+    ],
+)
+def test_a_grammar_that_is_not_compiled_in_time_ends_its_request(
+    make: Make, held: HeldCompiler, begins: bool, code: str, told: str
+) -> None:
     engine = make(grammars=held, grammar_timeout_s=0.0)
-    answer = engine.ask(PROMPT, eos=(EOS,), params=asked(choice=["yes"]))
-    assert answer.error_message == "structured_outputs could not be compiled within 0 s"
+    request_id = engine.add(PROMPT, eos=(EOS,), params=asked(choice=["yes"]))
+    if begins:
+        held.held[0].begins()
+    answer = engine.run()[request_id]
+    assert (answer.error_code, answer.error_message) == (code, told)
     held.release()
     engine.step()
     assert not engine.scheduler.requests
+
+
+def test_a_grammar_has_its_whole_time_after_a_long_wait_for_its_turn(
+    make: Make, held: HeldCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(grammar_waits, "time", SimpleNamespace(monotonic=lambda: now))
+    engine = make(grammars=held, grammar_timeout_s=10.0)
+    first = engine.add(PROMPT, eos=(EOS,), params=asked(choice=["yes"]))
+    late = engine.add(PROMPT, eos=(EOS,), params=asked(choice=["no"]))
+    now += 9.0
+    for job in held.held:
+        job.begins()
+    now += 9.0
+    engine.step()
+    assert len(engine.scheduler.requests) == 2
+    held.held.pop(0)
+    held.release()
+    while late in engine.scheduler.requests:
+        engine.step()
+    assert text_of(tokenizer, engine.answers[late]) == "no"
+    now += 1.0
+    assert engine.run()[first].error_code == InvalidRequest.code
+
+
+def test_only_what_holds_no_lock_of_the_interpreter_gives_way_to_others(folder: Path) -> None:
+    niceness: dict[str, int] = {}
+
+    class Noting(GrammarCompiler):
+        def _make_vocabulary(self) -> Any:
+            niceness.setdefault("vocabulary", os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return super()._make_vocabulary()
+
+        def _grammar(self, job: GrammarJob) -> Any:
+            niceness.setdefault("grammar", os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return super()._grammar(job)
+
+    delivered: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    params = asked(choice=["yes"])["structured_outputs"]
+    Noting(folder, VOCAB_SIZE, num_threads=1).submit(
+        GrammarJob(params, (EOS,), (), lambda: True, lambda: None, delivered.put)
+    )
+    delivered.get(timeout=60)
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    assert niceness["vocabulary"] == mine
+    assert niceness["grammar"] > mine
 
 
 def test_abort_while_compiling(make: Make, held: HeldCompiler) -> None:
@@ -489,7 +552,7 @@ def test_threads_compile_and_wake(folder: Path, compiler: GrammarCompiler) -> No
 
     for wanted in (False, True):
         params = StructuredOutputsParams(choice=["yes"])
-        compiler.submit(GrammarJob(params, (EOS,), (), lambda wanted=wanted: wanted, deliver))
+        compiler.submit(GrammarJob(params, (EOS,), (), lambda wanted=wanted: wanted, lambda: None, deliver))
     assert arrived.wait(30)
     assert len(got) == 1
     assert not got[0].has_ended

@@ -1,11 +1,14 @@
 """`GrammarCompiler`: compiles what requests ask of their outputs' form, in threads of its own.
 
 A schema may take seconds to compile. The engine's thread hands it over and hears of the result between two steps; the
-compiling itself holds no interpreter lock, and its threads give way to others for the processor.
+compiling itself holds no interpreter lock, and its threads give way to others for the processor. What comes before the
+first does hold that lock, a second of imports and tables: it is done at full priority, or on a machine whose cores are
+all busy the whole worker would wait for a thread that is given no processor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -38,6 +41,8 @@ class GrammarJob:
     """Output that the sequence begins with: its grammar goes on after it."""
     is_wanted: Callable[[], bool]
     """Whether anybody still waits when its turn comes. Any thread calls it."""
+    begins: Callable[[], None]
+    """Called when its turn has come. From here on it is the grammar that takes the time, not those before it."""
     deliver: Deliver
     """Takes the grammar, or why there is none. Called once, in a compiling thread; never for a job not wanted."""
 
@@ -68,11 +73,14 @@ class GrammarCompiler:
 
     def _work(self) -> None:
         os.sched_setaffinity(0, self._cpus)
+        with contextlib.suppress(Exception):  # each job says why
+            self._make_vocabulary()
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while True:
             job = self._jobs.get()
             if not job.is_wanted():
                 continue
+            job.begins()
             try:
                 job.deliver(self._grammar(job))
             except PdServeError as error:
@@ -81,12 +89,18 @@ class GrammarCompiler:
                 log.exception("a grammar could not be compiled")
                 job.deliver(InternalError("the grammar could not be compiled; the worker's log has the details"))
 
-    def _grammar(self, job: GrammarJob) -> SequenceGrammar:
+    def _make_vocabulary(self) -> Vocabulary:
+        """Once, for all threads."""
         # not with this module: an engine that never sees a grammar must not pay the second that this import takes
-        from pdserve.engine.sequence_grammar import SequenceGrammar, Vocabulary, compile_grammar
+        from pdserve.engine.sequence_grammar import Vocabulary
 
         with self._making:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(self._folder, self._vocab_size)
-        compiled = compile_grammar(self._vocabulary, job.params)
-        return SequenceGrammar(compiled, job.eos_token_ids, job.output_token_ids)
+            return self._vocabulary
+
+    def _grammar(self, job: GrammarJob) -> SequenceGrammar:
+        vocabulary = self._make_vocabulary()
+        from pdserve.engine.sequence_grammar import SequenceGrammar, compile_grammar
+
+        return SequenceGrammar(compile_grammar(vocabulary, job.params), job.eos_token_ids, job.output_token_ids)

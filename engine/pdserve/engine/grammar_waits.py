@@ -1,6 +1,7 @@
 """`GrammarWaits`: sequences whose grammar is being compiled.
 
-Parked sequences cost a step nothing: a step looks whether a result has come, and at the oldest one's deadline.
+Parked sequences cost a step nothing: a step looks whether a result has come, at the oldest one's deadline, and at those
+few that took long to get their turn.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.structured_outputs import FIELD
 from pdserve.engine.grammar_compiler import GrammarCompiler, GrammarJob
 from pdserve.engine.request import Request, Wait
@@ -23,15 +25,36 @@ if TYPE_CHECKING:
 Arrived = tuple[Request, "SequenceGrammar | PdServeError"]
 
 
+@dataclass(slots=True)
+class _Compilation:
+    """One grammar's way through the compiler; `time.monotonic()` seconds."""
+
+    turn_by: float
+    began_at: float | None = None
+    """Set by the thread that compiles it."""
+
+    def begins(self) -> None:
+        self.began_at = time.monotonic()
+
+
 class GrammarWaits:
-    """The scheduler's side of `GrammarCompiler`."""
+    """The scheduler's side of `GrammarCompiler`.
+
+    A grammar that takes longer than the timeout is the request's own fault; one whose turn does not come is not: then
+    others keep the compiling threads busy, and another worker may do better.
+    """
 
     def __init__(self, compiler: GrammarCompiler | None, timeout_s: float) -> None:
-        """compiler: None where there is no tokenizer, and `verify` lets no grammar in. timeout_s: for one grammar."""
+        """compiler: None where there is no tokenizer, and `verify` lets no grammar in.
+
+        timeout_s: for one grammar to get its turn, and again for it to be compiled.
+        """
         self._compiler = compiler
         self._timeout_s = timeout_s
-        self._deadlines: OrderedDict[Request, float] = OrderedDict()
-        """In the order in which they came, which is that of their deadlines."""
+        self._waiting: OrderedDict[Request, _Compilation] = OrderedDict()
+        """In the order in which they came, which is that of the time by which they must have their turn."""
+        self._compiling: dict[Request, _Compilation] = {}
+        """Those past that time which have it."""
         self._first_tokens: dict[Request, Sequence[int]] = {}
         """Of those whose KV landed before their grammar came."""
         self.num_landed = 0
@@ -42,7 +65,7 @@ class GrammarWaits:
         """Called by another thread when there is something to `take`."""
 
     def __len__(self) -> int:
-        return len(self._deadlines)
+        return len(self._waiting) + len(self._compiling)
 
     @property
     def is_possible(self) -> bool:
@@ -54,13 +77,14 @@ class GrammarWaits:
         params = request.sampling_params.structured_outputs
         if params is None or self._compiler is None:
             raise RuntimeError(f"{request.request_id} waits for a grammar that nobody can make")
-        self._deadlines[request] = time.monotonic() + self._timeout_s
+        compilation = self._waiting[request] = _Compilation(time.monotonic() + self._timeout_s)
         self._compiler.submit(
             GrammarJob(
                 params,
                 request.core.eos_token_ids,
                 tuple(request.token_ids[request.num_prompt_tokens :]),
                 is_wanted=lambda: Wait.GRAMMAR in request.waits_for and not request.status.is_finished,
+                begins=compilation.begins,
                 deliver=lambda grammar: self._deliver((request, grammar)),
             )
         )
@@ -73,20 +97,36 @@ class GrammarWaits:
 
     def take(self) -> list[Arrived]:
         """What has come since the last call for those that still wait, and the failure of those that waited too long."""
-        if not self._deadlines:
+        if not self:
             return []
         self._something_arrived.clear()
         taken: list[Arrived] = []
         while not self._arrived.empty():
             request, grammar = self._arrived.get()
-            if self._deadlines.pop(request, None) is not None:
+            if self._stop_waiting(request):
                 taken.append((request, grammar))
-        now = time.monotonic()
-        while self._deadlines and (oldest := next(iter(self._deadlines.items())))[1] <= now:
-            del self._deadlines[oldest[0]]
-            error = InvalidRequest(f"{FIELD} could not be compiled within {self._timeout_s:g} s", FIELD)
-            taken.append((oldest[0], error))
-        return taken
+        return taken + self._overdue(time.monotonic())
+
+    def _overdue(self, now: float) -> list[Arrived]:
+        overdue: list[Arrived] = []
+        while self._waiting and next(iter(self._waiting.values())).turn_by <= now:
+            request, compilation = self._waiting.popitem(last=False)
+            if compilation.began_at is None:
+                error = f"{FIELD} waited {self._timeout_s:g} s for its turn: this worker compiles others"
+                overdue.append((request, Overloaded(error)))
+            else:
+                self._compiling[request] = compilation
+        for request, compilation in list(self._compiling.items()):
+            if compilation.began_at is not None and compilation.began_at + self._timeout_s <= now:
+                del self._compiling[request]
+                error = f"{FIELD} could not be compiled within {self._timeout_s:g} s"
+                overdue.append((request, InvalidRequest(error, FIELD)))
+        return overdue
+
+    def _stop_waiting(self, request: Request) -> bool:
+        """Whether it waited."""
+        waiting = self._waiting.pop(request, None)
+        return (self._compiling.pop(request, None) or waiting) is not None
 
     def wait(self, timeout_s: float) -> None:
         """Block until something has come, for whoever has nothing else to do."""
@@ -106,5 +146,5 @@ class GrammarWaits:
 
     def forget(self, request: Request) -> None:
         """It has ended. Harmless when it is not here."""
-        self._deadlines.pop(request, None)
+        self._stop_waiting(request)
         self.first_tokens(request)
