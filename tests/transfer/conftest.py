@@ -87,6 +87,25 @@ class Rig:
         self.port = bind(self.server, "127.0.0.1", port)
         await self.server.start()
 
+    async def play(self, attach: Callable[[int, Any], AsyncIterator[Any]]) -> None:
+        """Instead of a source, answer each stream as `attach(number of the stream, requests)` does."""
+        rig = self
+
+        class Played(kv_source_pb2_grpc.KvSourceServiceServicer):
+            async def Attach(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+                rig.num_streams += 1
+                async for event in attach(rig.num_streams, requests):
+                    yield event
+
+        assert self.server is not None
+        await self.server.stop(None)
+        await self.channel.close()
+        self.server = make_server()
+        kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(Played(), self.server)
+        self.port = bind(self.server, "127.0.0.1", 0)
+        await self.server.start()
+        self.channel = make_channel(f"127.0.0.1:{self.port}")
+
     def _tick(self, side: str) -> int:
         self.ticks[side] += self.tick_runs[side]
         return self.ticks[side]
@@ -113,7 +132,8 @@ class Rig:
         """Open the control stream; changes: what it says that it should not, or how long it waits."""
         fields = {"worker_id": "prefill-1", "epoch": SOURCE_EPOCH, "transfer_id": TRANSFER_ID, "request_digest": DIGEST}
         ref = SourceRef(address="", **(fields | {name: changes.pop(name) for name in fields if name in changes}))
-        transfer = ReceiverTransfer("r.0.0", ref, ConnectorSet([self.receiver_connector]), self.owner)
+        connectors = changes.get("connector_set") or ConnectorSet([self.receiver_connector])
+        transfer = ReceiverTransfer("r.0.0", ref, connectors, self.owner)
         receiving = Receiving(
             identity=changes.get("identity", RECEIVER),
             layout=changes.get("layout", LAYOUT),

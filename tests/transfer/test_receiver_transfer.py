@@ -337,14 +337,39 @@ async def test_i13_a_stream_that_breaks_meanwhile_does_not_hurry_the_change() ->
     assert ways.slow.reads[0].indexes == [3, 4]
 
 
-async def test_a_connector_that_was_given_up_or_never_offered_is_refused() -> None:
-    for name in ("fast", "carrier pigeon"):
-        ways = TwoWays()
-        await ways.fail_first_of_two_reads()
+async def test_a_connector_that_was_given_up_or_is_not_here_is_refused() -> None:
+    bench = Bench()
+    bench.transfer.attached(bench.stream, "carrier pigeon", b"where", b"k" * 16)
+    assert (bench.owner.heard, bench.stream.heard) == ([("failed", "TransferFailed")], [("close",)])
+    ways = TwoWays()
+    await ways.fail_first_of_two_reads()
+    await ways.end_second()
+    ways.transfer.attached(ReceiverEnd(), "slow", b"where", b"k" * 16)
+    ways.transfer.attached(ReceiverEnd(), "fast", b"where", b"k" * 16)
+    assert ("failed", "TransferFailed") in ways.owner.heard
+    assert ways.transfer.state is ReceiverState.FAILED
+
+
+@pytest.mark.parametrize("drained", [False, True])
+async def test_i13_the_failed_connector_chosen_before_it_failed_is_not_read_over(drained: bool) -> None:
+    ways = TwoWays()
+    ways.transfer.detached(ways.stream)
+    await ways.fail_first_of_two_reads()
+    if drained:
         await ways.end_second()
-        ways.transfer.attached(ReceiverEnd(), name, b"where", b"k" * 16)
-        assert ("failed", "TransferFailed") in ways.owner.heard
-        assert ways.transfer.state is ReceiverState.FAILED
+    late = ReceiverEnd()
+    ways.transfer.attached(late, "fast", b"where", b"k" * 16)
+    ways.publish(2, 4)
+    if not drained:
+        assert late.heard == [], "it is needed as long as reads drain"
+        await ways.end_second()
+    assert late.heard[-1] == ("close",)
+    assert ways.transfer.wants_attach
+    ways.transfer.detached(late)
+    ways.transfer.attached(ReceiverEnd(), "slow", b"where", b"k" * 16)
+    ways.publish(2, 4)
+    assert (len(ways.fast.reads), ways.slow.reads[0].indexes) == (2, [3, 4])
+    assert "failed" not in ways.owner.words
 
 
 async def test_i7_a_request_that_ends_during_the_change_gets_its_blocks_back_once() -> None:

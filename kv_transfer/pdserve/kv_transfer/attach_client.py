@@ -11,15 +11,16 @@ from typing import cast
 import grpc
 
 from pdserve.common import errors
-from pdserve.common.errors import PdServeError, TransferFailed, WorkerLost
+from pdserve.common.errors import Evicted, InternalError, NeedsPrefill, PdServeError, TransferFailed, WorkerLost
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.rpc import from_rpc_error
 from pdserve.common.wire import layout_to_wire
-from pdserve.kv_transfer.attach_servicer import TICK_STALLED_S, Heartbeat, TickWatch
+from pdserve.kv_transfer.attach_servicer import MAX_CAUSE_CHARS, TICK_STALLED_S, Heartbeat, TickWatch
 from pdserve.kv_transfer.digest import XXH3_64
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer
 from pdserve.kv_transfer.source_transfer import PeerId
-from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, prefill_pb2
+from pdserve.kv_transfer.transfer_state import ReceiverState
+from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, prefill_pb2, request_pb2
 
 log = logging.getLogger(__name__)
 
@@ -77,22 +78,28 @@ class _Requests:
 
 async def attach(transfer: ReceiverTransfer, receiving: Receiving, channel: grpc.aio.Channel) -> None:
     """Carry a transfer's control stream until the transfer has ended. Never raises for what a peer does."""
+    try:
+        await _attach(transfer, receiving, channel)
+    except Exception:
+        log.exception("the control stream to source %s failed", transfer.source.worker_id)
+        # nobody else would tell the request, and it would wait until its deadline
+        transfer.fail(InternalError("internal error; the worker's log has the details"))
+
+
+async def _attach(transfer: ReceiverTransfer, receiving: Receiving, channel: grpc.aio.Channel) -> None:
     broken_since: float | None = None
     ticks = TickWatch()
     loop = asyncio.get_running_loop()
     stub = kv_source_pb2_grpc.KvSourceServiceStub(channel)
-    while True:
+    while not transfer.is_ending:
         before = (ticks.tick, receiving.engine_tick())
         try:
-            if await _one_stream(transfer, receiving, stub, ticks) or transfer.is_ending:
-                return
-            if transfer.wants_attach:
-                continue
-            why: PdServeError = WorkerLost("the source closed the control stream")
+            await _one_stream(transfer, receiving, stub, ticks)
+            continue
+        except WorkerLost as error:
+            why: PdServeError = error
         except grpc.aio.AioRpcError as error:
             why = from_rpc_error(error)
-        except TimeoutError:
-            why = WorkerLost(f"the source has said nothing for {TICK_STALLED_S:.0f} s")
         if transfer.is_ending:
             return
         if ticks.tick != before[0] and receiving.engine_tick() != before[1]:
@@ -110,26 +117,42 @@ async def _one_stream(
     receiving: Receiving,
     stub: kv_source_pb2_grpc.KvSourceServiceAsyncStub,
     ticks: TickWatch,
-) -> bool:
-    """One stream from Open to its end; True when the transfer needs no other."""
+) -> None:
+    """One stream from Open until the transfer has ended, or needs another over another connector.
+
+    Raises: WorkerLost when the source hangs up or stalls, AioRpcError when the channel breaks.
+    """
+    loop = asyncio.get_running_loop()
     requests = _Requests(receiving.engine_tick)
-    requests.say(kv_source_pb2.AttachRequest(open=_open(transfer, receiving)))
+    opening = _open(transfer, receiving)
+    requests.say(kv_source_pb2.AttachRequest(open=opening))
+    # a source that has never accepted may still be waiting for its prefill leg
+    is_new = transfer.state is ReceiverState.ATTACHING
+    patience_s = receiving.attach_timeout_s + ANSWER_MARGIN_S if is_new else TICK_STALLED_S
+    limit = loop.time() + patience_s
     call = stub.Attach(aiter(requests))
     accepted = False
     try:
         while True:
-            # before Accepted the source may still be waiting for its prefill leg
-            answer_s = receiving.attach_timeout_s + ANSWER_MARGIN_S
-            async with asyncio.timeout(TICK_STALLED_S if accepted else answer_s):
-                message = await call.read()
+            try:
+                async with asyncio.timeout_at(limit):
+                    message = await call.read()
+            except TimeoutError:
+                raise WorkerLost(f"the source has said nothing for {patience_s:.0f} s") from None
             if message is grpc.aio.EOF:
-                return transfer.is_ending
+                if transfer.is_ending or (accepted and transfer.wants_attach):
+                    return
+                raise WorkerLost("the source closed the control stream")
             event = cast(kv_source_pb2.AttachEvent, message)
             match event.WhichOneof("event"):
                 case "accepted":
                     accepted = True
                     ticks.start()
                     answer = event.accepted
+                    if answer.connector not in opening.connectors:
+                        what = f"the connector {answer.connector[:64]!r}, which was not asked for"
+                        transfer.fail(TransferFailed(f"the source chose {what}"))
+                        return
                     transfer.attached(requests, answer.connector, answer.metadata, answer.token)
                 case "published":
                     transfer.published(event.published.first_index, event.published.digests, event.published.locations)
@@ -139,20 +162,31 @@ async def _one_stream(
                 case "alive":
                     ticks.saw(event.alive.engine_tick)
                 case "revoked":
-                    transfer.fail(TransferFailed(f"the source gave the transfer up: {event.revoked.cause}"))
-                    return True
+                    cause = event.revoked.cause[:MAX_CAUSE_CHARS]
+                    transfer.fail(TransferFailed(f"the source gave the transfer up: {cause}"))
+                    return
                 case "failed":
-                    error = event.failed.error
-                    transfer.fail(errors.from_code(error.code, error.message))
-                    return True
+                    transfer.fail(_failure(event.failed.error))
+                    return
                 case other:
                     log.warning("an unexpected %s came from %s: dropped", other, transfer.source.worker_id)
             if accepted and ticks.stalled:
-                raise TimeoutError
+                raise WorkerLost(f"the source's engine has stood still for {TICK_STALLED_S:.0f} s")
+            if accepted and not transfer.is_ending:  # its last words have one limit together
+                patience_s = TICK_STALLED_S
+                limit = loop.time() + patience_s
     finally:
         transfer.detached(requests)
         requests.close()
         call.cancel()
+
+
+def _failure(error: request_pb2.Error) -> PdServeError:
+    """What the source says went wrong; it goes into logs, to the router and to the client."""
+    cause = errors.from_code(error.code, error.message[:MAX_CAUSE_CHARS])
+    if isinstance(cause, NeedsPrefill | Evicted):  # these are the receiver's own to say: they send the router elsewhere
+        return TransferFailed(f"the source failed with {cause.code}: {cause.message}")
+    return cause
 
 
 def _open(transfer: ReceiverTransfer, receiving: Receiving) -> kv_source_pb2.Open:

@@ -30,6 +30,8 @@ _LEFT = "no Open came: the receiver left"
 """As decode does that holds so much of the prompt that it needs no transfer."""
 OPEN_TIMEOUT_S = 5.0
 MAX_DIGESTS_A_MESSAGE = 65_536
+MAX_CAUSE_CHARS = 2000
+"""Of what a peer says, or makes this side say, about a failure."""
 
 
 Message = TypeVar("Message")

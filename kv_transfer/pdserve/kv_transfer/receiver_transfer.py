@@ -169,8 +169,14 @@ class ReceiverTransfer:
             stream.close()
             return
         chosen = self._connectors.get(connector)
+        if connector in self.given_up and self._falls_back:
+            # asked for before it failed: this stream only carries words until the next, which asks for another
+            self._stream = stream
+            if self.wants_attach:
+                stream.close()
+            return
         if chosen is None or connector in self.given_up:
-            self.fail(TransferFailed(f"the source chose the connector {connector[:64]!r}, which was not asked for"))
+            self.fail(TransferFailed(f"the source chose the connector {connector[:64]!r}, which is not used with it"))
             stream.close()
             return
         if not self._falls_back or self.wants_attach:
