@@ -85,7 +85,20 @@ class FaultContract(LinkContract):
         assert not any(setup.snapshot())
 
     @pytest.mark.parametrize(
-        "metadata", [b"", b"{}", b"\xff\xfe", b"null", b"[1, 2]", b"local:999", bytes(70_000), b'{"host":1,"port":"x"}']
+        "metadata",
+        [
+            b"",
+            b"{}",
+            b"\xff\xfe",
+            b"null",
+            b"[1, 2]",
+            b"local:999",
+            bytes(70_000),
+            b'{"host":1,"port":"x"}',
+            b'{"x":' + b"[" * 1000,
+            b"\x81\xa1x" + b"\x91" * 60_000,
+        ],
+        ids=lambda metadata: repr(metadata[:12]),
     )
     def test_i11_malformed_metadata(self, setup: Setup, metadata: bytes) -> None:
         transfer = setup.transfer(1)

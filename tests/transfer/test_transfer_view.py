@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from transfer_fakes import make_view
 
@@ -42,6 +44,7 @@ def test_the_oldest_under_way_come_first_and_their_blocks_are_added_up() -> None
         ("reading block 3 and on from [fe80::1]:7101: reset", "reading block 3 and on from <address>: reset"),
         ("[fe80::1] and 10.0.0.1 are gone", "<address> and <address> are gone"),
         ("ipv4:127.0.0.1:4 and ipv6:%5B::1%5D:4", "<address> and <address>"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:4 is gone", "<address> is gone"),
         ("asking prefill-1.cluster.local:7101 for block 5", "asking <address> for block 5"),
         ("reading blocks 0 to 7: nothing for 0.3 s", "reading blocks 0 to 7: nothing for 0.3 s"),
         (
@@ -53,3 +56,11 @@ def test_the_oldest_under_way_come_first_and_their_blocks_are_added_up() -> None
 )
 def test_no_address_is_told(text: str, told: str) -> None:
     assert without_addresses(text) == told
+
+
+@pytest.mark.parametrize("piece", ["a", "%5B", "1.", "[", "ipv4:", "%5B1%25"])
+def test_a_long_text_takes_no_longer_than_its_length(piece: str) -> None:
+    text = piece * (400_000 // len(piece))
+    began = time.process_time()
+    without_addresses(text)
+    assert time.process_time() - began < 5, "it took minutes, and the event loop with it"

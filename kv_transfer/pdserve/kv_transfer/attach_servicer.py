@@ -109,7 +109,8 @@ class _EventQueue:
 
 
 def failed_event(error: PdServeError) -> kv_source_pb2.AttachEvent:
-    wire = request_pb2.Error(code=error.code, message=error.message, retryable=error.retryable)
+    message = error.message[:MAX_CAUSE_CHARS]
+    wire = request_pb2.Error(code=error.code, message=message, retryable=error.retryable)
     return kv_source_pb2.AttachEvent(failed=kv_source_pb2.Failed(error=wire))
 
 
@@ -141,7 +142,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             transfer, connector = await self._open(incoming, stream)
         except PdServeError as error:
             level = logging.DEBUG if error.message == _LEFT else logging.WARNING
-            log.log(level, "an attach was refused: %s", error.message)
+            log.log(level, "an attach was refused: %s", error.message[:MAX_CAUSE_CHARS])
             yield failed_event(error)
             return
         reader = asyncio.create_task(self._read(incoming, transfer, stream), name="attach reader")

@@ -95,7 +95,7 @@ class NixlAddress(msgspec.Struct, frozen=True):
             raise TransferFailed(f"the source's NIXL metadata has {len(metadata)} bytes, of {MAX_METADATA_BYTES}")
         try:
             address = msgspec.msgpack.decode(metadata, type=NixlAddress, strict=True)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TransferFailed(f"the source's NIXL metadata cannot be read: {error}") from error
         if address.version != METADATA_VERSION:
             raise TransferFailed(f"the source speaks version {address.version} of the NIXL connector's metadata")

@@ -95,7 +95,7 @@ class TcpAddress(msgspec.Struct, frozen=True):
             raise TransferFailed(f"the source's TCP metadata has {len(metadata)} bytes")
         try:
             address = msgspec.json.decode(metadata, type=TcpAddress, strict=True)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TransferFailed(f"the source's TCP metadata cannot be read: {error}") from error
         if address.version != METADATA_VERSION:
             raise TransferFailed(f"the source speaks version {address.version} of the TCP connector's metadata")

@@ -20,7 +20,9 @@ from pdserve.kv_transfer.source_transfer import SourceTransfer
 NUM_ENDED = 128
 _MAX_CAUSE = 300
 _ADDRESS = re.compile(
-    r"(?:ipv[46]:)?(?:\[[0-9A-F:.]+\]|%5B.*?%5D|\b\d{1,3}(?:\.\d{1,3}){3})(?::\d{1,5}\b)?|[\w.-]+:\d{1,5}\b",
+    # each way to begin is tried once for a run of characters, so that a long text costs no more than its length
+    r"(?:ipv[46]:)?(?:\[[0-9A-F:.]+\]|%5B(?:[^%]|%25)*%5D|\b\d{1,3}(?:\.\d{1,3}){3})(?::\d{1,5}\b)?"
+    r"|(?<![\w.-])[\w.-]+:\d{1,5}\b",
     re.IGNORECASE,
 )
 
