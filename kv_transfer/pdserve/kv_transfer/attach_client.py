@@ -91,17 +91,19 @@ async def _attach(transfer: ReceiverTransfer, receiving: Receiving, channel: grp
     ticks = TickWatch()
     loop = asyncio.get_running_loop()
     stub = kv_source_pb2_grpc.KvSourceServiceStub(channel)
-    while not transfer.is_ending:
+    while True:
         before = (ticks.tick, receiving.engine_tick())
+        why: PdServeError | None = None
         try:
             await _one_stream(transfer, receiving, stub, ticks)
-            continue
         except WorkerLost as error:
-            why: PdServeError = error
+            why = error
         except grpc.aio.AioRpcError as error:
             why = from_rpc_error(error)
         if transfer.is_ending:
             return
+        if why is None:
+            continue  # over another connector
         if ticks.tick != before[0] and receiving.engine_tick() != before[1]:
             broken_since = None  # both engines ran meanwhile, so this is another break, with a grace of its own
         broken_since = broken_since or loop.time()

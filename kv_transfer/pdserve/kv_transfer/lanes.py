@@ -35,7 +35,9 @@ class Wire(Protocol):
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
         """Bring consecutive indexes into their local blocks; yields how many came so far, while they are in cache.
 
-        Raises: WireBroken, or another TransferFailed when the peer refuses and the wire is still good.
+        Called under the queue's lock: does nothing yet but note that an `interrupt` from now on is meant for it.
+        Raises, when asked for a number: WireBroken, or another TransferFailed when the peer refuses and the wire is still
+        good.
         """
 
     def interrupt(self) -> bool:
@@ -206,7 +208,7 @@ class PeerLanes:
 
 
 class _Lane:
-    """One wire and the thread that uses it. `_window` and `_interrupted` change under the queue's lock."""
+    """One wire and the thread that uses it. `_window`, `_interrupted` and `_closes_wire` change under the queue's lock."""
 
     def __init__(self, lanes: PeerLanes) -> None:
         self._lanes = lanes
@@ -214,11 +216,12 @@ class _Lane:
         self._wire: Wire | None = None
         self._window: Window | None = None
         self._interrupted = False
+        self._closes_wire = False
 
     @property
     def is_free(self) -> bool:
-        """It moves no window, and will look for one. Asked under the queue's lock."""
-        return self._window is None
+        """It moves no window, and will look for one soon. Asked under the queue's lock."""
+        return self._window is None and not self._closes_wire
 
     def interrupt(self, read: QueuedRead) -> None:
         """Stop the window under way if it is one of this read. Called under the queue's lock."""
@@ -232,9 +235,8 @@ class _Lane:
                 if self._wire is None:
                     self._wire = self._lanes.connect()
                     self._lanes.counters.add(connections=1)
-                window = self._take()
-                if window is not None:
-                    self._move(window, self._wire)
+                if (taken := self._take(self._wire)) is not None:
+                    self._move(*taken)
         except TransferFailed as error:
             cause = error
         finally:
@@ -256,21 +258,23 @@ class _Lane:
     def _has_work_or_leaves(self) -> bool:
         return self._has_work() or self._lanes.is_retired
 
-    def _take(self) -> Window | None:
+    def _take(self, wire: Wire) -> tuple[Window, Iterator[int]] | None:
         with self._queue.changed:
-            self._window = self._queue.take()
-            if self._window is None and not self._lanes.closed and self._queue.num_pending:
+            window = self._window = self._queue.take()
+            if window is not None:
+                return window, wire.fetch(window.read.token, window.blocks)
+            if not self._lanes.closed and self._queue.num_pending:
                 # All that is pending waits for windows in flight on other lanes; their end notifies.
                 self._queue.changed.wait(self._lanes.limits.idle_close_s)
-            return self._window
+            return None
 
-    def _move(self, window: Window, wire: Wire) -> None:
+    def _move(self, window: Window, fetching: Iterator[int]) -> None:
         blocks = window.blocks
         verdicts: list[bool] = []
         cause: TransferFailed | None = None
         began = time.monotonic()
         try:
-            for received in wire.fetch(window.read.token, blocks):
+            for received in fetching:
                 verdicts += matching(self._lanes.pool, blocks[len(verdicts) : received])
             self._queue.pace(window, time.monotonic() - began)
         except TransferFailed as error:
@@ -291,9 +295,12 @@ class _Lane:
             self._window = None
             is_broken = is_broken or self._interrupted
             self._interrupted = False
+            self._closes_wire = is_broken  # which may take long: reads that come meanwhile are for another lane
         if is_broken and self._wire is not None:
             self._wire.close()
             self._wire = None
+            with self._queue.changed:
+                self._closes_wire = False
 
     def _judge(self, window: Window, verdicts: Sequence[bool], cause: TransferFailed | None) -> None:
         landed = _runs(verdicts, True, window.first)

@@ -49,13 +49,16 @@ class NixlWire:
 
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
         """As `Wire.fetch`. The token opens nothing here: memory is read without its owner's doing."""
+        self._drain_until = None
+        return self._read(blocks)
+
+    def _read(self, blocks: Sequence[BlockToRead]) -> Iterator[int]:
         for block in blocks:
             if not 0 <= block.location < self._source.num_blocks:
                 raise TransferFailed(
                     f"{self._source} published block {block.index} at {block.location}, "
                     f"outside its pool of {self._source.num_blocks} blocks"
                 )
-        self._drain_until = None
         pieces = [blocks[first : first + self._piece_blocks] for first in range(0, len(blocks), self._piece_blocks)]
         num_received = 0
         read: AgentRead | None = None

@@ -1,0 +1,121 @@
+"""The lanes to one peer, over wires that do what the test tells them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
+from pdserve.kv_transfer.digest import block_digest
+from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.lanes import LaneLimits, PeerLanes, ReadCounters, Wire, WireBroken
+from pdserve.kv_transfer.nixl_agent import AgentRead, ReadStatus, Region
+from pdserve.kv_transfer.nixl_peer import NixlPeer
+from pdserve.kv_transfer.nixl_settings import HELLO_BYTES, NixlAddress, NixlSettings
+from pdserve.kv_transfer.nixl_wire import NixlWire
+
+from .recorded_read import PATIENCE_S, RecordedRead, make_pool
+
+POOL = make_pool(seed=3)
+LIMITS = LaneLimits(max_lanes=2, window_blocks=8, longest_window_blocks=8, in_flight_blocks=8, idle_close_s=60.0)
+
+
+class ScriptedWire:
+    """A `Wire` whose blocks are there already, unless it is broken."""
+
+    def __init__(self, is_broken: bool = False) -> None:
+        self.is_broken = is_broken
+        self.closing, self.may_close = threading.Event(), threading.Event()
+
+    def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
+        if self.is_broken:
+            raise WireBroken("it hangs")
+        yield len(blocks)
+
+    def interrupt(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closing.set()
+        if self.is_broken:
+            assert self.may_close.wait(PATIENCE_S)
+
+
+class Lanes:
+    """Lanes that connect to the wires given, one after the other."""
+
+    def __init__(self, *wires: ScriptedWire) -> None:
+        self._wires = iter(wires)
+        self.events = EventThread("lane-events")
+        self.lanes = PeerLanes("peer", POOL, LIMITS, ReadCounters(), self._connect, self.events.call_soon, "lane")
+
+    def _connect(self) -> Wire:
+        return next(self._wires)
+
+    def read(self, block: int) -> RecordedRead:
+        heard = RecordedRead(1)
+        blocks = [BlockToRead(block, block_digest(POOL.block(block)), block)]
+        self.lanes.read(bytes(16), blocks, heard)
+        return heard
+
+    def close(self) -> None:
+        self.lanes.close()
+        self.events.close()
+
+
+def test_a_read_does_not_wait_for_a_lane_that_gives_up_its_wire() -> None:
+    hung = ScriptedWire(is_broken=True)
+    lanes = Lanes(hung, ScriptedWire())
+    first = lanes.read(0)
+    assert hung.closing.wait(PATIENCE_S)
+    assert lanes.read(1).wait_ended() is ReadOutcome.DONE
+    assert first.outcome is None, "its wire may still write"
+    hung.may_close.set()
+    assert first.wait_failed() == "it hangs"
+    lanes.close()
+
+
+class _HangingAgent:
+    """An `Agent` whose first read, of what the source says at first, is done at once, and no other ever."""
+
+    metadata = b""
+
+    def __init__(self, name: str) -> None:
+        self.num_reads = 0
+
+    def register(self, region: Region) -> None: ...
+
+    def load(self, name: str, metadata: bytes) -> None: ...
+
+    def pair(self, local: Region, remote: Region) -> int:
+        return 0
+
+    def read(self, pair: int, local_pieces: Sequence[int], remote_pieces: Sequence[int]) -> AgentRead:
+        self.num_reads += 1
+        return _HangingRead(ReadStatus.DONE if self.num_reads == 1 else ReadStatus.UNDER_WAY)
+
+    def destroy(self) -> None: ...
+
+
+class _HangingRead:
+    def __init__(self, status: ReadStatus) -> None:
+        self._status = status
+
+    def status(self) -> ReadStatus:
+        return self._status
+
+    def release(self) -> None: ...
+
+
+def test_i7_a_nixl_read_that_is_cancelled_before_it_begins_ends_as_soon_as_others() -> None:
+    source = NixlAddress("source", b"", 1, POOL.block_bytes, POOL.num_blocks, 1, bytes(HELLO_BYTES))
+    settings = NixlSettings(read_stall_s=PATIENCE_S, cancel_drain_s=0.05)
+    wire = NixlWire(source, POOL, settings, lambda: NixlPeer(POOL, _HangingAgent), threading.Event(), lambda: None)
+    for _ in range(2):
+        fetching = wire.fetch(bytes(16), [BlockToRead(0, 0, 0)])
+        wire.interrupt()
+        with pytest.raises(WireBroken, match="cancelled, and not over"):
+            next(fetching)
+    wire.close()
