@@ -71,6 +71,31 @@ async def test_a_copy_that_fails_fails_its_transfer_alone(make_pair: Any, side: 
     assert await asyncio.wait_for(pair.ask(PROMPT).answer(), 10) == greedy_answer(PROMPT, 4)
 
 
+async def test_what_landed_before_a_failure_is_cached_though_it_was_still_being_copied(make_pair: Any) -> None:
+    pair = await make_pair(**STAGED)
+    go_on = threading.Event()
+
+    def slow(real: Any, block_ids: Sequence[int]) -> None:
+        assert go_on.wait(8)
+        real(block_ids)
+
+    _instead(pair.d.staged, "to_device", slow)
+    pair.p.connector.serve_only(3)
+    asked = pair.ask(PROMPT)
+    transfer = pair.d.adapter.transfer(asked.decode.request_id)
+    async with asyncio.timeout(8):
+        while not transfer.is_ending:  # noqa: ASYNC110 - a read's stall ends it
+            await asyncio.sleep(0.005)
+    go_on.set()
+    with pytest.raises(TransferFailed):
+        await asyncio.wait_for(_all_of(asked.decode), 8)
+    pair.leave(asked)
+    pair.p.connector.resume()
+    await pair.idle()
+    assert pair.d.core.scheduler.pool.num_cached == transfer.num_landed == 3
+    assert await asyncio.wait_for(pair.ask(PROMPT).answer(), 10) == greedy_answer(PROMPT, 4)
+
+
 async def _all_of(stream: OutputStream) -> None:
     async for _ in stream:
         pass

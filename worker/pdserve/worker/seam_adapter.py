@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -311,15 +312,15 @@ class SeamAdapter:
         self.engine.apply(SourceFinished(transfer.request_id, num_tokens, token_ids))
 
     def failed(self, transfer: ReceiverTransfer, cause: PdServeError) -> None:
-        self.engine.apply(ReceiveFailed(transfer.request_id, cause))
+        self._after_copies(lambda: self.engine.apply(ReceiveFailed(transfer.request_id, cause)))
 
     def fenced(self, transfer: ReceiverTransfer) -> None:
         receiver = self._receivers.get(transfer.request_id)
         if receiver is None:
             return
-        if receiver.hold is not None:
-            self._return_landed(transfer.request_id, receiver.hold)
+        if (hold := receiver.hold) is not None:
             receiver.hold = None
+            self._after_copies(lambda: self._return(transfer.request_id, [hold]))
         if not transfer.is_cut_short and not receiver.landed.done():
             receiver.landed.set_result(transfer)
         self._forget_if_done(receiver)
@@ -334,13 +335,13 @@ class SeamAdapter:
             if not receiver.landed.done():
                 receiver.landed.cancel()
 
-    def _return_landed(self, request_id: str, hold: BlockHold) -> None:
-        """Give blocks back that were received into: after the copies to the device, which write them too."""
+    def _after_copies(self, then: Callable[[], None]) -> None:
+        """Go on when what has landed is on the device: copies that are under way still write blocks, and are still told."""
         if self._staged is None or self._closed:
-            self._return(request_id, [hold])
+            then()
             return
         copied = self._loop.run_in_executor(self._block_work, _nothing)
-        copied.add_done_callback(lambda _: self._return(request_id, [hold]))
+        copied.add_done_callback(lambda _: then())
 
     def _return(self, request_id: str, holds: list[BlockHold]) -> None:
         for hold in holds:
