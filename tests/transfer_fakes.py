@@ -122,6 +122,9 @@ class SourceEnd:
     def finished(self, result: SourceResult, request_digest: bytes) -> None:
         self.heard.append(("finished", result.num_tokens, result.token_ids, request_digest))
 
+    def replaced(self) -> None:
+        self.heard.append(("replaced",))
+
     def ended(self, state: SourceState, cause: PdServeError | None) -> None:
         self.heard.append(("ended", state, cause.message if cause is not None else None))
 

@@ -11,10 +11,14 @@ import pytest
 from transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID
 
 from pdserve.common.errors import LayoutMismatch, TransferFailed
+from pdserve.common.wire import layout_to_wire
 from pdserve.kv_transfer import attach_servicer
+from pdserve.kv_transfer.digest import XXH3_64
 from pdserve.kv_transfer.source_transfer import PeerId
 from pdserve.kv_transfer.transfer_state import ReceiverState, SourceState
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc
+
+from .conftest import LAYOUT, SOURCE_EPOCH
 
 STALL_S, GRACE_S = 0.4, 0.5
 BREAK_LIMIT_S = 2 * STALL_S + 1.0
@@ -240,6 +244,30 @@ async def test_every_break_has_a_grace_of_its_own(rig: Any, until: Any, caplog: 
     await until(lambda: transfer.state is ReceiverState.LANDED)
     assert rig.same(1, 10)
     assert rig.same(2, 11)
+    await until(lambda: source.state is SourceState.RELEASED)
+
+
+async def test_a_stream_that_an_older_one_replaces_attaches_again(rig: Any, until: Any) -> None:
+    source = rig.expect()
+    transfer = rig.receive()
+    transfer.room(0, [10])
+    await until(lambda: source.is_wanted)
+    late = kv_source_pb2.Open(
+        transfer_id=TRANSFER_ID,
+        source_epoch=SOURCE_EPOCH,
+        receiver={"worker_id": RECEIVER.worker_id, "epoch": RECEIVER.epoch},
+        request_digest=DIGEST,
+        layout=layout_to_wire(LAYOUT),
+        digest_algorithms=[XXH3_64],
+        connectors=["local"],
+    )
+    call = kv_source_pb2_grpc.KvSourceServiceStub(rig.channel).Attach(iter([kv_source_pb2.AttachRequest(open=late)]))
+    await until(lambda: rig.num_streams == 3)
+    call.cancel()
+    rig.settle(source, 0, 1)
+    rig.compute(source)
+    await until(lambda: transfer.state is ReceiverState.LANDED)
+    assert rig.owner.cause is None
     await until(lambda: source.state is SourceState.RELEASED)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Any
@@ -95,7 +96,9 @@ async def test_a_choice_that_was_made_before_the_fallback_does_not_end_the_trans
     assert rig.owner.cause is None
 
 
-async def test_i6_a_source_that_hangs_up_after_a_fallback_has_the_grace_and_no_more(rig: Any, until: Any) -> None:
+async def test_i6_a_source_that_hangs_up_after_a_fallback_has_the_grace_and_no_more(
+    rig: Any, until: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     ways = Ways()
 
     async def source(number: int, requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
@@ -112,6 +115,8 @@ async def test_i6_a_source_that_hangs_up_after_a_fallback_has_the_grace_and_no_m
     await until(lambda: transfer.state is ReceiverState.FAILED, 3.0)
     assert "is lost" in rig.owner.cause.message
     assert rig.num_streams <= 3 + GRACE_S / REATTACH_S
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum("broke" in warning for warning in warnings) == 1, "one fault is one warning"
 
 
 async def test_i6_a_source_that_takes_streams_and_says_nothing_is_lost_after_the_grace(rig: Any, until: Any) -> None:

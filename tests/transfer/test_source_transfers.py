@@ -67,6 +67,17 @@ async def test_an_attach_that_is_cancelled_does_not_take_a_newer_one_along() -> 
     transfer.cancel()
 
 
+async def test_of_many_streams_that_wait_the_newest_stays() -> None:
+    transfers, _ = make()
+    streams = [SourceEnd() for _ in range(16)]
+    waiting = [asyncio.create_task(transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, stream, 0)) for stream in streams]
+    await asyncio.sleep(0)
+    transfer = transfers.expect(expected())
+    await asyncio.wait_for(asyncio.gather(*waiting), 3)
+    assert [stream.heard for stream in streams] == [[("replaced",)]] * 15 + [[]]
+    transfer.cancel()
+
+
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(
     ("receiver", "digest"),

@@ -106,11 +106,13 @@ async def _attach(transfer: ReceiverTransfer, receiving: Receiving, channel: grp
             continue  # over another connector
         if ticks.tick != before[0] and receiving.engine_tick() != before[1]:
             broken_since = None  # both engines ran meanwhile, so this is another break, with a grace of its own
+        is_new = broken_since is None
         broken_since = broken_since or loop.time()
         if loop.time() - broken_since > receiving.grace_s:
             transfer.source_lost(TransferFailed(f"source {transfer.source.worker_id} is lost: {why.message}"))
             return
-        log.warning("control stream to source %s broke: %s", transfer.source.worker_id, why.message)
+        level = logging.WARNING if is_new else logging.DEBUG
+        log.log(level, "control stream to source %s broke: %s", transfer.source.worker_id, why.message)
         await asyncio.sleep(REATTACH_EVERY_S)
 
 

@@ -99,6 +99,9 @@ class _EventQueue:
         )
         self.messages.put_nowait(kv_source_pb2.AttachEvent(finished=message))
 
+    def replaced(self) -> None:
+        self.messages.put_nowait(None)
+
     def ended(self, state: SourceState, cause: PdServeError | None) -> None:
         if state is SourceState.REVOKED:
             revoked = kv_source_pb2.Revoked(cause=cause.message if cause else "")

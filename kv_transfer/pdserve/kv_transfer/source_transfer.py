@@ -81,8 +81,11 @@ class SourceStream(Protocol):
 
     def finished(self, result: SourceResult, request_digest: bytes) -> None: ...
 
+    def replaced(self) -> None:
+        """Another stream of the receiver has come; if it was an older one, who listens here comes again. The last call."""
+
     def ended(self, state: SourceState, cause: PdServeError | None) -> None:
-        """The last call."""
+        """The transfer has ended. The last call."""
 
 
 class SourceEvents(Protocol):
@@ -141,7 +144,7 @@ class SourceTransfer:
     def attach(self, stream: SourceStream, have: int) -> None:
         """A stream of the right receiver: it replaces an older one and goes on from `have` landed blocks."""
         if self._stream is not None:
-            self._stream.ended(SourceState.CANCELLED, TransferFailed("another stream has attached in its place"))
+            self._stream.replaced()
         self._stream = stream
         self._patience.cancel()
         if self._wanted is None:

@@ -26,7 +26,8 @@ class SourceTransfers:
         self._limits = limits
         self._events = events
         self._transfers: dict[bytes, SourceTransfer] = {}
-        self._awaited: dict[bytes, set[asyncio.Future[SourceTransfer]]] = {}
+        self._awaited: dict[bytes, dict[asyncio.Future[SourceTransfer], None]] = {}
+        """In the order in which they came: the newest stream is the one that stays."""
         # an id is used once: tombstones outlive every attach that may still be under way
         self._tombstones: OrderedDict[bytes, float] = OrderedDict()
 
@@ -70,15 +71,15 @@ class SourceTransfers:
     async def _wait_for(self, transfer_id: bytes) -> SourceTransfer:
         awaited: asyncio.Future[SourceTransfer] = asyncio.get_running_loop().create_future()
         # several streams of one receiver may wait: an older one that breaks must not take the wait of a newer along
-        together = self._awaited.setdefault(transfer_id, set())
-        together.add(awaited)
+        together = self._awaited.setdefault(transfer_id, {})
+        together[awaited] = None
         try:
             async with asyncio.timeout(self._limits.attach_timeout_s):
                 return await awaited
         except TimeoutError:
             raise TransferFailed("no such transfer") from None
         finally:
-            together.discard(awaited)
+            del together[awaited]
             if not together and self._awaited.get(transfer_id) is together:
                 del self._awaited[transfer_id]
 
