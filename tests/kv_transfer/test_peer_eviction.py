@@ -13,10 +13,11 @@ from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.digest import block_digest
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.lanes import LaneLimits, Wire
+from pdserve.kv_transfer.lanes import LaneLimits
 from pdserve.kv_transfer.nixl_settings import NixlSettings
 from pdserve.kv_transfer.peer_lives import MAX_WORKERS, PeerLives
 from pdserve.kv_transfer.read_desk import ReadDesk
+from pdserve.kv_transfer.wire import Wire
 
 from .recorded_read import PATIENCE_S, RecordedRead, Transfer, make_pool, start_read
 

@@ -21,13 +21,14 @@ from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.grant_book import GrantBook
-from pdserve.kv_transfer.lanes import LaneLimits, ReadCounters, Wire
+from pdserve.kv_transfer.lanes import LaneLimits, ReadCounters
 from pdserve.kv_transfer.nixl_agent import Agent, AgentMaker, Region, UcxAgent
 from pdserve.kv_transfer.nixl_peer import NixlPeer, buffer_address, new_name, pool_region
 from pdserve.kv_transfer.nixl_settings import HELLO_BYTES, NixlAddress, NixlSettings
 from pdserve.kv_transfer.nixl_spares import NixlSpares
 from pdserve.kv_transfer.nixl_wire import NixlWire
 from pdserve.kv_transfer.read_desk import ReadDesk
+from pdserve.kv_transfer.wire import Wire
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
-from pdserve.kv_transfer.lanes import WireBroken
 from pdserve.kv_transfer.nixl_agent import AgentRead, ReadStatus
 from pdserve.kv_transfer.nixl_peer import Doze, NixlPeer
 from pdserve.kv_transfer.nixl_settings import NixlAddress, NixlSettings
+from pdserve.kv_transfer.wire import WireBroken
 
 _PIECE_BYTES = 512 << 10
 """In one read; digested while the next is on its way."""

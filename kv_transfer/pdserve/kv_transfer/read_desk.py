@@ -10,7 +10,8 @@ from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, PoolMemory, ReadListener, ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.grant_book import TOKEN_BYTES
-from pdserve.kv_transfer.lanes import LaneLimits, PeerLanes, ReadCounters, Wire
+from pdserve.kv_transfer.lanes import LaneLimits, PeerLanes, ReadCounters
+from pdserve.kv_transfer.wire import Wire
 
 Address = TypeVar("Address", bound=Hashable)
 

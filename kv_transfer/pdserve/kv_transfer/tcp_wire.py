@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_runs import block_runs
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
-from pdserve.kv_transfer.lanes import WireBroken
 from pdserve.kv_transfer.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp_settings import TcpAddress, TcpSettings
 from pdserve.kv_transfer.tcp_stream import Stream, StreamBroken, dial
 from pdserve.kv_transfer.tls_stream import TlsStream
+from pdserve.kv_transfer.wire import WireBroken
 
 _STEP_BYTES = 512 << 10
 """Received in one call, then digested: small enough to be in the processor's cache still."""
