@@ -121,14 +121,14 @@ async def test_i6_a_source_that_hangs_up_after_a_fallback_has_the_grace_and_no_m
 
 async def test_i6_a_source_that_takes_streams_and_says_nothing_is_lost_after_the_grace(rig: Any, until: Any) -> None:
     async def source(number: int, requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
-        if number == 1:
+        if transfer.state is ReceiverState.ATTACHING:
             yield accepted("local")
         else:
             await _until_closed(requests)
 
     await rig.play(source)
     transfer = rig.receive()
-    await until(lambda: transfer.state is ReceiverState.ATTACHED)
+    await until(lambda: transfer.state is not ReceiverState.ATTACHING)
     since = time.monotonic()
     await until(lambda: transfer.state is ReceiverState.FAILED)
     assert time.monotonic() - since < ATTACH_TIMEOUT_S, "nobody waits for a prefill leg any more"
