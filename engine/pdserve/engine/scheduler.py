@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.engine_types import (
     EngineCoreEventType,
     EngineCoreRequest,
-    LogprobsLists,
     SchedulerStats,
     StreamingUpdate,
 )
-from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
+from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.engine.admission import Admission, Refusal
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.booking import Booking
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.endings import Endings
 from pdserve.engine.grammar_compiler import GrammarCompiler
 from pdserve.engine.grammar_waits import GrammarWaits
 from pdserve.engine.hold_ledger import HoldLedger
@@ -27,28 +27,13 @@ from pdserve.engine.remote_kv import IntoEngine, KVConnector
 from pdserve.engine.remote_receives import Ready, RemoteReceives
 from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.running_batch import RunningBatch
-from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pdserve.engine.sessions import Sessions
 from pdserve.engine.siblings import Siblings
 from pdserve.engine.source_publishing import SourcePublishing
 from pdserve.engine.step import Step
 from pdserve.engine.transfer_events import End, TransferEvents
 from pdserve.engine.turns import Turns
-
-
-def _no_token_left(request: Request) -> InvalidRequest:
-    params = request.sampling_params
-    rules = {
-        "structured_outputs": params.structured_outputs,
-        "allowed_token_ids": params.allowed_token_ids,
-        "bad_words": params.bad_words_token_ids,
-        "min_tokens": params.min_tokens,
-        "logits_processors": params.logits_processors,
-    }
-    asked = [name for name, given in rules.items() if given]
-    return InvalidRequest(
-        f"{', '.join(asked)} leave no token for output position {request.num_output_tokens}", asked[0]
-    )
 
 
 class Scheduler:
@@ -80,8 +65,20 @@ class Scheduler:
         self.preemption = Preemption(self.kv, self.running, self.admission)
         self.siblings = Siblings(config, self.requests, self.kv, self.admission, self.preemption)
         self.sessions = Sessions(config, self.kv, self.running, self.admission, self.outputs)
+        self.endings = Endings(
+            self.requests,
+            self.kv,
+            self.running,
+            self.admission,
+            self.grammars,
+            self.receives,
+            self.siblings,
+            self.outputs,
+        )
+        self.booking = Booking(
+            self.requests, self.kv, self.sources, self.siblings, self.sessions, self.outputs, self.endings
+        )
         self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.admission)
-        self.num_computed_prompt_tokens = 0
         self.prefill_s = 0.0
         """Time of the steps that computed prompt tokens."""
 
@@ -119,14 +116,14 @@ class Scheduler:
             self.events.num_dropped += 1
             return
         if (refusal := self.sessions.resume(request, update)) is not None:
-            self._finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
+            self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
 
     def abort_request(self, request_id: str) -> Request | None:
         """End a request in whatever state it is; returns one of its sequences, or None when all had ended."""
         self.sources.forget(request_id)
         living = self._living(request_id)
         for request in living:
-            self._finish(request, RequestStatus.FINISHED_ABORTED)
+            self.endings.finish(request, RequestStatus.FINISHED_ABORTED)
         return living[0] if living else None
 
     def end_sequence(self, request_id: str, index: int) -> None:
@@ -135,7 +132,7 @@ class Scheduler:
             if request.num_sequences > 1:
                 request.ended_elsewhere.add(index)
             elif request.index == index:
-                self._finish(request, RequestStatus.FINISHED_STOPPED)
+                self.endings.finish(request, RequestStatus.FINISHED_STOPPED)
 
     def _living(self, request_id: str) -> list[Request]:
         if siblings := self.siblings.of(request_id):
@@ -146,13 +143,13 @@ class Scheduler:
     def fail_all(self, cause: PdServeError) -> None:
         """End every request with an error."""
         for request in list(self.requests.values()):
-            self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
 
     def fail_idle_sessions(self, cause: PdServeError) -> None:
         """End those that are between two turns with an error."""
         for request in list(self.requests.values()):
             if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
-                self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+                self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
 
     @property
     def has_work(self) -> bool:
@@ -170,7 +167,7 @@ class Scheduler:
         """One event. Late, repeated and unknown ones are counted and dropped (I9)."""
         outcome = self.events.apply(event)
         if isinstance(outcome, End):
-            self._finish(outcome.request, outcome.status, cause=outcome.cause)
+            self.endings.finish(outcome.request, outcome.status, cause=outcome.cause)
         else:
             self._run_if_ready(outcome)
 
@@ -189,11 +186,11 @@ class Scheduler:
         sequences = self.siblings.branch(request, first_tokens)
         if sequences is None:
             cause = TransferFailed("the source's first token does not fit the request's grammar")
-            self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
             return
         for sequence, ended_with in sequences:
             if ended_with is not None:
-                self._finish(sequence, ended_with)
+                self.endings.finish(sequence, ended_with)
             elif sequence is request:
                 self.admission.add_ready(request)
 
@@ -202,12 +199,12 @@ class Scheduler:
     def _take_grammars(self) -> None:
         for request, grammar in self.grammars.take():
             if isinstance(grammar, PdServeError):
-                self._finish(request, RequestStatus.FINISHED_ERROR, cause=grammar)
+                self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=grammar)
                 continue
             request.grammar = grammar
             request.settle_wait(Wait.GRAMMAR)
             if grammar.has_ended:
-                self._finish(request, RequestStatus.FINISHED_STOPPED)
+                self.endings.finish(request, RequestStatus.FINISHED_STOPPED)
             elif (first_tokens := self.grammars.first_tokens(request)) is not None:
                 self._start_decoding(request, first_tokens)
             elif not request.waits_for:
@@ -252,7 +249,7 @@ class Scheduler:
             if admitted is Refusal.NO_ROOM and request.is_pinned_source and self.preemption.give_way(step):
                 admitted = self._try_admit(step, request)
             if isinstance(admitted, PdServeError):
-                self._finish(request, RequestStatus.FINISHED_ERROR, cause=admitted)
+                self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=admitted)
             elif not isinstance(admitted, Refusal):
                 request.move_to(RequestStatus.RUNNING)
                 request.mark("scheduled")
@@ -272,57 +269,7 @@ class Scheduler:
 
     def update_from_output(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Book a step's result: KV computed, blocks published, tokens appended, sequences ended."""
-        computed_at = time.monotonic()
-        self.sources.device_event = computed.device_event
-        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
-            request = self.requests[request_id]
-            if request.num_computed_tokens < request.num_given_tokens:
-                self.num_computed_prompt_tokens += num_tokens
-                request.prefill_chunks.append((computed_at, num_tokens))
-                if (of_chunk := computed.prompt_logprobs.get(request_id)) is not None:
-                    request.add_prompt_logprobs(of_chunk)
-            request.num_computed_tokens += num_tokens
-            self.kv.remember_computed(request)
-            if request.is_pinned_source:
-                self.sources.publish(request)
-        place = 0
-        while place < len(computed.req_ids):
-            request = self.requests[computed.req_ids[place]]
-            places = range(place, place + request.num_sequences)
-            place = places.stop
-            cause = next((computed.failed[place] for place in places if place in computed.failed), None)
-            if cause is not None:
-                self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
-                continue
-            token_ids = [computed.sampled_token_ids[place] for place in places]
-            self._append(request, token_ids, [computed.logprobs.get(place) for place in places])
-        for request_id, values in computed.pooler_output.items():
-            self._finish(self.requests[request_id], RequestStatus.FINISHED_STOPPED, pooling_output=values)
-
-    def _append(self, request: Request, token_ids: list[int], logprobs: list[LogprobsLists | None]) -> None:
-        """A sequence's new token; at the end of a prompt the first one of each sequence that continues it."""
-        if NO_TOKEN in token_ids:
-            self._finish(request, RequestStatus.FINISHED_ERROR, cause=_no_token_left(request))
-            return
-        request.mark("first_token")
-        sequences = self.siblings.branch(request, token_ids)
-        if sequences is None:
-            cause = InternalError("a token was sampled that does not fit the request's grammar")
-            self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
-            return
-        for (sequence, ended_with), token_id, of_token in zip(sequences, token_ids, logprobs, strict=True):
-            if ended_with is None or request.core.transfer_source:
-                self.outputs.tokens(sequence, [token_id], ended_with, of_token)
-            elif request.core.resumable:
-                self.sessions.end_turn(sequence, ended_with, token_id, of_token)
-            else:
-                self._finish(sequence, ended_with, new_token_ids=[token_id], new_logprobs=of_token)
-        if request.core.transfer_source:
-            # the rest is decoded elsewhere: for this engine the sequences are done, though their texts are not
-            statuses = [ended_with for _, ended_with in sequences]
-            if None in statuses and request.is_unwanted_source:
-                self.sources.rest(request)
-            self._forget(request, statuses[0] or RequestStatus.FINISHED_STOPPED)
+        self.booking.book(scheduled, computed)
 
     def keep_left(self, unused: SchedulerOutput) -> None:
         """A step that computed nothing was not seen by the runner: what it was to be told is told next time."""
@@ -332,42 +279,17 @@ class Scheduler:
         """Start the counters and the prefix cache anew."""
         self.pool.forget_cached()
         self.prefill_s = 0.0
-        self.num_computed_prompt_tokens = self.kv.num_queried_tokens = self.kv.num_hit_tokens = 0
-
-    def _finish(
-        self,
-        request: Request,
-        status: RequestStatus,
-        *,
-        new_token_ids: list[int] | None = None,
-        new_logprobs: LogprobsLists | None = None,
-        cause: PdServeError | None = None,
-        pooling_output: list[float] | None = None,
-    ) -> None:
-        self.outputs.tokens(request, new_token_ids or [], status, new_logprobs, cause, pooling_output=pooling_output)
-        if request.num_sequences > 1:
-            request.grammar = None  # none of them goes on from its place
-            for sequence in request.fork():
-                self.outputs.tokens(sequence, [], status, cause=cause)
-        if Wait.REMOTE_KV in request.waits_for:
-            self.receives.stop(request, cause)
-        self._forget(request, status)
-
-    def _forget(self, request: Request, status: RequestStatus) -> None:
-        self.admission.remove(request)
-        self.grammars.forget(request)
-        self.running.leave(request)
-        self.kv.free(request)
-        del self.requests[request.request_id]
-        if request.core.n > 1:
-            self.siblings.remove(request)
-        request.move_to(status)
+        self.booking.num_computed_prompt_tokens = self.kv.num_queried_tokens = self.kv.num_hit_tokens = 0
 
     # ---- how it does
 
     @property
     def num_preemptions(self) -> int:
         return self.preemption.num_preemptions
+
+    @property
+    def num_computed_prompt_tokens(self) -> int:
+        return self.booking.num_computed_prompt_tokens
 
     @property
     def num_dropped_events(self) -> int:
