@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis_server import free_port
 from tls_authority import Authority
 
 from pdserve.cli.doctor.address_check import AddressCheck
@@ -305,6 +306,27 @@ def test_ports_that_are_free_drawn_in_use_equal_or_not_ours() -> None:
     assert "address of this machine" in findings[0].advice
     assert verdicts(PortCheck(PrefillSettings(**BEYOND)).run()) == ["warning", "warning", "ok"]
     assert verdicts(PortCheck(PrefillSettings(port=70_000)).run()) == ["failed", "ok", "ok"]
+
+
+def test_equal_ports_are_a_conflict_only_where_addresses_overlap() -> None:
+    port = free_port()
+
+    def conflicts(**settings: Any) -> list[str]:
+        findings = PortCheck(DecodeSettings(insecure=True, port=port, metrics_port=port, **settings)).run()
+        return [finding.what for finding in findings[3:]]
+
+    assert conflicts(host="127.0.0.1", metrics_host="127.0.0.2") == []
+    both = [f"port and metrics_port are both {port}"]
+    for host, metrics_host in (
+        ("127.0.0.1", "127.0.0.1"),
+        ("127.0.0.1", "localhost"),
+        ("0.0.0.0", "127.0.0.2"),
+        ("127.0.0.2", "0.0.0.0"),
+        ("127.0.0.2", "::"),
+    ):
+        assert conflicts(host=host, metrics_host=metrics_host) == both, (host, metrics_host)
+    apart = conflicts(host="127.0.0.1", data_port=port, metrics_host="127.0.0.2")
+    assert apart == [f"port and data_port are both {port}"]
 
 
 # ---- addresses

@@ -1,4 +1,4 @@
-"""Hosts: which are wildcards, by which address other machines reach this one, and how one is written with a port."""
+"""Hosts: which are wildcards or overlap, by which address others reach this machine, how one is written with a port."""
 
 from __future__ import annotations
 
@@ -12,6 +12,21 @@ WILDCARDS = ("0.0.0.0", "::", "")
 def is_wildcard(host: str) -> bool:
     """Whether listening on `host` means every address of this machine."""
     return host in WILDCARDS
+
+
+def overlap(host: str, other: str) -> bool:
+    """Whether listening on one host takes a port from the other: they share an address, or one is a wildcard."""
+    if host == other or is_wildcard(host) or is_wildcard(other):
+        return True
+    return not _addresses(host).isdisjoint(_addresses(other))
+
+
+def _addresses(host: str) -> set[str]:
+    """Empty for a name that does not resolve."""
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return set()
 
 
 def own_address() -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.common.deployment_key import is_loopback
 from pdserve.common.errors import ConfigError
-from pdserve.common.host_address import host_and_port
+from pdserve.common.host_address import host_and_port, overlap
 from pdserve.common.http_server import listening_socket
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.worker_settings import WorkerSettings
@@ -52,8 +52,13 @@ class PortCheck:
         findings = [self._look(port) for port in ports]
         given = [port for port in ports if port.number]
         for number in sorted({port.number for port in given}):
-            names = [port.setting for port in given if port.number == number]
-            if len(names) > 1:
+            equal = [port for port in given if port.number == number]
+            names = [
+                port.setting
+                for port in equal
+                if any(other is not port and overlap(port.host, other.host) for other in equal)
+            ]
+            if names:
                 findings.append(failed(f"{' and '.join(names)} are both {number}", "give each a number of its own"))
         return findings
 
