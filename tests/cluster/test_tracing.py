@@ -88,6 +88,7 @@ def start(
         tokens=inference_pb2.TokenPrompt(token_ids=prompt),
         sampling=request_pb2.SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens),
         stream=True,
+        client_request_id=f"mine {trace_id}",
     )
     metadata = (("traceparent", f"00-{trace_id}-{'ab' * 8}-01"),)
     return inference_pb2_grpc.InferenceServiceStub(channel).Generate(
@@ -177,6 +178,9 @@ async def test_every_request_has_one_trace_over_all_services(cluster: Cluster, c
         assert transfer.attributes["pdserve.kv.bytes"] % transfer.attributes["pdserve.kv.blocks"] == 0
         assert transfer.events == ["first_landing", "last_landing"]
         assert spans["decode.generate"].events == ["first_token"]
+        for name, span in spans.items():
+            told = name not in ("tokenize", "admission", "route", "attempt")
+            assert span.attributes.get("pdserve.client_request.id") == (f"mine {trace_id}" if told else None), name
         workers |= {span.attributes.get("pdserve.worker.id") for span in spans.values()} - {None}
     assert workers == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
 

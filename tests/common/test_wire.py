@@ -173,6 +173,7 @@ def prepared_requests(draw: st.DrawFn) -> PreparedRequest:
         trace_headers=draw(st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)),
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
         pooling_params=draw(st.none() | pooling_params()),
+        client_request_id=draw(st.text(st.characters(categories=("L", "N", "P")), max_size=8)),
     )
 
 

@@ -394,9 +394,18 @@ def chat_prompt(*messages: tuple[str, str]) -> inference_pb2.ChatPrompt:
     return inference_pb2.ChatPrompt(messages=made)
 
 
-def embed(*inputs: str | list[int] | None, model: str = "", cache_salt: str = "", **pooling: int) -> Message:
+def embed(
+    *inputs: str | list[int] | None,
+    model: str = "",
+    cache_salt: str = "",
+    client_request_id: str = "",
+    **pooling: int,
+) -> Message:
     request = inference_pb2.EmbedRequest(
-        model=model, cache_salt=cache_salt, pooling=request_pb2.PoolingParams(**pooling)
+        model=model,
+        cache_salt=cache_salt,
+        client_request_id=client_request_id,
+        pooling=request_pb2.PoolingParams(**pooling),
     )
     for given in inputs:
         added = request.inputs.add()
@@ -429,6 +438,8 @@ GRPC = [
     (generate(max_tokens=2, min_tokens=3), "min_tokens must be at most max_tokens (2)"),
     (generate(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids[0]"),
     (generate(cache_salt="s" * 257), "cache_salt"),
+    (generate(client_request_id="i" * 257), "client_request_id has 257 characters, at most 256"),
+    (generate(client_request_id="é\n"), "client_request_id has U+000A at character 1, only printable"),
     (generate(presence_penalty=2.5), "presence_penalty must be from -2 to 2"),
     (generate(frequency_penalty=float("inf")), "frequency_penalty must be a finite number"),
     (generate(repetition_penalty=0), "repetition_penalty must be above 0"),
@@ -477,6 +488,7 @@ GRPC = [
     (embed("x", dimensions=HIDDEN_SIZE + 1), "dimensions must be from 1 to 8"),
     (embed("x", pooling_type=9), "pooling_type is 9"),
     (embed("x", cache_salt="s" * 257), "cache_salt has 257 characters"),
+    (embed("x", client_request_id="i" * 257), "client_request_id has 257 characters"),
     (unknown(embed("x")), "EmbedRequest has a field number 111"),
     (unknown(embed("x"), "inputs"), "inputs[0] has a field number 111"),
 ]

@@ -13,7 +13,7 @@ from otlp_receiver import otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.common.errors import WorkerLost
-from pdserve.v1 import inference_pb2
+from pdserve.v1 import inference_pb2, request_pb2
 
 
 @pytest.fixture
@@ -159,6 +159,38 @@ async def test_several_prompts_share_one_request(cluster, collector):
     (request,) = (span for span in spans if span.name == "request")
     assert request.attributes["gen_ai.usage.input_tokens"] == 6
     assert request.attributes["gen_ai.response.finish_reasons"] == ["length"] * 3
+
+
+async def test_a_request_has_the_name_that_its_client_gave_it(cluster, collector):
+    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    text, named = inference_pb2.TextPrompt(text="x"), {"client_request_id": "order 7"}
+    sampling = request_pb2.SamplingParams(max_tokens=2)
+    first_turn = inference_pb2.GenerateRequest(text=text, sampling=sampling, **named)
+    later_turn = inference_pb2.GenerateRequest(text=text, sampling=sampling)
+
+    async def generate(metadata):
+        _ = [response async for response in cluster.grpc.Generate(first_turn, metadata=metadata)]
+
+    async def embed(metadata):
+        request = inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text=text)], **named)
+        await cluster.grpc.Embed(request, metadata=metadata)
+
+    async def session(metadata):
+        call = cluster.grpc.Session([first_turn, later_turn], metadata=metadata)
+        _ = [response async for response in call]
+
+    for ask, num_requests in ((generate, 1), (embed, 1), (session, 2)):
+        trace_id, headers = trace()
+        await ask(tuple(headers.items()))
+        requests = await asyncio.to_thread(
+            collector.wait_for, lambda spans, n=num_requests: [s.name for s in spans].count("request") == n, trace_id
+        )
+        ids = [span.attributes["pdserve.client_request.id"] for span in requests if span.name == "request"]
+        assert ids == ["order 7"] * num_requests, ask
+    for role, count in (("prefill", 2), ("decode", 2)):
+        calls = cluster.of(role).calls
+        sent = [call.seen[0].open if call.request is None else call.request.request for call in calls]
+        assert [request.client_request_id for request in sent] == ["order 7"] * count
 
 
 async def test_a_caller_that_does_not_sample_is_not_traced(cluster, collector):

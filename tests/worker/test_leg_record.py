@@ -64,6 +64,7 @@ def make_record(
         sampling_params=SamplingParams(stop=stop),
         arrival_time=10.0,
         remote_prefill=remote,
+        client_request_id="order 7",
     )
     closed: list[LegRecord] = []
     record = LegRecord(leg, request, {TRACEPARENT: PARENT}, closed.append)
@@ -244,6 +245,7 @@ def test_spans_say_what_the_records_say() -> None:
         assert f"{span.context.trace_id:032x}" == PARENT.split("-")[1]
         assert f"{span.parent.span_id:016x}" == PARENT.split("-")[2]
         assert span.attributes["pdserve.worker.id"] == "worker-1"
+        assert span.attributes["pdserve.client_request.id"] == "order 7"
     transfer, generate, compute, failed = spans[1], spans[3], spans[5], spans[7]
     assert (transfer.start_time, transfer.end_time) == (to_unix_ns(11.0), to_unix_ns(13.0))
     assert transfer.attributes["pdserve.kv.bytes"] == 2 * 64

@@ -73,6 +73,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     n: int = 1
     """Sequences that continue this prompt, from `index` on: it is computed once, then each goes its own way."""
     trace_headers: dict[str, str] = {}
+    client_request_id: str = ""
+    """What the client calls it, for spans."""
     mm_features: list[bytes] | None = None
     prompt_embeds: bytes | None = None
     lora_request: LoRARequest | None = None

@@ -12,12 +12,30 @@ from pdserve.common.sampling_params import SamplingParams
 
 MAX_PRIORITY = 2**31 - 1
 """What the wire can carry."""
+MAX_CLIENT_REQUEST_ID_CHARS = 256
 
 
 def verify_priority(priority: int) -> None:
     """Raises: InvalidRequest."""
     if not -MAX_PRIORITY - 1 <= priority <= MAX_PRIORITY:
         raise InvalidRequest(f"priority must be from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}, not {priority}", "priority")
+
+
+def verify_client_request_id(client_request_id: str) -> None:
+    """What a client calls its request goes into spans, so it is short and one line. Raises: InvalidRequest."""
+    if len(client_request_id) > MAX_CLIENT_REQUEST_ID_CHARS:
+        raise InvalidRequest(
+            f"client_request_id has {len(client_request_id)} characters, "
+            f"at most {MAX_CLIENT_REQUEST_ID_CHARS} are allowed",
+            "client_request_id",
+        )
+    if not client_request_id.isprintable():
+        place = next(place for place, char in enumerate(client_request_id) if not char.isprintable())
+        raise InvalidRequest(
+            f"client_request_id has U+{ord(client_request_id[place]):04X} at character {place}, "
+            "only printable characters are allowed",
+            "client_request_id",
+        )
 
 
 class ResumeState(msgspec.Struct, kw_only=True, frozen=True, gc=False):
@@ -41,6 +59,8 @@ class PreparedRequest(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     deadline: float
     """`time.monotonic()` of this process at which the request has failed."""
     trace_headers: dict[str, str] = {}
+    client_request_id: str = ""
+    """What the client calls it, for spans."""
     priority: int = 0
     """Lower runs first, where the worker's `scheduling_policy` is `priority`."""
     pooling_params: PoolingParams | None = None

@@ -13,7 +13,7 @@ from pdserve.common.engine_types import EngineCoreOutput, FinishReason, Logprobs
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import PoolingParams, PoolingType
-from pdserve.common.prepared_request import PreparedRequest, ResumeState
+from pdserve.common.prepared_request import PreparedRequest, ResumeState, verify_client_request_id
 from pdserve.common.sampling_params import (
     NamedLogitsProcessor,
     RequestOutputKind,
@@ -185,6 +185,7 @@ def prepared_to_wire(request: PreparedRequest) -> request_pb2.PreparedRequest:
         request_digest=request.request_digest,
         deadline_s=request.remaining_s,
         trace_headers=request.trace_headers,
+        client_request_id=request.client_request_id,
         priority=request.priority,
         pooling=None if request.pooling_params is None else pooling_to_wire(request.pooling_params),
         resume=None if request.resume is None else _resume_to_wire(request.resume),
@@ -219,6 +220,7 @@ def prepared_from_wire(message: request_pb2.PreparedRequest, block_size: int) ->
         raise InvalidRequest(
             f"request.deadline_s is {message.deadline_s}, above 0 and at most 86400 is needed", "deadline_s"
         )
+    verify_client_request_id(message.client_request_id)
     params = sampling_from_wire(message.sampling)
     if message.resume.index >= params.n:
         raise InvalidRequest(
@@ -234,6 +236,7 @@ def prepared_from_wire(message: request_pb2.PreparedRequest, block_size: int) ->
         request_digest=message.request_digest,
         deadline=time.monotonic() + message.deadline_s,
         trace_headers=dict(message.trace_headers),
+        client_request_id=message.client_request_id,
         priority=message.priority,
         pooling_params=pooling_from_wire(message.pooling) if message.HasField("pooling") else None,
         resume=_resume_from_wire(message),

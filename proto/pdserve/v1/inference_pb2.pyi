@@ -104,7 +104,7 @@ class GenerateRequest(google.protobuf.message.Message):
     model: builtins.str
     """empty: whichever is served; another name is NOT_FOUND"""
     client_request_id: builtins.str
-    """only an attribute of spans and logs"""
+    """the client's own name for it, an attribute of its spans; at most 256 printable characters"""
     cache_salt: builtins.str
     """requests with different salts never share prefix cache"""
     stream: builtins.bool
@@ -302,7 +302,7 @@ class EmbedRequest(google.protobuf.message.Message):
     model: builtins.str
     """empty: whichever is served; another name is NOT_FOUND"""
     client_request_id: builtins.str
-    """only an attribute of spans and logs"""
+    """as in GenerateRequest"""
     cache_salt: builtins.str
     """requests with different salts never share prefix cache"""
     @property

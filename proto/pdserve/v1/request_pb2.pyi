@@ -505,9 +505,10 @@ class PreparedRequest(google.protobuf.message.Message):
     TRACE_HEADERS_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
+    CLIENT_REQUEST_ID_FIELD_NUMBER: builtins.int
     POOLING_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """made by the router; a client's own id is only an attribute"""
+    """made by the router"""
     hash_root: builtins.bytes
     """16 bytes: what the first block's hash is chained to"""
     request_digest: builtins.bytes
@@ -516,6 +517,8 @@ class PreparedRequest(google.protobuf.message.Message):
     """what is left of the request's deadline, a duration in seconds"""
     priority: builtins.int
     """lower runs first, where scheduling_policy is `priority`"""
+    client_request_id: builtins.str
+    """what the client calls it: an attribute of spans, no more; may be empty"""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -552,11 +555,12 @@ class PreparedRequest(google.protobuf.message.Message):
         trace_headers: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         priority: builtins.int = ...,
         resume: Global___ResumeState | None = ...,
+        client_request_id: builtins.str = ...,
         pooling: Global___PoolingParams | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["pooling", b"pooling", "resume", b"resume", "sampling", b"sampling"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hashes", b"block_hashes", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "hash_root", b"hash_root", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_digest", b"request_digest", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "trace_headers", b"trace_headers"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hashes", b"block_hashes", "client_request_id", b"client_request_id", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "hash_root", b"hash_root", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_digest", b"request_digest", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "trace_headers", b"trace_headers"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PreparedRequest: typing_extensions.TypeAlias = PreparedRequest

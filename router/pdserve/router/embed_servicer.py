@@ -7,6 +7,7 @@ from typing import Any
 import grpc.aio
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.prepared_request import verify_client_request_id
 from pdserve.common.rpc import MAX_MESSAGE_BYTES, metadata_of
 from pdserve.common.timeline import Timeline
 from pdserve.common.trace_headers import valid_trace_headers
@@ -54,6 +55,7 @@ class EmbedServicer(InferenceServiceServicer):
     def _embedding_requests(
         self, request: inference_pb2.EmbedRequest, metadata: dict[str, str], remaining_s: float | None
     ) -> list[EmbeddingRequest]:
+        verify_client_request_id(request.client_request_id)
         pooling = pooling_from_wire(request.pooling)
         num_numbers = pooling.num_dimensions(self._inference.hidden_size()) * len(request.inputs)
         if num_numbers > MAX_NUMBERS:
@@ -70,6 +72,7 @@ class EmbedServicer(InferenceServiceServicer):
                 cache_salt=request.cache_salt or None,
                 timeout_s=self._timeout_s(remaining_s),
                 trace_headers=valid_trace_headers(metadata),
+                client_request_id=request.client_request_id,
             )
             for place, entry in enumerate(request.inputs)
         ]

@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import DeadlineExceeded, InvalidRequest
+from pdserve.common.prepared_request import verify_client_request_id
 from pdserve.common.rpc import make_server, metadata_of
 from pdserve.common.sampling_params import RequestOutputKind
 from pdserve.common.trace_headers import valid_trace_headers
@@ -157,6 +158,7 @@ class InferenceServicer(EmbedServicer):
         session: StreamingSession | None = None,
     ) -> ClientRequest:
         sampling = request.sampling
+        verify_client_request_id(request.client_request_id)
         goes_on = session is not None and bool(session.token_ids)
         if session is not None:
             _verify_turn(request, goes_on)
@@ -176,6 +178,7 @@ class InferenceServicer(EmbedServicer):
             priority=request.priority,
             timeout_s=self._timeout_s(remaining_s),
             trace_headers=valid_trace_headers(metadata),
+            client_request_id=request.client_request_id,
         )
 
 

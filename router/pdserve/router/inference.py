@@ -115,7 +115,9 @@ class Inference:
                     "best_of",
                 )
         request_id = uuid.uuid4().hex
-        record = self.telemetry.request(request_id, requests[0].trace_headers)
+        record = self.telemetry.request(
+            request_id, requests[0].trace_headers, client_request_id=requests[0].client_request_id
+        )
         requests = [msgspec.structs.replace(request, trace_headers=record.headers) for request in requests]
         first_choices = accumulate((request.sampling.n for request in requests[:-1]), initial=0)
         client_stream = ClientStream(len(requests), self.settings.max_unread_bytes if stream else None)
@@ -141,7 +143,9 @@ class Inference:
         """
         if self.settings.local_prefill == "never":
             raise InvalidRequest("sessions are prefilled by decode workers, and local_prefill is never here")
-        record = self.telemetry.request(request_id, request.trace_headers)
+        # it came with the first turn and names them all
+        client_request_id = session.client_request_id = session.client_request_id or request.client_request_id
+        record = self.telemetry.request(request_id, request.trace_headers, client_request_id=client_request_id)
         request = msgspec.structs.replace(request, trace_headers=record.headers)
         client_stream = ClientStream(1, self.settings.max_unread_bytes if stream else None)
         run = SessionTurn(session, request_id, 0, request, client_stream, self._services, record)
@@ -156,7 +160,9 @@ class Inference:
         if not 0 < len(requests) <= MAX_EMBEDDING_INPUTS:
             raise InvalidRequest(f"{field} has {len(requests)} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", field)
         request_id = uuid.uuid4().hex
-        record = self.telemetry.request(request_id, requests[0].trace_headers, "embeddings")
+        record = self.telemetry.request(
+            request_id, requests[0].trace_headers, "embeddings", requests[0].client_request_id
+        )
         requests = [msgspec.structs.replace(request, trace_headers=record.headers) for request in requests]
         runs = [
             EmbeddingRun(

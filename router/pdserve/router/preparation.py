@@ -48,6 +48,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Lower goes first, where the services' `scheduling_policy` is `priority`."""
     timeout_s: float
     trace_headers: dict[str, str] = {}
+    client_request_id: str = ""
+    """The client's own name for it; verified."""
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +62,8 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     timeout_s: float
     trace_headers: dict[str, str] = {}
+    client_request_id: str = ""
+    """The client's own name for it; verified."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -93,6 +97,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     deadline: float
     trace_headers: dict[str, str]
+    client_request_id: str = ""
     pooling: PoolingParams | None = None
     """For an embedding; `sampling` means nothing then."""
 
@@ -172,6 +177,7 @@ class Preparation:
             priority=request.priority,
             deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
             trace_headers=request.trace_headers,
+            client_request_id=request.client_request_id,
         )
 
     def complete_embedding(
@@ -195,6 +201,7 @@ class Preparation:
             priority=0,
             deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
             trace_headers=request.trace_headers,
+            client_request_id=request.client_request_id,
             pooling=request.pooling,
         )
 
@@ -216,5 +223,6 @@ class Preparation:
             deadline=request.deadline,
             priority=request.priority,
             trace_headers=request.trace_headers,
+            client_request_id=request.client_request_id,
             pooling_params=request.pooling,
         )

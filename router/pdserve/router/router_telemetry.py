@@ -39,11 +39,16 @@ class RouterTelemetry:
         self.metrics = RouterMetrics(self._registry, num_requests, worker_counts)
 
     def request(
-        self, request_id: str, caller_headers: Mapping[str, str], operation: str = "text_completion"
+        self,
+        request_id: str,
+        caller_headers: Mapping[str, str],
+        operation: str = "text_completion",
+        client_request_id: str = "",
     ) -> RequestRecord:
         """A client's request begins.
 
         caller_headers: its trace context, validated; may be empty. operation: what OpenTelemetry calls its kind.
+        client_request_id: what the client calls it; may be empty.
         """
         started = now_unix_ns()
         if self._telemetry is None:
@@ -56,6 +61,8 @@ class RouterTelemetry:
             "gen_ai.provider.name": "pdserve",
             "gen_ai.operation.name": operation,
         }
+        if client_request_id:
+            attributes["pdserve.client_request.id"] = client_request_id
         span = self._telemetry.tracing.root(SPAN_NAME, caller_headers, started, attributes)
         return RequestRecord(self.metrics, started, span, span.headers)
 

@@ -29,6 +29,8 @@ class StreamingSession:
         self.token_ids: list[int] = []
         """Everything so far, prompts and answers."""
         self.worker: Worker | None = None
+        self.client_request_id = ""
+        """What the client calls the session."""
         self._leg: SessionLeg | None = None
         self._events: asyncio.Queue[DecodeLegEvent | PdServeError] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None

@@ -45,4 +45,5 @@ def make_engine_request(
         index=index,
         n=request.num_sequences,
         trace_headers=request.trace_headers,
+        client_request_id=request.client_request_id,
     )
