@@ -26,6 +26,7 @@ BAD_PROMPTS: list[tuple[Any, str, str]] = [
     ({"prompt": GOOD, "cache_salt": 1}, "cache_salt", "cache_salt must be a string, not int"),
     ({"prompt": GOOD, "cache_salt": "x" * 257}, "cache_salt", "257 characters, at most 256"),
     ("\ud800", "prompt", "lone surrogate"),
+    ("x" * 99_999, "prompt", "prompt has at least [0-9]+ tokens; the model's length is 256"),
     ([5] * 256, "prompt", "256 tokens; the model's length is 256"),
 ]
 

@@ -16,6 +16,8 @@ COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 USER = {"role": "user", "content": "x"}
 LONG = "x" * 300
+HUGE = "x" * 13 * 300
+"""It has at least 300 tokens, since none stands for more than 13 bytes."""
 
 
 def completion(field: str, value: Any, message: str, param: str | None = None) -> tuple[str, dict[str, Any], str, str]:
@@ -302,6 +304,9 @@ HTTP = [
     (EMBEDDINGS, {"input": [1, VOCAB_SIZE]}, "input", f"input[1] is {VOCAB_SIZE}, outside the vocabulary"),
     (EMBEDDINGS, {"input": [[-1]]}, "input", "input[0] is -1"),
     (EMBEDDINGS, {"input": ["a"] * 2049}, "input", "input has 2049 entries, 1 to 2048 are allowed"),
+    (EMBEDDINGS, {"input": HUGE}, "input", "input has at least 300 tokens; the model's length is 256 tokens"),
+    ("/v1/completions", {"prompt": HUGE}, "prompt", "prompt has at least 300 tokens; the model's length is 256"),
+    ("/v1/completions", {"prompt": ["x", HUGE]}, "prompt[1]", "prompt[1] has at least 300 tokens"),
     (EMBEDDINGS, {"input": LONG}, "input", "input has 300 tokens; the model's length is 256 tokens"),
     (EMBEDDINGS, {"input": "x", "dimensions": 0}, "dimensions", "dimensions must be at least 1, not 0"),
     (EMBEDDINGS, {"input": "x", "dimensions": "8"}, "dimensions", "expected `int"),
@@ -467,6 +472,8 @@ GRPC = [
     (generate(bad_words=["x"] * 129), "at most 128 texts, not 129"),
     (generate(chat=chat_prompt(("", "x"))), "messages[0].role must be a non-empty string"),
     (generate(chat=chat_prompt(("user", LONG))), "chat has 302 tokens"),
+    (generate(chat=chat_prompt(("user", HUGE))), "chat has at least 302 tokens"),
+    (generate(HUGE), "text has at least 300 tokens; the model's length is 256"),
     (generate(tokens=inference_pb2.TokenPrompt(token_ids=[1] * 256)), "tokens has 256 tokens"),
     (unknown(generate()), "GenerateRequest has a field number 111, which is not known here"),
     (unknown(generate(), "sampling"), "sampling has a field number 111"),
@@ -480,6 +487,7 @@ GRPC = [
     (embed(), "inputs has 0 entries, 1 to 2048 are allowed"),
     (embed(*["x"] * 2049), "inputs has 2049 entries, 1 to 2048 are allowed"),
     (embed(""), "inputs[0].text is empty"),
+    (embed("x", HUGE), "inputs[1].text has at least 300 tokens; the model's length is 256"),
     (embed("x", LONG), "inputs[1].text has 300 tokens; the model's length is 256"),
     (embed(None), "inputs[0] is missing: one of text and tokens is needed"),
     (embed([]), "inputs[0].tokens is empty"),

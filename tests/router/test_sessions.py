@@ -121,6 +121,7 @@ REFUSED_LATER = [
     (turn(sampling={"stop": ["x"]}), "sampling.stop is not supported"),
     (turn(token_ids=[10**6]), "outside the vocabulary"),
     (turn("x" * 250), "session has 259 tokens; the model's length is 256"),
+    (turn("x" * 13 * 250), "session has at least 259 tokens; the model's length is 256"),
     (turn(max_tokens=250), "sampling.max_tokens is 250 and session has 14 tokens"),
 ]
 

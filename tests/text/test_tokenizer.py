@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.text.detokenizer import ByteDetokenizer
 from pdserve.text.prompt import TextInput, encode_prompt
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenizer import Tokenizer, TokenizerJson
 
 
 def write(folder: Path, backend: Backend, **files: object) -> Tokenizer:
@@ -173,7 +173,7 @@ def test_rules_that_the_library_contradicts_are_not_used(folders: dict[str, Path
     folder = folders["byte_fallback"]
     tokenizer = Tokenizer.from_folder(folder)
     assert isinstance(tokenizer.detokenizer(), ByteDetokenizer)
-    wrong = Tokenizer(tokenizer._backend, {"type": "ByteLevel"}, _files(folder))
+    wrong = Tokenizer(tokenizer._backend, TokenizerJson({"type": "ByteLevel"}), _files(folder))
     assert not isinstance(wrong.detokenizer(), ByteDetokenizer)
 
 

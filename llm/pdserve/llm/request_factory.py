@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
-from pdserve.common.errors import InternalError, InvalidRequest, PromptTooLong
+from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.request_metrics import RequestMetrics, unix_s
 from pdserve.common.sampling_params import SamplingParams, verify_token_ids
@@ -23,7 +23,14 @@ from pdserve.llm.prompts import SaltedPrompt
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.best_of import best, for_engines
 from pdserve.text.output_processor import OutputProcessor
-from pdserve.text.prompt import EncodedPrompt, TokenInput, encode_prompt, resolve_max_tokens, verify_cache_salt
+from pdserve.text.prompt import (
+    EncodedPrompt,
+    LengthRule,
+    TokenInput,
+    encode_prompt,
+    resolve_max_tokens,
+    verify_cache_salt,
+)
 from pdserve.text.request_output import CompletionOutput, RequestOutput
 
 _SEED_BITS = 63
@@ -163,7 +170,7 @@ class RequestFactory:
             if sampling_params is None
             else checked(sampling_params, SamplingParams, "sampling_params")
         )
-        encoded = self._encoded(prompt)
+        encoded = self._encoded(prompt, LengthRule(self._max_model_len))
         max_tokens = resolve_max_tokens(
             prompt.prompt,
             len(encoded.token_ids),
@@ -188,18 +195,15 @@ class RequestFactory:
     def validate_embedding(self, prompt: SaltedPrompt, pooling_params: PoolingParams | None) -> ValidEmbedding:
         """Tokenize and check. Raises: InvalidRequest naming the field, its value and its limit."""
         params = PoolingParams() if pooling_params is None else checked(pooling_params, PoolingParams, "pooling_params")
-        encoded = self._encoded(prompt)
-        if len(encoded.token_ids) > self._max_model_len:
-            raise PromptTooLong(
-                f"{prompt.field} has {len(encoded.token_ids)} tokens; the model's length is {self._max_model_len} tokens",
-                prompt.field,
-            )
+        rule = LengthRule(self._max_model_len, has_output=False)
+        encoded = self._encoded(prompt, rule)
+        rule.verify(len(encoded.token_ids), prompt.field)
         params.verify(self._hidden_size)
         return ValidEmbedding(encoded, params, prompt.cache_salt)
 
     def validate_beams(self, prompt: SaltedPrompt, params: BeamSearchParams) -> ValidRequest:
         """Tokenize and check. Raises: InvalidRequest naming the field, its value and its limit."""
-        encoded = self._encoded(prompt)
+        encoded = self._encoded(prompt, LengthRule(self._max_model_len))
         params.verify(self._vocab_size, len(self._tokenizer.eos_token_ids))
         resolve_max_tokens(
             prompt.prompt,
@@ -214,8 +218,8 @@ class RequestFactory:
         )
         return ValidRequest(encoded, step, prompt.cache_salt)
 
-    def _encoded(self, prompt: SaltedPrompt) -> EncodedPrompt:
-        encoded = encode_prompt(self._tokenizer, prompt.prompt, prompt.field)
+    def _encoded(self, prompt: SaltedPrompt, length_rule: LengthRule) -> EncodedPrompt:
+        encoded = encode_prompt(self._tokenizer, prompt.prompt, prompt.field, length_rule)
         if isinstance(prompt.prompt, TokenInput):
             verify_token_ids(prompt.field, encoded.token_ids, self._vocab_size)
         verify_cache_salt(prompt.cache_salt)

@@ -67,7 +67,7 @@ class EmbeddingRun:
         raise error
 
     async def _serve(self) -> list[float]:
-        token_ids = await self._services.preparation.tokenize(self._request)
+        token_ids = await self._services.preparation.tokenize(self._request, Limits.of(self._workers()))
         request = self._services.preparation.complete_embedding(
             self.request_id, self._request, token_ids, await self._limits()
         )

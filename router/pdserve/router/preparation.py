@@ -12,7 +12,6 @@ from typing import TypeVar
 import msgspec
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.errors import PromptTooLong
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.prepared_request import PreparedRequest, ResumeState, verify_priority
@@ -20,7 +19,7 @@ from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.router.worker import Worker
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.best_of import for_engines
-from pdserve.text.prompt import Prompt, TokenInput, encode_prompt, resolve_max_tokens, verify_cache_salt
+from pdserve.text.prompt import LengthRule, Prompt, TokenInput, encode_prompt, resolve_max_tokens, verify_cache_salt
 from pdserve.text.tokenizer import Tokenizer
 
 MAX_TIMEOUT_S = 86_400.0
@@ -117,12 +116,20 @@ class Preparation:
         """What `call` returns or raises, from a thread of the tokenizer's."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    async def tokenize(self, request: ClientRequest | EmbeddingRequest) -> list[int]:
-        """The prompt's token ids. Raises: InvalidRequest."""
+    async def tokenize(
+        self, request: ClientRequest | EmbeddingRequest, limits: Limits | None = None, num_before: int = 0
+    ) -> list[int]:
+        """The prompt's token ids. Raises: InvalidRequest, at once for a text that cannot fit into `limits`.
+
+        num_before: as in `complete`.
+        """
         if isinstance(request.prompt, TokenInput):
             return encode_prompt(self.tokenizer, request.prompt, request.field).token_ids
+        rule = None
+        if limits is not None:
+            rule = LengthRule(limits.max_model_len, num_before, has_output=isinstance(request, ClientRequest))
         encoded = await asyncio.get_running_loop().run_in_executor(
-            self._threads, encode_prompt, self.tokenizer, request.prompt, request.field
+            self._threads, encode_prompt, self.tokenizer, request.prompt, request.field, rule
         )
         return encoded.token_ids
 
@@ -187,11 +194,7 @@ class Preparation:
         if isinstance(request.prompt, TokenInput):
             verify_token_ids(request.field, token_ids, limits.vocab_size)
         verify_cache_salt(request.cache_salt)
-        if len(token_ids) > limits.max_model_len:
-            raise PromptTooLong(
-                f"{request.field} has {len(token_ids)} tokens; the model's length is {limits.max_model_len} tokens",
-                request.field,
-            )
+        LengthRule(limits.max_model_len, has_output=False).verify(len(token_ids), request.field)
         request.pooling.verify(limits.hidden_size)
         return TokenizedRequest(
             request_id=request_id,

@@ -131,9 +131,9 @@ class RequestRun:
         return self._request.timeout_s
 
     async def _serve(self) -> None:
-        token_ids = await self._services.preparation.tokenize(self._request)
-        bad_words = await self._services.preparation.bad_words(self._request)
         before = self._token_ids_before
+        token_ids = await self._services.preparation.tokenize(self._request, self._limits_now(), len(before))
+        bad_words = await self._services.preparation.bad_words(self._request)
         request = self._services.preparation.complete(
             self.request_id, self._request, token_ids, await self._limits(), bad_words, len(before)
         )
@@ -290,11 +290,12 @@ class RequestRun:
         output.index += self._first_choice
         self._stream.push(output)
 
-    async def _limits(self) -> Limits:
-        def look() -> Limits | None:
-            return Limits.of(worker for role in WorkerRole for worker in self._services.fleet.workers(role))
+    def _limits_now(self) -> Limits | None:
+        """None while no worker is known."""
+        return Limits.of(worker for role in WorkerRole for worker in self._services.fleet.workers(role))
 
-        limits = await self._services.fleet.wait_for(look, WAIT_FOR_WORKER_S)
+    async def _limits(self) -> Limits:
+        limits = await self._services.fleet.wait_for(self._limits_now, WAIT_FOR_WORKER_S)
         if limits is None:
             raise self._no_worker()
         return limits

@@ -45,11 +45,42 @@ class EncodedPrompt(NamedTuple):
     token_ids: list[int]
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, field: str) -> EncodedPrompt:
+class LengthRule(msgspec.Struct, frozen=True):
+    """How many tokens a prompt may have."""
+
+    max_model_len: int
+    num_before: int = 0
+    """Tokens of a session that come before it."""
+    has_output: bool = True
+    """False for an embedding, which ends with its prompt."""
+
+    def verify(self, num_tokens: int, field: str, *, at_least: bool = False) -> None:
+        """field: what the client calls the prompt. at_least: it may have more. Raises: PromptTooLong."""
+        num_tokens += self.num_before
+        if num_tokens + self.has_output <= self.max_model_len:
+            return
+        room = ", prompt and output together, and at least one must be left for the output" if self.has_output else ""
+        raise PromptTooLong(
+            f"{field} has {'at least ' if at_least else ''}{num_tokens} tokens; "
+            f"the model's length is {self.max_model_len} tokens{room}",
+            field,
+        )
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: Prompt, field: str, length_rule: LengthRule | None = None
+) -> EncodedPrompt:
     """At least one token; ids given as such are not checked. Safe from any thread.
 
-    field: what the client calls the prompt. Raises: InvalidRequest.
+    field: what the client calls the prompt. length_rule: where it is given, a text that cannot fit is refused before it
+    is tokenized, which could take many seconds; whoever calls holds the tokens to it. Raises: InvalidRequest.
     """
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        if length_rule is not None:
+            length_rule.verify(tokenizer.least_tokens(text), field, at_least=True)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens, field=field)
+
     match prompt:
         case TokenInput():
             text, token_ids = None, prompt.token_ids
@@ -61,12 +92,11 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, field: str) -> EncodedPr
                 tools=prompt.tools or None,
             )
             # the template has written the special tokens
-            token_ids = tokenizer.encode(text, add_special_tokens=False, field=field)
+            token_ids = encode(text, add_special_tokens=False)
         case TextInput():
             # of an empty text not even a beginning of sequence is computed
             text = prompt.text
-            special = prompt.add_special_tokens
-            token_ids = tokenizer.encode(text, add_special_tokens=special, field=field) if text else []
+            token_ids = encode(text, prompt.add_special_tokens) if text else []
     if not token_ids:
         raise InvalidRequest(f"{field} is empty, at least one token is needed", field)
     return EncodedPrompt(text, token_ids)
@@ -79,13 +109,8 @@ def resolve_max_tokens(
 
     field, max_tokens_field: what the client calls the two. Raises: PromptTooLong, InvalidRequest.
     """
+    LengthRule(max_model_len).verify(num_tokens, field)
     left = max_model_len - num_tokens
-    if left < 1:
-        raise PromptTooLong(
-            f"{field} has {num_tokens} tokens; the model's length is {max_model_len} tokens, "
-            "prompt and output together, and at least one must be left for the output",
-            field,
-        )
     if max_tokens is None:
         return left if isinstance(prompt, ChatInput) else min(left, DEFAULT_MAX_TOKENS)
     if max_tokens > left:

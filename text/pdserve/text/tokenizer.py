@@ -13,23 +13,25 @@ from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.common.fingerprint import tokenizer_fingerprint
 from pdserve.text.chat_template import ChatTemplate
 from pdserve.text.detokenizer import ByteDetokenizer, IncrementalDetokenizer, WindowDetokenizer
+from pdserve.text.longest_token import longest_token_bytes
 from pdserve.text.token_bytes import DecoderRules, TokenBytes
 from pdserve.text.tokenizer_folder import TokenizerFolder
 
 _SAMPLE_SIZE = 256
 
 
-class _TokenizerJson(msgspec.Struct):
-    """The one part of tokenizer.json that the library does not hand out."""
+class TokenizerJson(msgspec.Struct):
+    """The parts of tokenizer.json that the library does not hand out."""
 
     decoder: Any = None
+    pre_tokenizer: Any = None
 
 
 class Tokenizer:
     """Immutable once loaded; every method may be called from any thread."""
 
-    def __init__(self, backend: Backend, decoder: Any, folder: TokenizerFolder) -> None:
-        """Use `from_folder`. decoder: the `decoder` object of tokenizer.json."""
+    def __init__(self, backend: Backend, parts: TokenizerJson, folder: TokenizerFolder) -> None:
+        """Use `from_folder`."""
         _complete(backend, folder)
         self._backend = backend
         added = backend.get_added_tokens_decoder()
@@ -45,7 +47,8 @@ class Tokenizer:
         """32 hex digits; router and workers compare theirs."""
         template = folder.chat_template()
         self._chat_template = ChatTemplate(template[0], folder.special_tokens(), template[1]) if template else None
-        self._token_bytes = _checked_token_bytes(backend, decoder, self.special_token_ids)
+        self._longest_token_bytes = longest_token_bytes(backend, parts.pre_tokenizer)
+        self._token_bytes = _checked_token_bytes(backend, parts.decoder, self.special_token_ids)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -58,13 +61,13 @@ class Tokenizer:
         try:
             data = path.read_bytes()
             backend = Backend.from_buffer(data)
-            decoder = msgspec.json.decode(data, type=_TokenizerJson).decoder
+            parts = msgspec.json.decode(data, type=TokenizerJson)
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except Exception as error:
             # The library raises nothing narrower.
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
-        return cls(backend, decoder, files)
+        return cls(backend, parts, files)
 
     @property
     def has_chat_template(self) -> bool:
@@ -83,6 +86,12 @@ class Tokenizer:
                 f"{field} is not valid Unicode: lone surrogate at character {error.start}", field
             ) from error
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def least_tokens(self, text: str) -> int:
+        """`encode` makes at least so many of a text, told without making them; 0 where that cannot be known."""
+        if self._longest_token_bytes is None:
+            return 0
+        return -(-len(text.encode(errors="surrogatepass")) // self._longest_token_bytes)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of all ids at once; ids without a token are skipped.
