@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 from collections.abc import Callable
@@ -45,6 +46,8 @@ async def run_worker(
         loop.add_signal_handler(number, leave.set)
     try:
         await worker.start()
+        # what is loaded stays: looking through all of it in a full collection would stop every stream for 0.1 s
+        gc.freeze()
         if on_ready is not None:
             on_ready(worker.identity)
         await first_done(leave.wait(), worker.engine.died.wait())

@@ -1,0 +1,28 @@
+"""A worker that says, once it is ready, how many objects a full garbage collection would look through, and leaves.
+
+Usage: ready_worker.py FOLDER
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+
+from pdserve.common.worker_settings import DecodeSettings
+from pdserve.decode.service import run_decode
+from pdserve.worker.identity import WorkerIdentity
+
+
+def on_ready(identity: WorkerIdentity) -> None:
+    print(len(gc.get_objects()), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    gc.unfreeze()  # a process that was forked has everything frozen that it began with; a new one has not
+    settings = DecodeSettings(port=0, connector="tcp", num_blocks=8)
+    asyncio.run(run_decode(settings, Path(sys.argv[1]), on_ready=on_ready))
