@@ -79,6 +79,9 @@ def test_lists_are_written_with_commas() -> None:
     settings = load_settings(RouterSettings, environ=environ)
     assert settings.prefill == ("127.0.0.1:1", "[::1]:2")
     assert (settings.api_keys, settings.insecure) == (("a", "b"), True)
+    settings = load_settings(RouterSettings, flags={"decode": "127.0.0.1:3,[::1]:4", "api_keys": "c"}, environ=environ)
+    assert (settings.prefill, settings.decode) == (("127.0.0.1:1", "[::1]:2"), ("127.0.0.1:3", "[::1]:4"))
+    assert settings.api_keys == ("c",)
 
 
 NAN, INF = float("nan"), float("inf")

@@ -35,6 +35,7 @@ OTEL_VARIABLES = {
 """OpenTelemetry's variables and the settings that they are; our own variable comes first."""
 CLIENT_VARIABLES = ("api_key",)
 """Read by the client commands, so a service that meets them in its environment leaves them alone."""
+_LISTS = ("prefill", "decode", "api_keys")
 _SECRETS = ("deployment_key", "api_keys", "otlp_headers")
 SERVICES: tuple[type[ServiceSettings], ...] = (RouterSettings, PrefillSettings, DecodeSettings)
 S = TypeVar("S", bound=ServiceSettings)
@@ -55,7 +56,7 @@ def load_settings(
     for source, values in (
         (f"{toml}", _from_toml(kind, toml)),
         ("environment", _from_environ(kind, os.environ if environ is None else environ)),
-        ("flags", {name: value for name, value in (flags or {}).items() if value is not None}),
+        ("flags", {name: _parsed(name, value) for name, value in (flags or {}).items() if value is not None}),
     ):
         try:
             msgspec.convert(values, kind, strict=False)
@@ -118,6 +119,12 @@ def _from_environ(kind: type[ServiceSettings], environ: Mapping[str, str]) -> di
         if name not in known:
             raise ConfigError(f"environment: unknown setting {variable}")
         if name in kind.__struct_fields__:
-            is_list = name in ("prefill", "decode", "api_keys")
-            values[name] = [part for part in map(str.strip, text.split(",")) if part] if is_list else text
+            values[name] = _parsed(name, text)
     return values
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """A list that is given as text has commas between its entries."""
+    if name in _LISTS and isinstance(value, str):
+        return [part for part in map(str.strip, value.split(",")) if part]
+    return value
