@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+
 from rich.console import Console
 
 from pdserve.cli.cluster import Addresses
@@ -13,8 +16,10 @@ from pdserve.common.errors import PdServeError
 class Greeting:
     """Called once by the cluster."""
 
-    def __init__(self, console: Console, question: str, once: bool) -> None:
+    def __init__(self, console: Console, question: str, once: bool, default_url: str) -> None:
+        """default_url: what `pdserve chat` asks when it is told no other."""
         self._console = console
+        self._default_url = default_url
         self._question = question
         self._once = once
         self.answered = False
@@ -39,6 +44,12 @@ class Greeting:
                 console.print(f"[red]{error.code}: {error.message}[/]")
         if not self._once:
             console.print(
-                '\nAsk more:  pdserve chat --timeline "What is 7 plus 5?"     Ctrl-C drains and stops.', soft_wrap=True
+                f'\nAsk more:  {self._chat(addresses.grpc)} --timeline "What is 7 plus 5?"     Ctrl-C drains and stops.',
+                soft_wrap=True,
             )
         return not self._once
+
+    def _chat(self, address: str) -> str:
+        """The command that asks this cluster, to be pasted into another terminal."""
+        command = "pdserve" if shutil.which("pdserve") else sys.argv[0]
+        return f"{command} chat" if address == self._default_url else f"{command} chat --url {address}"

@@ -46,6 +46,7 @@ Policy = Annotated[
 Connector = Annotated[
     str | None, typer.Option(help="How KV blocks move: auto (default), nixl or tcp.", show_default=False)
 ]
+DEFAULT_URL = "127.0.0.1:50051"
 GrpcUrl = Annotated[str, typer.Option("--url", help="host:port of the router's gRPC front end.")]
 CaFile = Annotated[
     str | None, typer.Option(help="PEM certificates to trust: the router speaks TLS.", show_default=False)
@@ -118,7 +119,7 @@ def up(
         quiet_children=not verbose,
         redis=redis,
     )
-    greeting = Greeting(console, ask, once)
+    greeting = Greeting(console, ask, once, DEFAULT_URL)
     asyncio.run(run_cluster(plan, console, greeting))
     if once and not greeting.answered:
         raise typer.Exit(EXIT_FAILED)
@@ -223,7 +224,7 @@ def decode(
 @app.command()
 def chat(
     message: Annotated[str | None, typer.Argument(help="One question; without it a conversation begins.")] = None,
-    url: GrpcUrl = "127.0.0.1:50051",
+    url: GrpcUrl = DEFAULT_URL,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -244,7 +245,7 @@ def chat(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue, as it stands.")],
-    url: GrpcUrl = "127.0.0.1:50051",
+    url: GrpcUrl = DEFAULT_URL,
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
     seed: Seed = None,

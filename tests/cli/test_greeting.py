@@ -1,0 +1,31 @@
+"""What `pdserve up` tells its user to type next."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pdserve.cli.cluster import Addresses
+from pdserve.cli.greeting import Greeting
+
+URL = "127.0.0.1:50051"
+
+
+async def hint(grpc: str = URL) -> str:
+    """The last line that is printed."""
+    said = io.StringIO()
+    greeting = Greeting(Console(file=said, width=200), "", False, URL)
+    assert await greeting(Addresses("127.0.0.1:8000", grpc, [], ["127.0.0.1:1"]))
+    return said.getvalue().splitlines()[-1]
+
+
+async def test_the_hint_can_be_pasted_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [".venv/bin/pdserve", "up"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert (await hint()).startswith("Ask more:  .venv/bin/pdserve chat --timeline ")
+    assert " .venv/bin/pdserve chat --url 127.0.0.1:7 --timeline " in await hint("127.0.0.1:7")
+    (tmp_path / "pdserve").touch(0o755)
+    assert (await hint()).startswith("Ask more:  pdserve chat --timeline ")
