@@ -238,7 +238,9 @@ Global___DecodeEvent: typing_extensions.TypeAlias = DecodeEvent
 
 @typing.final
 class NeedsPrefill(google.protobuf.message.Message):
-    """More is uncached here than `max_local_prefill_tokens`; the attempt does not count."""
+    """More is uncached here than `Attempt.local_prefill_tokens` or this worker's `max_local_prefill_tokens`; the attempt does
+    not count.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -56,8 +56,8 @@ class DecodeServiceServicer(object):
 
     def Generate(self, request, context):
         """Continue a prompt whose KV comes from `source`, or prefill it here when there is none.
-        A status ends the call early: ABORTED (transfer_failed, digest_mismatch, evicted) and UNAVAILABLE (draining) may be
-        tried elsewhere; the router decides.
+        A status ends the call early: ABORTED (transfer_failed, evicted) and UNAVAILABLE (draining) may be tried elsewhere,
+        ABORTED with digest_mismatch not; the router decides.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,8 +27,8 @@ class DecodeServiceStub:
     def __new__(cls, channel: grpc.aio.Channel) -> DecodeServiceAsyncStub: ...
     Generate: grpc.UnaryStreamMultiCallable[pdserve.v1.decode_pb2.DecodeRequest, pdserve.v1.decode_pb2.DecodeEvent]
     """Continue a prompt whose KV comes from `source`, or prefill it here when there is none.
-    A status ends the call early: ABORTED (transfer_failed, digest_mismatch, evicted) and UNAVAILABLE (draining) may be
-    tried elsewhere; the router decides.
+    A status ends the call early: ABORTED (transfer_failed, evicted) and UNAVAILABLE (draining) may be tried elsewhere,
+    ABORTED with digest_mismatch not; the router decides.
     """
     Session: grpc.StreamStreamMultiCallable[pdserve.v1.decode_pb2.DecodeTurn, pdserve.v1.decode_pb2.DecodeEvent]
     """A sequence whose input comes turn by turn, prefilled here and never moved. The first message opens it; each further
@@ -47,8 +47,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Generate: grpc.aio.UnaryStreamMultiCallable[pdserve.v1.decode_pb2.DecodeRequest, pdserve.v1.decode_pb2.DecodeEvent]  # type: ignore[assignment]
     """Continue a prompt whose KV comes from `source`, or prefill it here when there is none.
-    A status ends the call early: ABORTED (transfer_failed, digest_mismatch, evicted) and UNAVAILABLE (draining) may be
-    tried elsewhere; the router decides.
+    A status ends the call early: ABORTED (transfer_failed, evicted) and UNAVAILABLE (draining) may be tried elsewhere,
+    ABORTED with digest_mismatch not; the router decides.
     """
     Session: grpc.aio.StreamStreamMultiCallable[pdserve.v1.decode_pb2.DecodeTurn, pdserve.v1.decode_pb2.DecodeEvent]  # type: ignore[assignment]
     """A sequence whose input comes turn by turn, prefilled here and never moved. The first message opens it; each further
@@ -70,8 +70,8 @@ class DecodeServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pdserve.v1.decode_pb2.DecodeEvent], collections.abc.AsyncIterator[pdserve.v1.decode_pb2.DecodeEvent]]:
         """Continue a prompt whose KV comes from `source`, or prefill it here when there is none.
-        A status ends the call early: ABORTED (transfer_failed, digest_mismatch, evicted) and UNAVAILABLE (draining) may be
-        tried elsewhere; the router decides.
+        A status ends the call early: ABORTED (transfer_failed, evicted) and UNAVAILABLE (draining) may be tried elsewhere,
+        ABORTED with digest_mismatch not; the router decides.
         """
 
     @abc.abstractmethod

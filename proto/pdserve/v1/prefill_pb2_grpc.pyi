@@ -28,7 +28,8 @@ class PrefillServiceStub:
     Prefill: grpc.UnaryStreamMultiCallable[pdserve.v1.prefill_pb2.PrefillRequest, pdserve.v1.prefill_pb2.PrefillEvent]
     """Compute the prompt's KV blocks and the first token, and keep the blocks for one transfer.
     The call lives exactly as long as the transfer; cancelling it cancels the transfer in any state.
-    Refusals come as a status before any event: INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE while draining.
+    Refusals come as a status before any event: INVALID_ARGUMENT, ABORTED for a transfer that has ended, UNAVAILABLE
+    while draining.
     """
     Embed: grpc.UnaryUnaryMultiCallable[pdserve.v1.prefill_pb2.PoolingRequest, pdserve.v1.prefill_pb2.PoolingResponse]
     """Compute a prompt's embedding. No token is sampled, and nothing is kept for a transfer.
@@ -41,7 +42,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     Prefill: grpc.aio.UnaryStreamMultiCallable[pdserve.v1.prefill_pb2.PrefillRequest, pdserve.v1.prefill_pb2.PrefillEvent]  # type: ignore[assignment]
     """Compute the prompt's KV blocks and the first token, and keep the blocks for one transfer.
     The call lives exactly as long as the transfer; cancelling it cancels the transfer in any state.
-    Refusals come as a status before any event: INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE while draining.
+    Refusals come as a status before any event: INVALID_ARGUMENT, ABORTED for a transfer that has ended, UNAVAILABLE
+    while draining.
     """
     Embed: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.prefill_pb2.PoolingRequest, pdserve.v1.prefill_pb2.PoolingResponse]  # type: ignore[assignment]
     """Compute a prompt's embedding. No token is sampled, and nothing is kept for a transfer.
@@ -57,7 +59,8 @@ class PrefillServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[pdserve.v1.prefill_pb2.PrefillEvent], collections.abc.AsyncIterator[pdserve.v1.prefill_pb2.PrefillEvent]]:
         """Compute the prompt's KV blocks and the first token, and keep the blocks for one transfer.
         The call lives exactly as long as the transfer; cancelling it cancels the transfer in any state.
-        Refusals come as a status before any event: INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE while draining.
+        Refusals come as a status before any event: INVALID_ARGUMENT, ABORTED for a transfer that has ended, UNAVAILABLE
+        while draining.
         """
 
     @abc.abstractmethod

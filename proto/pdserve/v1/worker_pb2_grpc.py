@@ -50,7 +50,7 @@ class WorkerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Watch(self, request, context):
-        """First message: who this is; then, each second and when something changes, how it does.
+        """First message: who this is; then, each second and when a drain begins, how it does; with `blocks`, what is cached.
         A broken Watch, or an engine_tick that stands still for 3 s, is a worker's death; nothing else is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

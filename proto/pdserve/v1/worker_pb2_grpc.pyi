@@ -26,7 +26,7 @@ class WorkerServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> WorkerServiceAsyncStub: ...
     Watch: grpc.UnaryStreamMultiCallable[pdserve.v1.worker_pb2.WatchRequest, pdserve.v1.worker_pb2.WatchEvent]
-    """First message: who this is; then, each second and when something changes, how it does.
+    """First message: who this is; then, each second and when a drain begins, how it does; with `blocks`, what is cached.
     A broken Watch, or an engine_tick that stands still for 3 s, is a worker's death; nothing else is.
     """
     Meet: grpc.UnaryUnaryMultiCallable[pdserve.v1.worker_pb2.MeetRequest, pdserve.v1.worker_pb2.MeetResponse]
@@ -36,7 +36,7 @@ class WorkerServiceStub:
 class WorkerServiceAsyncStub(WorkerServiceStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Watch: grpc.aio.UnaryStreamMultiCallable[pdserve.v1.worker_pb2.WatchRequest, pdserve.v1.worker_pb2.WatchEvent]  # type: ignore[assignment]
-    """First message: who this is; then, each second and when something changes, how it does.
+    """First message: who this is; then, each second and when a drain begins, how it does; with `blocks`, what is cached.
     A broken Watch, or an engine_tick that stands still for 3 s, is a worker's death; nothing else is.
     """
     Meet: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.worker_pb2.MeetRequest, pdserve.v1.worker_pb2.MeetResponse]  # type: ignore[assignment]
@@ -49,7 +49,7 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         request: pdserve.v1.worker_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pdserve.v1.worker_pb2.WatchEvent], collections.abc.AsyncIterator[pdserve.v1.worker_pb2.WatchEvent]]:
-        """First message: who this is; then, each second and when something changes, how it does.
+        """First message: who this is; then, each second and when a drain begins, how it does; with `blocks`, what is cached.
         A broken Watch, or an engine_tick that stands still for 3 s, is a worker's death; nothing else is.
         """
 
