@@ -83,7 +83,7 @@ class StepInvariants:
             RequestStatus.WAITING_FOR_REMOTE_KVS: not waits and self._is_received(request),
             # its KV may be here already
             RequestStatus.WAITING_FOR_FSM: not waits
-            and request in scheduler.grammars._deadlines
+            and (request in scheduler.grammars._waiting or request in scheduler.grammars._compiling)
             and self._is_received(request) == (Wait.REMOTE_KV in request.waits_for),
         }
         assert places.get(request.status, False), f"{request.request_id} is {request.status.name}, but not there"
@@ -99,7 +99,7 @@ class StepInvariants:
             request for request in scheduler.requests.values() if request.status is RequestStatus.WAITING_FOR_FSM
         }
         landed = scheduler.grammars._first_tokens
-        assert scheduler.grammars._deadlines.keys() == waiting
+        assert scheduler.grammars._waiting.keys() | scheduler.grammars._compiling.keys() == waiting
         assert landed.keys() == {
             request
             for request in waiting
