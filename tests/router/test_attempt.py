@@ -38,6 +38,7 @@ from pdserve.common.errors import (
     InvalidRequest,
     Overloaded,
     TransferFailed,
+    WorkerLost,
 )
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.sampling_params import SamplingParams
@@ -431,6 +432,21 @@ async def test_two_deaths_poison_a_prompt(cluster):
     await asyncio.gather(*dying)
     assert len(dying) == 2
     assert await cluster.text(prompt="sound") == said(5)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_prompt_that_fails_two_engines_is_refused(cluster, role):
+    await cluster.start(
+        prefill=3 * (role == "prefill"), decode=3, local_prefill="never" if role == "prefill" else "auto"
+    )
+    for worker in cluster.workers:
+        # what a worker says of every request it has when a step of its engine raises
+        worker.script = refuse(WorkerLost("the engine failed")) if worker.role == role else play(ADMITTED, forever)
+    response = await cluster.complete()
+    assert response.json()["error"]["code"] == "worker_lost"
+    assert "2 workers died while they served this request" in response.json()["error"]["message"]
+    assert sum(len(worker.calls) for worker in cluster.workers if worker.role == role) == 2
+    assert "it is refused for another" in (await cluster.complete()).json()["error"]["message"]
 
 
 async def test_a_deadline_ends_both_legs(cluster):

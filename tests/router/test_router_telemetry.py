@@ -12,7 +12,7 @@ from fake_worker import ADMITTED, decode_outputs, forever, play
 from otlp_receiver import otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.common.errors import WorkerLost
+from pdserve.common.errors import Evicted
 from pdserve.v1 import inference_pb2, request_pb2
 
 
@@ -49,13 +49,13 @@ def trace() -> tuple[str, dict[str, str]]:
 
 async def test_a_repeated_attempt_has_a_span_of_its_own(cluster, collector):
     await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
-    cluster.of("decode").scripts = [play(ADMITTED, WorkerLost("gone"))]
+    cluster.of("decode").scripts = [play(ADMITTED, Evicted("gone"))]
     trace_id, headers = trace()
     response = await cluster.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}, headers=headers)
     assert response.status_code == 200
     spans = await spans_of(collector, trace_id, 6)
     first, second = (span for span in spans if span.name == "attempt")
-    assert (first.failed, first.attributes["error.type"]) == (True, "worker_lost")
+    assert (first.failed, first.attributes["error.type"]) == (True, "evicted")
     assert "gone" in first.cause
     assert (second.failed, second.attributes["pdserve.attempt.number"]) == (False, 1)
     (request,) = (span for span in spans if span.name == "request")
@@ -69,13 +69,13 @@ async def test_a_repeated_attempt_has_a_span_of_its_own(cluster, collector):
         request.seconds, rel=0.03
     )
     values = await scrape(cluster)
-    assert values["pdserve_attempts_total", "worker_lost"] == 1
+    assert values["pdserve_attempts_total", "evicted"] == 1
     assert values["pdserve_attempts_total", "ok"] == 1
     assert values["pdserve_requests_total", "length"] == 1
     assert values["pdserve_output_tokens_total",] == 3
     assert values["pdserve_inter_token_latency_seconds_count",] == 2
     assert values["pdserve_placed_legs_total", "decode", "decode0"] == 2
-    assert ("pdserve_errors_total", "worker_lost") not in values
+    assert ("pdserve_errors_total", "evicted") not in values
 
 
 async def test_a_client_that_leaves(cluster, collector):

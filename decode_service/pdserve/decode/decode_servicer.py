@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import grpc
 from pdserve.common import timeline
 from pdserve.common.deployment_key import is_loopback
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
-from pdserve.common.errors import InvalidRequest, NeedsPrefill
+from pdserve.common.errors import Draining, InvalidRequest, NeedsPrefill, TransferFailed, WorkerLost
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import metadata_of
 from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire, prompt_logprobs_to_wire
@@ -58,7 +59,7 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
         record.transfer = worker.adapter.transfer(engine_request.request_id)
         stream = None
         try:
-            with record:
+            with record, _speaking_for_itself(record.transfer):
                 stream = worker.engine.submit(engine_request, record.take)
                 moment = timeline.DECODE_QUEUED if remote else timeline.PREFILL_QUEUED
                 yield decode_pb2.DecodeEvent(
@@ -101,6 +102,17 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
         return worker.adapter.receive(
             engine_request.request_id, ref, worker.receiving, worker.peers.get(source.address)
         )
+
+
+@contextlib.contextmanager
+def _speaking_for_itself(transfer: ReceiverTransfer | None) -> Iterator[None]:
+    """What became of the source is a failed transfer here: a router takes `WorkerLost` and `Draining` for this worker's."""
+    try:
+        yield
+    except (WorkerLost, Draining) as error:
+        if transfer is None or type(error) is not type(transfer.cause):
+            raise
+        raise TransferFailed(f"source {transfer.source.worker_id}: {error.message}") from error
 
 
 async def _events(

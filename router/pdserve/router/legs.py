@@ -112,7 +112,7 @@ class LegFailed(Exception):
         super().__init__(error.message)
         self.error = error
         self.died = died
-        """The channel broke: nobody on the other side said this."""
+        """The channel broke, so that nobody on the other side said this; or a worker said that its engine has failed."""
 
 
 class _Leg(abc.ABC, Generic[M, E]):
@@ -303,10 +303,11 @@ def _outputs(message: request_pb2.Outputs) -> Outputs:
 
 
 def leg_failed(rpc_error: grpc.aio.AioRpcError) -> LegFailed:
-    """Why a call of ours ended, and whether anybody on the other side said so."""
+    """Why a call of ours ended, and whether the worker died of it."""
     error = from_rpc_error(rpc_error)
     if any(name == ERROR_CODE_KEY for name, _ in rpc_error.trailing_metadata() or ()):
-        return LegFailed(error, died=False)
+        # a worker says this of itself alone: its engine has failed, and its process follows
+        return LegFailed(error, died=isinstance(error, WorkerLost))
     if isinstance(error, Cancelled):
         # a server that stops cancels its calls; nobody here did
         error = WorkerLost(f"the worker ended the call: {error.message}")

@@ -1,0 +1,121 @@
+"""How the two legs of two real workers end when one of the engines fails: each worker speaks for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc.aio
+import pytest
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.rpc import ERROR_CODE_KEY, make_channel
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.wire import prepared_to_wire
+from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.decode import service as decode_service
+from pdserve.engine.loaded_model import load_model
+from pdserve.kv_transfer.make_connectors import make_connectors
+from pdserve.kv_transfer.transfer_state import ReceiverState
+from pdserve.prefill import service as prefill_service
+from pdserve.v1 import decode_pb2, prefill_pb2
+from pdserve.v1.decode_pb2_grpc import DecodeServiceStub
+from pdserve.v1.prefill_pb2_grpc import PrefillServiceStub
+from pdserve.worker.identity import Role
+from pdserve.worker.worker import Worker
+
+PROMPT = list(range(40))
+
+
+class Two(NamedTuple):
+    p: Worker
+    d: Worker
+
+
+@pytest.fixture
+async def two(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Two]:
+    fields: dict[str, Any] = {"num_blocks": 16, "max_model_len": 64, "connector": "tcp", "drain_s": 0.0}
+    workers = []
+    for settings, role, service in (
+        (PrefillSettings(**fields), Role.PREFILL, prefill_service),
+        (DecodeSettings(**fields), Role.DECODE, decode_service),
+    ):
+        model = load_model(tiny_checkpoints("llama"), settings, None)
+        connectors = make_connectors(settings)
+        workers.append(Worker(settings, role, model, connectors, DEVELOPMENT_KEY, service.add_servicers))
+    try:
+        for worker in workers:
+            await worker.start()
+        yield Two(*workers)
+    finally:
+        for worker in workers:
+            await worker.stop()
+
+
+def prepared(layout: Any) -> Any:
+    hasher = BlockHasher(DEVELOPMENT_KEY, layout.block_size)
+    root = hasher.root(layout.model_fingerprint)
+    hashes = hasher.extend(root, PROMPT)
+    request = PreparedRequest(
+        request_id="r",
+        prompt_token_ids=PROMPT,
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=8),
+        eos_token_ids=(),
+        block_hashes=hashes,
+        hash_root=root,
+        request_digest=hasher.request_digest(root, hashes, PROMPT),
+        deadline=asyncio.get_running_loop().time() + 30,
+    )
+    return prepared_to_wire(request)
+
+
+async def end_of(call: grpc.aio.UnaryStreamCall[Any, Any]) -> str | None:
+    """The code that the other side ended the call with."""
+    await call.code()
+    return dict(await call.trailing_metadata()).get(ERROR_CODE_KEY)
+
+
+async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer_id, message = secrets.token_bytes(16), prepared(two.p.model.layout)
+    go_on = threading.Event()
+
+    def fail(*_: object) -> None:
+        go_on.wait(20)
+        raise ValueError("a bug in a kernel")
+
+    monkeypatch.setattr(two.p.engine.core.runner, "execute", fail)
+
+    async with (
+        make_channel(two.p.identity.address) as to_p,
+        make_channel(two.d.identity.address) as to_d,
+        asyncio.timeout(20),
+    ):
+        receiver = prefill_pb2.Receiver(worker_id=two.d.identity.peer.worker_id, epoch=two.d.identity.peer.epoch)
+        prefill = PrefillServiceStub(to_p).Prefill(
+            prefill_pb2.PrefillRequest(request=message, transfer_id=transfer_id, receiver=receiver)
+        )
+        source = decode_pb2.Source(
+            worker_id=two.p.identity.peer.worker_id,
+            epoch=two.p.identity.peer.epoch,
+            address=two.p.identity.address,
+            transfer_id=transfer_id,
+        )
+        decode = DecodeServiceStub(to_d).Generate(decode_pb2.DecodeRequest(request=message, source=source))
+        for call in (prefill, decode):
+            assert (await call.read()).HasField("admitted")
+        transfer = two.d.adapter.transfer("r.0.0")
+        assert transfer is not None
+        while transfer.state is ReceiverState.ATTACHING:  # noqa: ASYNC110 - a transfer tells its engine alone
+            await asyncio.sleep(0.005)
+        go_on.set()
+        ends = await asyncio.gather(end_of(prefill), end_of(decode))
+    # a router that heard of a lost worker from decode would count decode as dead
+    assert ends == ["worker_lost", "transfer_failed"]
