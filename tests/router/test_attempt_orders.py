@@ -20,6 +20,7 @@ from pdserve.router.attempt_state import EDGES, AttemptState
 from pdserve.router.legs import Admitted, Computed, Ended, Landed, LegFailed, Outputs
 from pdserve.router.placement import Placement
 from pdserve.router.worker import WorkerRole
+from pdserve.text.output_processor import PositionGap
 
 DIGEST = b"d" * 16
 END = object()
@@ -60,20 +61,20 @@ REQUEST = PreparedRequest(
 )
 
 
-async def run(prefill, decode, prefill_turns, monkeypatch):
+async def run(prefill, decode, prefill_turns, monkeypatch, relay=None):
     """Feed both legs, prefill at these turns; (relayed token ids, state, failure)."""
     monkeypatch.setattr(attempt_module, "PrefillLeg", FedLeg)
     monkeypatch.setattr(attempt_module, "DecodeLeg", FedLeg)
     legs.clear()
     relayed = []
 
-    def relay(outputs):
+    def note(outputs):
         assert outputs.first_position == len(relayed)
         relayed.extend(outputs.token_ids)
         return outputs.finish_reason is not None
 
     workers = [worker(role, role) for role in ("prefill", "decode")]
-    attempt = Attempt(0, REQUEST, Placement(prefill=workers[0], decode=workers[1]), Timeline(), relay)
+    attempt = Attempt(0, REQUEST, Placement(prefill=workers[0], decode=workers[1]), Timeline(), relay or note)
     running = asyncio.create_task(attempt.run())
     await asyncio.sleep(0)
     feeds = [iter(prefill), iter(decode)]
@@ -123,3 +124,18 @@ async def test_decode_failing_at_any_point_in_any_order(monkeypatch, cut):
         assert state is AttemptState.FAILED
         assert failure.blamed.identity.role is WorkerRole.DECODE
         assert (failure.died, failure.in_transfer) == (True, False)
+
+
+async def test_what_decode_says_wrong_is_blamed_on_it_whoever_comes_first(monkeypatch):
+    gap = PositionGap("a token is missing")
+
+    def relay(outputs):
+        if outputs.first_position == 2:
+            raise gap
+        return False
+
+    decode = [*DECODE[:2], Outputs(0, 2, [12], FinishReason.LENGTH), END]
+    for turns in combinations(range(len(PREFILL) + len(decode)), len(PREFILL)):
+        _, state, failure = await run(PREFILL, decode, turns, monkeypatch, relay)
+        assert (state, failure.error) == (AttemptState.FAILED, gap)
+        assert failure.blamed.identity.role is WorkerRole.DECODE, turns

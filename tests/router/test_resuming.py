@@ -189,6 +189,25 @@ async def test_each_unfinished_sequence_goes_on_in_legs_of_its_own(cluster):
     assert len({request.source.transfer_id for request in apart}) == 2
 
 
+async def test_a_leg_that_speaks_of_another_sequence_than_it_was_given_ends_neither(cluster):
+    await cluster.start(prefill=0, decode=1)
+
+    async def script(worker, call):
+        request = call.request.request
+        if not request.HasField("resume"):
+            events = play(ADMITTED, decode_outputs(0, "a"), decode_outputs(0, "b", index=1), Draining("leaving"))
+        elif request.resume.index == 0:
+            events = play(ADMITTED, decode_outputs(1, "cd", "length", index=1), forever)
+        else:
+            events = play(ADMITTED, forever)
+        async for event in events(worker, call):
+            yield event
+
+    cluster.of("decode").script = script
+    response = await asyncio.wait_for(cluster.complete(max_tokens=3, n=2), 10)
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "position_conflict")
+
+
 async def test_a_sequence_that_fails_for_good_ends_the_others_too(cluster):
     await cluster.start(prefill=0, decode=2)
 

@@ -41,6 +41,7 @@ from pdserve.router.legs import (
 )
 from pdserve.router.placement import Placement
 from pdserve.router.worker import Booking, Worker
+from pdserve.text.output_processor import PositionConflict
 
 log = logging.getLogger(__name__)
 
@@ -240,9 +241,7 @@ class Attempt:
             self._move(AttemptState.STREAMING)
         for outputs in computed.first_outputs:
             self._take(outputs)
-        early, self._early = self._early, []
-        for outputs in early:
-            self._take(outputs)
+        self._take_early()
         if not self._remote and not self._over:
             raise InternalError(f"prefill worker {self.placement.prefill} did not end a request of one token")
 
@@ -274,6 +273,8 @@ class Attempt:
             self._timeline.merge(outputs.moments)
         if outputs.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             raise InternalError(f"the engine ended the request: {outputs.finish_reason}")
+        if (resume := self.request.resume) is not None and outputs.index != resume.index:
+            raise PositionConflict(f"sequence {outputs.index} came where {resume.index} was asked for")
         if not self._relay(outputs) or outputs.index in self._ended_sequences:
             return
         self._ended_sequences.add(outputs.index)
@@ -282,6 +283,15 @@ class Attempt:
         elif outputs.finish_reason is None and self._decode_leg is not None:
             # its text has ended, by a stop string: decode need not go on with it
             self._tasks.append(asyncio.create_task(self._decode_leg.end_sequence(outputs.index)))
+
+    def _take_early(self) -> None:
+        """What decode said before the first token was known; what is wrong with it is not prefill's fault."""
+        early, self._early = self._early, []
+        try:
+            for outputs in early:
+                self._take(outputs)
+        except PdServeError as error:
+            self._end(AttemptFailed(error, self.placement.decode))
 
     def _take_prompt(self, logprobs: PromptLogprobs) -> None:
         if self._relay_prompt is not None and not self._over:
@@ -297,9 +307,7 @@ class Attempt:
             self._farewells[0]()
         if self.state is AttemptState.PREFILLING:
             self._move(AttemptState.STREAMING)
-        early, self._early = self._early, []
-        for outputs in early:
-            self._take(outputs)
+        self._take_early()
 
     def _on_prefill_lost(self, worker: Worker | None, error: PdServeError, died: bool) -> None:
         """The prefill leg has no more to say. It may go when its first token and all of its blocks have come."""
