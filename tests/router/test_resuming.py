@@ -232,6 +232,8 @@ async def test_a_sequence_that_fails_for_good_ends_the_others_too(cluster):
     calls = [call for worker in cluster.workers for call in worker.calls]
     assert len(calls) == 3
     await asyncio.wait_for(asyncio.gather(*(call.ended.wait() for call in calls)), 10)
+    metrics = (await cluster.http.get("/metrics")).text
+    assert 'pdserve_attempts_total{outcome="internal_error"} 2.0' in metrics, "nobody left"
 
 
 async def test_a_prompt_that_kills_two_workers_in_mid_stream_is_refused_from_its_beginning(cluster):

@@ -12,7 +12,7 @@ from fake_worker import ADMITTED, decode_outputs, forever, play
 from otlp_receiver import otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.common.errors import Evicted
+from pdserve.common.errors import Evicted, InternalError
 from pdserve.v1 import inference_pb2, request_pb2
 
 
@@ -96,6 +96,40 @@ async def test_a_client_that_leaves(cluster, collector):
     values = await scrape(cluster)
     assert values["pdserve_requests_total", "cancelled"] == 1
     assert values["pdserve_requests_in_flight",] == 0
+
+
+async def test_a_deadline_is_named_where_it_cut_an_attempt_short(cluster, collector):
+    await cluster.start(prefill=0, request_timeout_s=0.3, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    cluster.of("decode").script = play(ADMITTED, forever)
+    trace_id, headers = trace()
+    response = await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    assert response.status_code == 504
+    spans = {span.name: span for span in await spans_of(collector, trace_id, 4)}
+    for name in ("attempt", "request"):
+        assert spans[name].attributes["error.type"] == "deadline_exceeded"
+    values = await scrape(cluster)
+    assert values["pdserve_attempts_total", "deadline_exceeded"] == 1
+
+
+async def test_what_ends_the_others_of_a_request_is_their_cause_too(cluster, collector):
+    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    other_began = asyncio.Event()
+
+    def choose(worker, call):
+        if len(call.request.request.prompt_token_ids) == 1:
+            return play(ADMITTED, lambda *_: other_began.set(), forever)(worker, call)
+        return play(ADMITTED, lambda *_: other_began.wait(), InternalError("broken"))(worker, call)
+
+    cluster.of("decode").script = choose
+    trace_id, headers = trace()
+    response = await cluster.http.post("/v1/completions", json={"prompt": ["x", "yy"]}, headers=headers)
+    assert response.status_code == 500
+    spans = await spans_of(collector, trace_id, 7)
+    failed = [span for span in spans if span.name in ("attempt", "request")]
+    assert [span.attributes["error.type"] for span in failed] == ["internal_error"] * 3
+    values = await scrape(cluster)
+    assert values["pdserve_requests_total", "internal_error"] == 2
+    assert ("pdserve_requests_total", "cancelled") not in values
 
 
 async def test_requests_that_are_refused(cluster, collector):

@@ -54,6 +54,7 @@ class EmbeddingRun:
         """The embedding. Raises: PdServeError."""
         try:
             async with asyncio.timeout(self._request.timeout_s) as deadline:
+                self._record.deadline = deadline
                 return await self._serve()
         except TimeoutError:
             expired = deadline.expired()

@@ -46,7 +46,9 @@ class Generation(Visit[RequestRun]):
         self._timer = asyncio.get_running_loop().call_later(UNREAD_S, self._check_reader)
         return self
 
-    async def __aexit__(self, *exc_info: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, PdServeError):
+            self._record.cut_short(error)
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:

@@ -17,7 +17,7 @@ import msgspec
 
 from pdserve.common import timeline as moments
 from pdserve.common.engine_types import FinishReason
-from pdserve.common.errors import Cancelled, InternalError, NeedsPrefill, PdServeError
+from pdserve.common.errors import Cancelled, DeadlineExceeded, InternalError, NeedsPrefill, PdServeError
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.attempt_failure import AttemptFailed, PrefillNeeded
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 RouteAttributes = Mapping[str, "str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]"]
 _ADMISSION_SHOWN_NS = 1_000_000
 _LEFT = Cancelled("the client left")
+_TOO_LATE = DeadlineExceeded("the request's deadline passed")
 
 
 class RequestRecord:
@@ -93,6 +94,8 @@ class RunRecord:
     def __init__(self, request: RequestRecord, timeline: Timeline) -> None:
         self.timeline = timeline
         self.error: PdServeError | None = None
+        self.deadline: asyncio.Timeout | None = None
+        """What cuts it short if nothing else does."""
         self.finish_reason: str | None = None
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -106,9 +109,13 @@ class RunRecord:
     @property
     def cause(self) -> PdServeError | None:
         """Why it did not come to its own end; None if it did."""
-        if self.finish_reason is not None:
-            return None
-        return self.error or _LEFT
+        return None if self.finish_reason is not None else self.cut_short_by
+
+    @property
+    def cut_short_by(self) -> PdServeError:
+        """Why it was, if it was; also while its attempts still end."""
+        late = self.deadline is not None and self.deadline.expired()
+        return self.error or (_TOO_LATE if late else _LEFT)
 
     def end_unix_ns(self, now: int) -> int:
         """Its last token's moment, or now for one that was cut short."""
@@ -234,15 +241,15 @@ class AttemptRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        cause = None if self._run.finish_reason is not None else _cause_of(error, self._run.error)
+        cause = None if self._run.finish_reason is not None else _cause_of(error, self._run)
         self._metrics.attempts.labels("ok" if cause is None else cause.code).inc()
         if self._span is not None:
             now = now_unix_ns()
             self._span.end(min(now, self._run.end_unix_ns(now)), error=cause)
 
 
-def _cause_of(error: BaseException | None, of_the_run: PdServeError | None) -> PdServeError | None:
-    """of_the_run: why the whole prompt is being cut short, if it is."""
+def _cause_of(error: BaseException | None, run: RunRecord) -> PdServeError | None:
+    """error: what an attempt of the run ended with."""
     match error:
         case None:
             return None
@@ -253,6 +260,6 @@ def _cause_of(error: BaseException | None, of_the_run: PdServeError | None) -> P
         case PdServeError():
             return error
         case asyncio.CancelledError():
-            return of_the_run or _LEFT
+            return run.cut_short_by
         case _:
             return InternalError(f"the router failed: {type(error).__name__}")

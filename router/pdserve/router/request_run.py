@@ -103,6 +103,7 @@ class RequestRun:
         """Push everything, then end the choice; every error but cancellation ends in the stream."""
         try:
             async with asyncio.timeout(self._request.timeout_s) as deadline:
+                self._record.deadline = deadline
                 await self._serve()
             self._stream.end_run()
         except TimeoutError:
@@ -215,9 +216,17 @@ class RequestRun:
             async with asyncio.TaskGroup() as group:
                 for index in processor.unfinished_indices:
                     alone = msgspec.structs.replace(course, index=index)
-                    group.create_task(self._attempts(request, processor, alone))
+                    group.create_task(self._attempts_alone(request, processor, alone))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    async def _attempts_alone(self, request: TokenizedRequest, processor: OutputProcessor, course: Course) -> None:
+        try:
+            await self._attempts(request, processor, course)
+        except PdServeError as error:
+            # it ends the other sequences, too
+            self._record.error = self._record.error or error
+            raise
 
     def _resume_state(self, processor: OutputProcessor, course: Course) -> ResumeState | None:
         """What the client has of the one sequence that is served; None for a request that begins."""
