@@ -207,7 +207,8 @@ def place(
         at = choose(decode, WorkerRole.DECODE, rules)
         return None if at is None else Placement(decode=at.worker, decode_share=at.share(prefills=True, grows=True))
     if max_tokens == 1 and rules.local_prefill != "always":
-        if alone := place_prefill(prefill, rules):
+        # decode is another way than a blamed worker, where it may prefill
+        if alone := place_prefill(prefill, rules, strict=bool(decode) and rules.local_prefill != "never"):
             return alone
         if rules.local_prefill == "never":
             return None
@@ -236,9 +237,9 @@ def place(
     return msgspec.structs.replace(remote, local_prefill_tokens=estimates.limit_tokens, estimates=estimates)
 
 
-def place_prefill(prefill: Sequence[Candidate], rules: Rules) -> Placement | None:
+def place_prefill(prefill: Sequence[Candidate], rules: Rules, *, strict: bool = False) -> Placement | None:
     """A prefill worker alone, whatever `local_prefill` says: for what has no token to decode. None: there is none."""
-    chosen = choose(prefill, WorkerRole.PREFILL, rules)
+    chosen = choose(prefill, WorkerRole.PREFILL, rules, strict=strict)
     if chosen is None:
         return None
     return Placement(prefill=chosen.worker, prefill_share=chosen.share(prefills=True, grows=False))
