@@ -250,6 +250,15 @@ async def test_i6_a_workers_death_ends_a_session_whose_call_never_reached_it():
         await worker.channel.close()
 
 
+async def test_a_router_that_leaves_ends_idle_sessions_with_its_cause(cluster):
+    await cluster.start()
+    call = cluster.grpc.Session()
+    await ask(call, turn())
+    cluster.stop.set()
+    code, name, details = await error_of(call)
+    assert (code, name, details) == (grpc.StatusCode.UNAVAILABLE, "draining", "this router is shutting down")
+
+
 async def test_a_client_that_sends_nothing_is_ended(cluster):
     await cluster.start(request_timeout_s=0.2)
     call = cluster.grpc.Session()

@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from typing import NoReturn
 
 import msgspec
 
@@ -60,7 +61,7 @@ class Admission:
         self._limits = limits
         self._capacity = capacity
         self._clock = clock
-        self.closed = False
+        self._closing = asyncio.Event()
         self.num_requests = 0
         """That entered and have not left."""
         self.num_running = 0
@@ -74,6 +75,11 @@ class Admission:
         self._emptied = asyncio.Event()
         self._emptied.set()
         self._expel: dict[Callable[[], None], None] = {}
+
+    @property
+    def closed(self) -> bool:
+        """Nobody comes in any more."""
+        return self._closing.is_set()
 
     @property
     def num_queued(self) -> int:
@@ -90,7 +96,7 @@ class Admission:
         Raises: Overloaded, at once, when there is no room or the wait would be too long; Draining after `close`.
         """
         if self.closed:
-            raise Draining("this router is shutting down")
+            raise _leaving()
         self._check_client(client, num_requests)
         self._check_room(num_requests, timeout_s)
         self.num_requests += num_requests
@@ -162,7 +168,12 @@ class Admission:
 
     def close(self) -> None:
         """From now on nobody comes in."""
-        self.closed = True
+        self._closing.set()
+
+    async def until_closed(self) -> NoReturn:
+        """For who stays in the router without a request. Raises: Draining after `close`."""
+        await self._closing.wait()
+        raise _leaving()
 
     def expel(self) -> None:
         """End the requests that are still in the router."""
@@ -243,3 +254,7 @@ class Admission:
         self.num_running -= waiter.num_places
         self._running_blocks -= waiter.num_blocks
         self.recheck()
+
+
+def _leaving() -> Draining:
+    return Draining("this router is shutting down")

@@ -92,20 +92,21 @@ class InferenceServicer(EmbedServicer):
     ) -> inference_pb2.GenerateRequest | None:
         """None when the client has closed its side. Raises: what ends the session meanwhile."""
         reading = asyncio.ensure_future(_next(requests))
-        ended = asyncio.ensure_future(session.ended())
+        ends = [asyncio.ensure_future(end) for end in (session.ended(), self._inference.admission.until_closed())]
         # once it is open, its worker sees to it that it is not idle for too long
         timeout_s = self._inference.settings.request_timeout_s if session.worker is None else None
         try:
-            done, _ = await asyncio.wait((reading, ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((reading, *ends), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if reading in done:
                 return reading.result()
-            if ended in done:
-                ended.result()
+            for end in ends:
+                if end in done:
+                    end.result()
         finally:
-            reading.cancel()
-            ended.cancel()
-            # both may have come at once: the error of the other is not asked for
-            await asyncio.gather(reading, ended, return_exceptions=True)
+            for task in (reading, *ends):
+                task.cancel()
+            # several may have come at once: the errors of the others are not asked for
+            await asyncio.gather(reading, *ends, return_exceptions=True)
         raise DeadlineExceeded(f"the session's first message did not come within {timeout_s:g} s")
 
     @staticmethod
