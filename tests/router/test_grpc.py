@@ -12,7 +12,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pdserve.common.errors import Overloaded
 from pdserve.common.rpc import ERROR_CODE_KEY, RETRY_AFTER_KEY
+from pdserve.router import generation
 from pdserve.v1 import inference_pb2, request_pb2
+from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 
 
 def ask(text="hello", max_tokens=5, **fields):
@@ -125,6 +127,31 @@ async def test_a_client_that_leaves_ends_both_legs(cluster, when, stream):
         async with asyncio.timeout(1):
             await cluster.of(role).calls[0].cancelled.wait()
     await cluster.idle()
+
+
+async def test_i6_a_client_that_reads_again_too_late_is_told_why_there_is_no_more(cluster, monkeypatch):
+    monkeypatch.setattr(generation, "UNREAD_S", 0.3)
+    await cluster.start(prefill=0, max_unread_bytes=1 << 30)
+    # more than travels unread to a client that takes 64 KiB at a time
+    many = [decode_outputs(20_000 * i, token_ids=[0] * 20_000) for i in range(40)]
+    cluster.of("decode").script = play(ADMITTED, *many, forever)
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+    async with grpc.aio.insecure_channel(cluster.addresses[1], narrow) as channel:
+        call = InferenceServiceStub(channel).Generate(ask(stream=True))
+        await call.read()
+        async with asyncio.timeout(10):
+            await cluster.of("decode").calls[0].cancelled.wait()
+            await cluster.idle()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await _to_the_end(call)
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    assert dict(caught.value.trailing_metadata())[ERROR_CODE_KEY] == "cancelled"
+    assert "the client read nothing for" in caught.value.details()
+
+
+async def _to_the_end(call):
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 async def test_a_clients_deadline_is_the_requests(cluster):

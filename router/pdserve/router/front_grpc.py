@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncIterator
 
+import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.engine_types import FinishReason
-from pdserve.common.errors import DeadlineExceeded, InvalidRequest
+from pdserve.common.errors import DeadlineExceeded, InvalidRequest, PdServeError
 from pdserve.common.prepared_request import verify_client_request_id
-from pdserve.common.rpc import make_server, metadata_of
+from pdserve.common.rpc import abort_with, make_server, metadata_of
 from pdserve.common.sampling_params import RequestOutputKind
 from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.common.wire import finish_reason_to_wire, sampling_from_wire
@@ -37,6 +39,10 @@ _FINISH = {str(reason): finish_reason_to_wire(reason) for reason in FinishReason
 class InferenceServicer(EmbedServicer):
     """Serves clients over gRPC."""
 
+    def __init__(self, inference: Inference) -> None:
+        super().__init__(inference)
+        self._hanging_up: set[asyncio.Task[None]] = set()
+
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
@@ -50,6 +56,7 @@ class InferenceServicer(EmbedServicer):
                 stream=_streams(request),
                 client=client,
             )
+        generation.on_stalled = lambda error: self._hang_up(context, error)
         # a cancelled call ends the legs at once, wherever this generator stands
         context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
         async with generation:
@@ -79,6 +86,7 @@ class InferenceServicer(EmbedServicer):
                     turn = self._client_request(request, metadata, context.time_remaining(), session)
                     stream = _streams(request)
                     generation = self._inference.turn(session, session_id, turn, stream=stream, client=client)
+                generation.on_stalled = lambda error: self._hang_up(context, error)
                 is_first, turns[:] = not turns, [generation]
                 async with generation:
                     async for response in self._answer(generation, request, context, headers=is_first):
@@ -86,6 +94,18 @@ class InferenceServicer(EmbedServicer):
         finally:
             session.close()
             await session.closed()
+
+    def _hang_up(self, context: Context, error: PdServeError) -> None:
+        """End a call whose handler is about to be cancelled while it waits for its client to read."""
+
+        async def tell() -> None:
+            # the first is how an abort ends; with the others the client has left meanwhile
+            with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
+                await abort_with(context, error)
+
+        telling = asyncio.create_task(tell())
+        self._hanging_up.add(telling)
+        telling.add_done_callback(self._hanging_up.discard)
 
     async def _next_turn(
         self, requests: AsyncIterator[inference_pb2.GenerateRequest], session: StreamingSession

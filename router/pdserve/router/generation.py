@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission import Admission
@@ -34,6 +35,8 @@ class Generation(Visit[RequestRun]):
         self.stream = stream
         self.stalled = False
         """The client did not read, so the task inside the context was cancelled."""
+        self.on_stalled: Callable[[PdServeError], None] | None = None
+        """Called just before that, for a front end whose cancelled task cannot tell its client."""
         self._tasks: list[asyncio.Task[None]] = []
         self._owner: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -78,6 +81,9 @@ class Generation(Visit[RequestRun]):
             return
         log.warning("request %s: cancelled, its client has read nothing for %.0f s", self.request_id, unread_s)
         self.stalled = True
-        self.cancel(Cancelled(f"the client read nothing for {unread_s:.0f} s"))
+        error = Cancelled(f"the client read nothing for {unread_s:.0f} s")
+        self.cancel(error)
+        if self.on_stalled is not None:
+            self.on_stalled(error)
         if self._owner is not None:
             self._owner.cancel()
