@@ -134,6 +134,29 @@ async def test_a_client_that_leaves_more_than_its_share_unread_is_cancelled(clus
     await cluster.idle()
 
 
+async def test_a_prompt_that_fails_ends_the_others_though_nobody_reads(cluster):
+    await cluster.start(prefill=0, max_unread_bytes=1 << 20)
+
+    # a control character is six bytes of JSON: the router comes to wait for its client before it keeps too much
+    control = token(chr(0x101))
+    many = [decode_outputs(20_000 * i, token_ids=[control] * 20_000) for i in range(120)]
+
+    def choose(worker, call):
+        events = many if len(call.request.request.prompt_token_ids) == 1 else []
+        return play(ADMITTED, *events, forever)(worker, call)
+
+    cluster.of("decode").script = choose
+    _reader, writer = await asyncio.open_connection(*cluster.addresses[0].split(":"), limit=1024)
+    body = json.dumps({"prompt": ["x", "yy"], "stream": True}).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    await cluster.of("decode").called(2)
+    async with asyncio.timeout(10):
+        for call in cluster.of("decode").calls:
+            await call.ended.wait()
+    writer.transport.abort()
+    await cluster.idle()
+
+
 async def test_a_client_that_stops_reading_is_cancelled_in_time(cluster, monkeypatch):
     monkeypatch.setattr(generation, "UNREAD_S", 0.3)
     await cluster.start(prefill=0, max_unread_bytes=1 << 30)

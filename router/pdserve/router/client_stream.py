@@ -24,13 +24,14 @@ class ClientStream:
         self._max_unread_bytes = max_unread_bytes
         self._unread: list[CompletionOutput] = []
         self._unread_bytes = 0
-        self._error: PdServeError | None = None
+        self.error: PdServeError | None = None
+        """What the whole request ends with, where it failed."""
         self._reader: asyncio.Future[None] | None = None
         self._taken_at = time.monotonic()
 
     def push(self, output: CompletionOutput) -> None:
         """Raises: Cancelled when the client has left too much unread."""
-        if self._error is not None:
+        if self.error is not None:
             return
         self._unread.append(output)
         self._unread_bytes += len(output.text) + _TOKEN_BYTES * len(output.token_ids)
@@ -48,14 +49,14 @@ class ClientStream:
 
     def fail(self, error: PdServeError) -> None:
         """The whole request ends with an error, after what was pushed; the first one counts."""
-        if self._error is None and self._open_runs:
-            self._error = error
+        if self.error is None and self._open_runs:
+            self.error = error
             self._wake()
 
     @property
     def ended(self) -> bool:
         """No more will be pushed."""
-        return self._error is not None or not self._open_runs
+        return self.error is not None or not self._open_runs
 
     def unread_for_s(self) -> float:
         """How long the front end has been busy with what it took; 0 while it waits for more."""
@@ -70,8 +71,8 @@ class ClientStream:
             await self._wait()
         self._taken_at = time.monotonic()
         unread, self._unread, self._unread_bytes = self._unread, [], 0
-        if not unread and self._error is not None:
-            raise self._error
+        if not unread and self.error is not None:
+            raise self.error
         return unread if len(unread) < 2 else merged(unread)
 
     async def take_all(self) -> list[CompletionOutput]:
@@ -79,8 +80,8 @@ class ClientStream:
         while not self.ended:
             await self._wait()
         self._taken_at = time.monotonic()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return merged(self._unread)
 
     async def _wait(self) -> None:

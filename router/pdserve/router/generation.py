@@ -46,12 +46,12 @@ class Generation(Visit[RequestRun]):
         self._enter()
         self._owner = asyncio.current_task()
         self._tasks = [asyncio.create_task(run.run()) for run in self._runs]
+        for task in self._tasks:
+            task.add_done_callback(self._run_ended)
         self._timer = asyncio.get_running_loop().call_later(UNREAD_S, self._check_reader)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, PdServeError):
-            self._record.cut_short(error)
+    async def __aexit__(self, *exc_info: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -60,6 +60,13 @@ class Generation(Visit[RequestRun]):
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
             self._leave()
+
+    def _run_ended(self, _: asyncio.Task[None]) -> None:
+        """A prompt that failed ends the others, whether the client reads or not."""
+        if (error := self.stream.error) is not None:
+            self._record.cut_short(error)
+            for task in self._tasks:
+                task.cancel()
 
     def cancel(self, error: PdServeError | None = None) -> None:
         """End all runs; both legs of each are cancelled in the event loop's next turn. The stream ends with `error`."""
