@@ -45,6 +45,7 @@ from pdserve.common.sampling_params import SamplingParams
 from pdserve.common.timeline import Timeline
 from pdserve.router import attempt as attempt_module
 from pdserve.router.attempt import Attempt
+from pdserve.router.attempt_failure import backoff_s
 from pdserve.router.attempt_state import EDGES, AttemptState, IllegalMove, moved
 from pdserve.router.placement import Placement
 
@@ -297,6 +298,12 @@ async def test_attempts_are_bounded_and_the_last_error_is_told(cluster):
     assert response.json()["error"]["message"] == "no bytes came"
     assert response.headers["retry-after"] == "1"
     assert len(cluster.of("decode").calls) == 3
+
+
+@pytest.mark.parametrize("num_failed", [1, 2, 7, 100, 5000])
+def test_the_wait_between_attempts_is_bounded(num_failed):
+    mean = min(0.02 * 2.0 ** min(num_failed - 1, 60), 1.0)
+    assert all(0.5 * mean <= backoff_s(num_failed) <= 1.5 * mean for _ in range(20))
 
 
 async def test_worker_overload_is_told_as_overload(cluster):

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 from pdserve.common.errors import PdServeError
 from pdserve.router.worker import Worker
+
+BACKOFF_S = 0.02
+"""Before the second attempt; doubles, with jitter."""
+LONGEST_BACKOFF_S = 1.0
+_MAX_DOUBLINGS = 16
+
+
+def backoff_s(num_failed: int) -> float:
+    """How long to wait before the next attempt. num_failed: attempts that failed, at least 1."""
+    return min(LONGEST_BACKOFF_S, BACKOFF_S * 2.0 ** min(_MAX_DOUBLINGS, num_failed - 1)) * random.uniform(0.5, 1.5)
 
 
 class AttemptFailed(Exception):

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 
 from pdserve.common import timeline as moments
 from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, PdServeError, WorkerLost
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.timeline import Timeline, now_unix_ns
-from pdserve.router.attempt_failure import AttemptFailed
+from pdserve.router.attempt_failure import AttemptFailed, backoff_s
 from pdserve.router.embed_leg import Embedded, embed
 from pdserve.router.legs import LegFailed
 from pdserve.router.placement import WorkerKey
 from pdserve.router.poison import Casualties
 from pdserve.router.preparation import EmbeddingRequest, Limits, TokenizedRequest
 from pdserve.router.request_record import RequestRecord
-from pdserve.router.request_run import BACKOFF_S, WAIT_FOR_WORKER_S, Usage
+from pdserve.router.request_run import WAIT_FOR_WORKER_S, Usage
 from pdserve.router.routing_decision import RoutingDecision
 from pdserve.router.run_services import RunServices
 from pdserve.router.worker import Worker, WorkerRole
@@ -111,7 +110,7 @@ class EmbeddingRun:
                 if not failure.error.retryable or number >= self._services.settings.max_attempts:
                     raise failure.error from failure
             blamed = frozenset((worker.key,))
-            await asyncio.sleep(BACKOFF_S * 2 ** (number - 1) * random.uniform(0.5, 1.5))
+            await asyncio.sleep(backoff_s(number))
 
     async def _attempt(
         self, prepared: PreparedRequest, number: int, decision: RoutingDecision, worker: Worker

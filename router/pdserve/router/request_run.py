@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
 
 import msgspec
 
@@ -23,7 +22,7 @@ from pdserve.common.prepared_request import PreparedRequest, ResumeState
 from pdserve.common.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.attempt import Attempt
-from pdserve.router.attempt_failure import AttemptFailed, PrefillNeeded
+from pdserve.router.attempt_failure import AttemptFailed, PrefillNeeded, backoff_s
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.legs import Outputs, PromptLogprobs
 from pdserve.router.placement import Wish, WorkerKey
@@ -41,8 +40,6 @@ log = logging.getLogger(__name__)
 
 WAIT_FOR_WORKER_S = 5.0
 """So long a request waits for a worker that may serve it."""
-BACKOFF_S = 0.02
-"""Before the second attempt; doubles, with jitter."""
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -205,7 +202,7 @@ class RequestRun:
             )  # fmt: skip
             course.wish = self._after(failure, prompt_digest, course.num_counted)
             course.blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
-            await asyncio.sleep(BACKOFF_S * 2 ** (course.num_counted - 1) * random.uniform(0.5, 1.5))
+            await asyncio.sleep(backoff_s(course.num_counted))
             if self._num_sequences > 1 and course.index is None and processor.num_output_tokens:
                 await self._go_on_apart(request, processor, course)
                 return
