@@ -192,6 +192,22 @@ async def test_who_would_wait_longer_than_the_queue_allows_is_refused_at_the_doo
     await waiting.finish()
 
 
+async def test_while_every_worker_is_away_nobody_is_refused_by_a_guess():
+    clock, capacity = Clock(), Capacity(num_requests=4)
+    door = Admission(Limits(max_queued_requests=9, queue_timeout_s=30.0), lambda: capacity, clock=clock)
+    first = Client(door)
+    await turns()
+    clock.now_s += 20.0
+    await first.finish()
+    running = [Client(door) for _ in range(4)]
+    await turns()
+    # they restart: how soon places will be free says nothing about how soon a worker will
+    capacity = Capacity(num_requests=0)
+    late = Client(door, timeout_s=25.0)
+    for client in (*running, late):
+        await client.finish()
+
+
 async def test_limits_per_key():
     door = admission(9, 9, max_requests_per_key=2)
     clients = [Client(door, client="a") for _ in range(2)]

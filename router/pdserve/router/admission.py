@@ -164,7 +164,8 @@ class Admission:
             return None
         # what runs while others wait is what fits, whatever the count of places says
         at_once = self.num_running if self._queue else self._capacity().num_requests
-        return num_ahead * mean_s / max(1, at_once)
+        # without a worker nobody knows
+        return num_ahead * mean_s / at_once if at_once else None
 
     def close(self) -> None:
         """From now on nobody comes in."""
