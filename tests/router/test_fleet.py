@@ -89,6 +89,8 @@ async def test_a_worker_whose_tick_stands_still_is_dead_until_it_moves(cluster, 
         ({"protocol_version": 99}, "protocol version 99, this router 1"),
         ({"said_role": "prefill"}, "its role is prefill, but the address was given as decode"),
         ({"fingerprint": "f" * 32}, "ffffffff there"),
+        ({"layout": msgspec.structs.replace(LAYOUT, block_size=0)}, "its block_size is 0, at least 1 is needed"),
+        ({"max_model_len": 0}, "its max_model_len is 0, at least 1 is needed"),
     ],
 )
 async def test_a_worker_that_does_not_belong_is_refused_once_and_the_rest_serves_on(cluster, caplog, options, told):

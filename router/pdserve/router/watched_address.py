@@ -48,7 +48,15 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
                 f"its tokenizer differs: fingerprint {identity.tokenizer_fingerprint} there, "
                 f"{self.tokenizer_fingerprint} here; router and workers need the same model folder"
             )
-        return None
+        sizes = {
+            "block_size": identity.layout.block_size,
+            "num_blocks": identity.num_blocks,
+            "max_model_len": identity.max_model_len,
+            "vocab_size": identity.vocab_size,
+        }
+        # every request is measured by them, also those that go elsewhere
+        wrong = next((name for name, size in sizes.items() if size < 1), None)
+        return None if wrong is None else f"its {wrong} is {sizes[wrong]}, at least 1 is needed"
 
 
 class WatchedAddress:
