@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 
-import candidates
 import grpc
 import pytest
 from fake_worker import ADMITTED, TEXT, decode_outputs, said, tokens
 
-from pdserve.common.errors import DeadlineExceeded, Draining, WorkerLost
-from pdserve.common.rpc import ERROR_CODE_KEY, make_channel
-from pdserve.common.sampling_params import SamplingParams
-from pdserve.router.legs import SessionLeg
-from pdserve.router.session import StreamingSession
+from pdserve.common.errors import DeadlineExceeded, Draining
+from pdserve.common.rpc import ERROR_CODE_KEY
 from pdserve.v1 import inference_pb2, request_pb2
 
 
@@ -229,25 +224,6 @@ async def test_what_the_worker_says_reaches_the_client(cluster, error, between):
     await call.read()
     code, name, details = await error_of(call)
     assert (code, name, details) == (error.grpc_status, error.code, error.message)
-
-
-async def test_i6_a_workers_death_ends_a_session_whose_call_never_reached_it():
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        # it takes the connection, and says nothing
-        worker = candidates.worker("d")
-        worker.channel = make_channel(f"127.0.0.1:{mute.getsockname()[1]}")
-        session = StreamingSession()
-        session.open(worker, SessionLeg(worker, {}))
-        session.leg.go_on([1], SamplingParams(), {})
-        saying = asyncio.create_task(session.next())
-        connection, _ = await asyncio.to_thread(mute.accept)
-        worker.die("its watch stream broke")
-        with pytest.raises(WorkerLost, match="its watch stream broke"):
-            await asyncio.wait_for(saying, 5)
-        await session.closed()
-        assert not [task for task in asyncio.all_tasks() if "SessionLeg" in repr(task.get_coro())]
-        connection.close()
-        await worker.channel.close()
 
 
 async def test_a_router_that_leaves_ends_idle_sessions_with_its_cause(cluster):

@@ -227,39 +227,28 @@ class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
 
 
 class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
-    """A session's call: say a turn, then `next` until its last outputs."""
+    """A session's call: `write` a turn, then `next` until its last outputs."""
 
     def __init__(self, worker: Worker, headers: Mapping[str, str]) -> None:
         """Opens the call. headers: the first turn's trace context."""
         self._turns: grpc.aio.StreamStreamCall[Any, decode_pb2.DecodeEvent] = DecodeServiceStub(worker.channel).Session(
             metadata=tuple(headers.items())
         )
-        self._writing: asyncio.Task[None] | None = None
         super().__init__(self._turns)
 
-    def open(self, request: PreparedRequest) -> None:
-        """The first turn."""
-        self._say(decode_pb2.DecodeTurn(open=prepared_to_wire(request)))
+    async def open(self, request: PreparedRequest) -> None:
+        await self._write(decode_pb2.DecodeTurn(open=prepared_to_wire(request)))
 
-    def go_on(self, token_ids: list[int], sampling: SamplingParams, headers: Mapping[str, str]) -> None:
+    async def go_on(self, token_ids: list[int], sampling: SamplingParams, headers: Mapping[str, str]) -> None:
         """The next turn."""
         turn = decode_pb2.NextTurn(
             prompt_token_ids=token_ids, sampling=sampling_to_wire(sampling), trace_headers=dict(headers)
         )
-        self._say(decode_pb2.DecodeTurn(next=turn))
-
-    def cancel(self) -> None:
-        super().cancel()
-        if self._writing is not None:
-            self._writing.cancel()
-
-    def _say(self, turn: decode_pb2.DecodeTurn) -> None:
-        # nobody waits for it: on a call that ended before it could connect, a write never ends
-        self._writing = asyncio.create_task(self._write(turn))
+        await self._write(decode_pb2.DecodeTurn(next=turn))
 
     async def _write(self, turn: decode_pb2.DecodeTurn) -> None:
         # of a call that has ended, `next` knows why
-        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._turns.write(turn)
 
     def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:

@@ -124,9 +124,9 @@ class SessionTurn(RequestRun):
                         # workers refuse a request without time
                         raise self._too_late()
                     session.open(worker, SessionLeg(worker, prepared.trace_headers))
-                    session.leg.open(prepared)
+                    await session.leg.open(prepared)
                 else:
-                    session.leg.go_on(request.token_ids, request.sampling, record.headers)
+                    await session.leg.go_on(request.token_ids, request.sampling, record.headers)
                 session.token_ids += request.token_ids
                 await self._answer(booking)
         finally:
