@@ -44,6 +44,7 @@ from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.common.timeline import Timeline
 from pdserve.router import attempt as attempt_module
+from pdserve.router import legs
 from pdserve.router.attempt import Attempt
 from pdserve.router.attempt_failure import backoff_s
 from pdserve.router.attempt_state import EDGES, AttemptState, IllegalMove, moved
@@ -439,6 +440,31 @@ async def test_two_deaths_poison_a_prompt(cluster):
     await asyncio.gather(*dying)
     assert len(dying) == 2
     assert await cluster.text(prompt="sound") == said(5)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_workers_that_were_gone_before_a_prompt_came_are_not_held_against_it(cluster, role, monkeypatch):
+    """Several workers go at once, and a request is sent to them before anybody has missed them."""
+    monkeypatch.setattr(legs, "UNHEARD_S", 0.05)
+    await cluster.start(
+        prefill=3 * (role == "prefill"),
+        decode=1 if role == "prefill" else 3,
+        local_prefill="never" if role == "prefill" else "auto",
+    )
+    dying = []
+    gone = [worker for worker in cluster.workers if worker.role == role][:2]
+
+    async def silent(worker, call):
+        await asyncio.sleep(3 * legs.UNHEARD_S)
+        dying.append(asyncio.create_task(worker.kill()))
+        await asyncio.Event().wait()
+
+    for worker in gone:
+        worker.script = play(silent)
+    assert await cluster.text(prompt="unlucky") == said(5)
+    await asyncio.gather(*dying)
+    assert len(dying) == 2
+    assert await cluster.text(prompt="unlucky") == said(5)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

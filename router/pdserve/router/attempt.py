@@ -314,7 +314,8 @@ class Attempt:
         if self._prefill_leg is None or (self._computed and self._landed):
             return
         kv_lost = self._remote and isinstance(error, (TransferFailed, WorkerLost))
-        self._end(AttemptFailed(error, worker, died=died, in_transfer=kv_lost))
+        unheard = self._prefill_leg.is_unheard
+        self._end(AttemptFailed(error, worker, died=died, unheard=unheard, in_transfer=kv_lost))
 
     def _on_decode_lost(self, worker: Worker, failure: LegFailed) -> None:
         error = failure.error
@@ -327,11 +328,15 @@ class Attempt:
         elif isinstance(error, DeadlineExceeded):
             self._end(AttemptFailed(error))
         else:
-            self._end(AttemptFailed(error, worker, died=failure.died))
+            self._end(self._lost_with(worker, error, died=failure.died))
 
     def _on_death(self, worker: Worker) -> None:
         error = WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}")
         if worker is self.placement.prefill:
             self._on_prefill_lost(worker, error, died=True)
         elif not self._decode_finished:
-            self._end(AttemptFailed(error, worker, died=True))
+            self._end(self._lost_with(worker, error, died=True))
+
+    def _lost_with(self, worker: Worker, error: PdServeError, *, died: bool) -> AttemptFailed:
+        unheard = self._decode_leg is not None and self._decode_leg.is_unheard
+        return AttemptFailed(error, worker, died=died, unheard=unheard)

@@ -22,13 +22,21 @@ class AttemptFailed(Exception):
     """Why an attempt failed, and who is to blame."""
 
     def __init__(
-        self, error: PdServeError, blamed: Worker | None = None, *, died: bool = False, in_transfer: bool = False
+        self,
+        error: PdServeError,
+        blamed: Worker | None = None,
+        *,
+        died: bool = False,
+        unheard: bool = False,
+        in_transfer: bool = False,
     ) -> None:
         super().__init__(error.message)
         self.error = error
         self.blamed = blamed
         self.died = died
         """The blamed worker is gone, or its connection is."""
+        self.unheard = unheard
+        """It had not even admitted the request: it was gone before, so this is not what it died of."""
         self.in_transfer = in_transfer
         """The prompt's KV did not come across: settings say what then."""
 

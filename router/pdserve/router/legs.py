@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import time
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
@@ -101,6 +102,8 @@ class UnknownEvent(msgspec.Struct, gc=False):
 PrefillLegEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
 DecodeLegEvent = Admitted | NeedsPrefill | PrefillingLocally | Landed | PromptLogprobs | Outputs | UnknownEvent
 END_SEQUENCE_TIMEOUT_S = 1.0
+UNHEARD_S = 0.25
+"""A worker that says nothing for so long did not get the request: `Admitted` comes within milliseconds."""
 E = TypeVar("E")
 M = TypeVar("M")
 
@@ -120,6 +123,13 @@ class _Leg(abc.ABC, Generic[M, E]):
 
     def __init__(self, call: grpc.aio.UnaryStreamCall[Any, M] | grpc.aio.StreamStreamCall[Any, M]) -> None:
         self._call = call
+        self._opened_at = time.monotonic()
+        self._was_heard = False
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether the worker has not even admitted the request, though there was time."""
+        return not self._was_heard and time.monotonic() - self._opened_at >= UNHEARD_S
 
     def cancel(self) -> None:
         """Ends the call at both ends; goes out in this turn of the event loop."""
@@ -138,6 +148,7 @@ class _Leg(abc.ABC, Generic[M, E]):
             raise LegFailed(WorkerLost("the call was cancelled, but not by this router"), died=True) from None
         except grpc.aio.UsageError as error:
             raise LegFailed(InternalError(f"the call cannot be read: {error}"), died=False) from error
+        self._was_heard = True
         return None if message is grpc.aio.EOF else self._read(message)
 
     @abc.abstractmethod

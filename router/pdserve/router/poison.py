@@ -38,18 +38,26 @@ class PoisonList:
 
 
 class Casualties:
-    """The workers that died under one request."""
+    """The workers that died under one request.
+
+    One that never got it counts as gone, but not against the prompt: where several workers go at once, for a reason of
+    their own, a request may be sent to one of them before anybody has missed it.
+    """
 
     def __init__(self, poison: PoisonList) -> None:
         self._poison = poison
+        self._killed: set[WorkerKey] = set()
         self.workers: set[WorkerKey] = set()
 
     def count(self, failure: AttemptFailed, prompt_digest: bytes) -> None:
-        """An attempt has failed. Raises: WorkerLost when it is the death that is one too many; the prompt is refused."""
+        """An attempt has failed. Raises: WorkerLost when the prompt has been one worker's death too many; it is refused."""
         if not failure.died or failure.blamed is None:
             return
         self.workers.add(failure.blamed.key)
-        if len(self.workers) >= DEATHS:
+        if failure.unheard:
+            return
+        self._killed.add(failure.blamed.key)
+        if len(self._killed) >= DEATHS:
             self._poison.add(prompt_digest)
             raise WorkerLost(
                 f"{DEATHS} workers died while they served this request; last: {failure.error.message}"
