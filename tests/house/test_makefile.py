@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_benchmark_finds_what_lies_beside_it(tmp_path: Path) -> None:
-    said = subprocess.run(["make", "-n", "bench"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    make = ["make", "-n", "--no-print-directory", "bench"]
+    said = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     command = said.splitlines()[-1]
     (tmp_path / "beside.py").touch()
     (tmp_path / "benchmark.py").write_text("import beside")

@@ -23,6 +23,7 @@ from fake_worker import (
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.errors import Draining, Evicted, InternalError, TransferFailed, WorkerLost
+from pdserve.router.attempt import Attempt
 from pdserve.v1 import request_pb2
 
 
@@ -45,15 +46,33 @@ def decode_requests(cluster):
     return sorted(calls, key=lambda request: request.attempt.number)
 
 
-def begun(num_tokens, *end):
+@pytest.fixture
+def first_token_known(monkeypatch):
+    """Set when the router has heard of a first token: what decode says before is kept back, and lost with it."""
+    known = asyncio.Event()
+    on_computed = Attempt._on_computed
+
+    def note(attempt, computed):
+        on_computed(attempt, computed)
+        known.set()
+
+    monkeypatch.setattr(Attempt, "_on_computed", note)
+    return known
+
+
+def begun(first_token_known, num_tokens, *end):
     """Decode says tokens 1 to num_tokens - 1, then ends so."""
-    return play(ADMITTED, LANDED, *(decode_outputs(p, said(1, p)) for p in range(1, num_tokens)), *end)
+
+    async def wait(worker, call):
+        await first_token_known.wait()
+
+    return play(ADMITTED, LANDED, wait, *(decode_outputs(p, said(1, p)) for p in range(1, num_tokens)), *end)
 
 
 @pytest.mark.parametrize("error", [WorkerLost("gone"), Evicted("no room"), Draining("leaving"), TransferFailed("t")])
-async def test_i4_an_attempt_goes_on_where_the_last_one_ended(cluster, error):
+async def test_i4_an_attempt_goes_on_where_the_last_one_ended(cluster, first_token_known, error):
     await cluster.start(prefill=2, decode=2)
-    decode_scripts(cluster, begun(20, error))
+    decode_scripts(cluster, begun(first_token_known, 20, error))
     response = await cluster.complete(prompt="x" * 40, max_tokens=30, temperature=0.5)
     choice, usage = response.json()["choices"][0], response.json()["usage"]
     assert (choice["text"], choice["finish_reason"]) == (said(30), "length")
@@ -104,9 +123,9 @@ async def test_the_last_error_comes_when_every_attempt_has_failed(cluster):
     assert len(decode_requests(cluster)) == 3
 
 
-async def test_the_last_token_of_a_resumed_request_comes_from_prefill_alone(cluster):
+async def test_the_last_token_of_a_resumed_request_comes_from_prefill_alone(cluster, first_token_known):
     await cluster.start(prefill=1, decode=1)
-    decode_scripts(cluster, begun(4, Draining("leaving")))
+    decode_scripts(cluster, begun(first_token_known, 4, Draining("leaving")))
     assert await cluster.text(max_tokens=5) == said(5)
     assert len(decode_requests(cluster)) == 1
     last = cluster.of("prefill").calls[1].request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -50,6 +51,10 @@ class SessionServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request_iterator: Turns, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         if self._num_open >= self._max_sessions:
+            # a call that is ended while its first turn is on the way here may lose this answer
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._idle_timeout_s):
+                    await _next(request_iterator)
             raise Overloaded(
                 f"{self._num_open} sessions are open on this worker, at most {self._max_sessions} may be (max_sessions)"
             )
