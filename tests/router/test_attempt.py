@@ -44,7 +44,6 @@ from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.common.timeline import Timeline
 from pdserve.router import attempt as attempt_module
-from pdserve.router import legs
 from pdserve.router.attempt import Attempt
 from pdserve.router.attempt_failure import backoff_s
 from pdserve.router.attempt_state import EDGES, AttemptState, IllegalMove, moved
@@ -427,7 +426,7 @@ async def test_two_deaths_poison_a_prompt(cluster):
 
     def choose(worker, call):
         bad = len(call.request.request.prompt_token_ids) == 6
-        return (play(die) if bad else decode_well)(worker, call)
+        return (play(ADMITTED, die) if bad else decode_well)(worker, call)
 
     for worker in cluster.workers:
         worker.script = choose
@@ -443,28 +442,31 @@ async def test_two_deaths_poison_a_prompt(cluster):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_workers_that_were_gone_before_a_prompt_came_are_not_held_against_it(cluster, role, monkeypatch):
+@pytest.mark.parametrize("num_gone", [2, 3])
+async def test_workers_that_were_gone_before_a_prompt_came_weigh_less_against_it(cluster, role, num_gone):
     """Several workers go at once, and a request is sent to them before anybody has missed them."""
-    monkeypatch.setattr(legs, "UNHEARD_S", 0.05)
     await cluster.start(
-        prefill=3 * (role == "prefill"),
-        decode=1 if role == "prefill" else 3,
+        prefill=4 * (role == "prefill"),
+        decode=1 if role == "prefill" else 4,
         local_prefill="never" if role == "prefill" else "auto",
     )
     dying = []
-    gone = [worker for worker in cluster.workers if worker.role == role][:2]
 
     async def silent(worker, call):
-        await asyncio.sleep(3 * legs.UNHEARD_S)
         dying.append(asyncio.create_task(worker.kill()))
         await asyncio.Event().wait()
 
-    for worker in gone:
+    for worker in [worker for worker in cluster.workers if worker.role == role][:num_gone]:
         worker.script = play(silent)
-    assert await cluster.text(prompt="unlucky") == said(5)
+    responses = [await cluster.complete(prompt="unlucky") for _ in range(2)]
     await asyncio.gather(*dying)
-    assert len(dying) == 2
-    assert await cluster.text(prompt="unlucky") == said(5)
+    assert len(dying) == num_gone
+    if num_gone == 2:
+        assert [response.json()["choices"][0]["text"] for response in responses] == [said(5), said(5)]
+    else:
+        told = [response.json()["error"]["message"] for response in responses]
+        assert "3 workers died" in told[0]
+        assert "refused for another" in told[1]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

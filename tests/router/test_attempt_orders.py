@@ -34,6 +34,7 @@ class FedLeg:
     def __init__(self, *args, **kwargs):
         self.events = asyncio.Queue()
         self.cancelled = False
+        self.was_heard = False
         legs.append(self)
 
     def cancel(self):

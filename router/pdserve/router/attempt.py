@@ -314,7 +314,7 @@ class Attempt:
         if self._prefill_leg is None or (self._computed and self._landed):
             return
         kv_lost = self._remote and isinstance(error, (TransferFailed, WorkerLost))
-        unheard = self._prefill_leg.is_unheard
+        unheard = not self._prefill_leg.was_heard
         self._end(AttemptFailed(error, worker, died=died, unheard=unheard, in_transfer=kv_lost))
 
     def _on_decode_lost(self, worker: Worker, failure: LegFailed) -> None:
@@ -338,5 +338,5 @@ class Attempt:
             self._end(self._lost_with(worker, error, died=True))
 
     def _lost_with(self, worker: Worker, error: PdServeError, *, died: bool) -> AttemptFailed:
-        unheard = self._decode_leg is not None and self._decode_leg.is_unheard
+        unheard = self._decode_leg is not None and not self._decode_leg.was_heard
         return AttemptFailed(error, worker, died=died, unheard=unheard)

@@ -36,7 +36,7 @@ class AttemptFailed(Exception):
         self.died = died
         """The blamed worker is gone, or its connection is."""
         self.unheard = unheard
-        """It had not even admitted the request: it was gone before, so this is not what it died of."""
+        """It had not even admitted the request: most likely it was gone before, and died of something else."""
         self.in_transfer = in_transfer
         """The prompt's KV did not come across: settings say what then."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-import time
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
@@ -102,8 +101,6 @@ class UnknownEvent(msgspec.Struct, gc=False):
 PrefillLegEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
 DecodeLegEvent = Admitted | NeedsPrefill | PrefillingLocally | Landed | PromptLogprobs | Outputs | UnknownEvent
 END_SEQUENCE_TIMEOUT_S = 1.0
-UNHEARD_S = 0.25
-"""A worker that says nothing for so long did not get the request: `Admitted` comes within milliseconds."""
 E = TypeVar("E")
 M = TypeVar("M")
 
@@ -123,13 +120,8 @@ class _Leg(abc.ABC, Generic[M, E]):
 
     def __init__(self, call: grpc.aio.UnaryStreamCall[Any, M] | grpc.aio.StreamStreamCall[Any, M]) -> None:
         self._call = call
-        self._opened_at = time.monotonic()
-        self._was_heard = False
-
-    @property
-    def is_unheard(self) -> bool:
-        """Whether the worker has not even admitted the request, though there was time."""
-        return not self._was_heard and time.monotonic() - self._opened_at >= UNHEARD_S
+        self.was_heard = False
+        """Whether the worker has said anything: it admits a request before it computes it."""
 
     def cancel(self) -> None:
         """Ends the call at both ends; goes out in this turn of the event loop."""
@@ -140,6 +132,7 @@ class _Leg(abc.ABC, Generic[M, E]):
         try:
             message: Any = await self._call.read()
         except grpc.aio.AioRpcError as error:
+            self.was_heard |= _said_by_worker(error)
             raise leg_failed(error) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -148,7 +141,7 @@ class _Leg(abc.ABC, Generic[M, E]):
             raise LegFailed(WorkerLost("the call was cancelled, but not by this router"), died=True) from None
         except grpc.aio.UsageError as error:
             raise LegFailed(InternalError(f"the call cannot be read: {error}"), died=False) from error
-        self._was_heard = True
+        self.was_heard = True
         return None if message is grpc.aio.EOF else self._read(message)
 
     @abc.abstractmethod
@@ -302,10 +295,15 @@ def _outputs(message: request_pb2.Outputs) -> Outputs:
     )
 
 
+def _said_by_worker(rpc_error: grpc.aio.AioRpcError) -> bool:
+    """Not by the channel, which broke."""
+    return any(name == ERROR_CODE_KEY for name, _ in rpc_error.trailing_metadata() or ())
+
+
 def leg_failed(rpc_error: grpc.aio.AioRpcError) -> LegFailed:
     """Why a call of ours ended, and whether the worker died of it."""
     error = from_rpc_error(rpc_error)
-    if any(name == ERROR_CODE_KEY for name, _ in rpc_error.trailing_metadata() or ()):
+    if _said_by_worker(rpc_error):
         # a worker says this of itself alone: its engine has failed, and its process follows
         return LegFailed(error, died=isinstance(error, WorkerLost))
     if isinstance(error, Cancelled):

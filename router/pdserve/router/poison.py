@@ -10,7 +10,9 @@ from pdserve.router.placement import WorkerKey
 
 REFUSED_S = 60.0
 DEATHS = 2
-"""So many workers must have died under one request."""
+"""So many workers must have died under one request after they had admitted it."""
+DEATHS_UNHEARD = 3
+"""Or so many in all."""
 _MAX_ENTRIES = 4096
 
 
@@ -34,19 +36,19 @@ class PoisonList:
         if left <= 0:
             del self._until[request_digest]
             return
-        raise WorkerLost(f"{DEATHS} workers died while they served this prompt; it is refused for another {left:.0f} s")
+        raise WorkerLost(f"workers died while they served this prompt; it is refused for another {left:.0f} s")
 
 
 class Casualties:
     """The workers that died under one request.
 
-    One that never got it counts as gone, but not against the prompt: where several workers go at once, for a reason of
-    their own, a request may be sent to one of them before anybody has missed it.
+    One that had not admitted it weighs less: where several workers go at once, for a reason of their own, a request may be
+    sent to one of them before anybody has missed it.
     """
 
     def __init__(self, poison: PoisonList) -> None:
         self._poison = poison
-        self._killed: set[WorkerKey] = set()
+        self._admitted: set[WorkerKey] = set()
         self.workers: set[WorkerKey] = set()
 
     def count(self, failure: AttemptFailed, prompt_digest: bytes) -> None:
@@ -54,11 +56,10 @@ class Casualties:
         if not failure.died or failure.blamed is None:
             return
         self.workers.add(failure.blamed.key)
-        if failure.unheard:
-            return
-        self._killed.add(failure.blamed.key)
-        if len(self._killed) >= DEATHS:
+        if not failure.unheard:
+            self._admitted.add(failure.blamed.key)
+        if len(self._admitted) >= DEATHS or len(self.workers) >= DEATHS_UNHEARD:
             self._poison.add(prompt_digest)
             raise WorkerLost(
-                f"{DEATHS} workers died while they served this request; last: {failure.error.message}"
+                f"{len(self.workers)} workers died while they served this request; last: {failure.error.message}"
             ) from failure
