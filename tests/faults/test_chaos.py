@@ -1,4 +1,4 @@
-"""Faults at random moments, one after the other, under load: every answer stays what an undisturbed run gives.
+"""Faults at random moments under load, alone or two at once: every answer stays what an undisturbed run gives.
 
 The kill matrix holds a worker in a known phase; here nothing is held, so faults meet each other's aftermath: a worker
 that comes back, a cache that others filled, a transfer that goes on elsewhere.
@@ -24,8 +24,9 @@ from pdserve.v1 import request_pb2
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
-NUM_FAULTS = 20
+NUM_ROUNDS = 15
 NUM_CLIENTS = 10
+WAYS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 FLAGS = (
     "--set", "dtype=float32", "--set", "num_blocks=300", "--set", "max_num_batched_tokens=64", "--set", "drain_s=10",
@@ -36,7 +37,7 @@ SCHEMA = {
     "required": ["sizes"],
 }
 SHARED = prompt_of(100, 7)
-"""Begins two prompts: what one leaves in the caches is found by the other."""
+"""Begins several prompts: what one leaves in the caches is found by the others."""
 REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "greedy": (prompt_of(300, 1), {"max_tokens": 40}),
     "short": (prompt_of(20, 2), {"max_tokens": 12}),
@@ -54,6 +55,13 @@ REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
             "structured_outputs": request_pb2.StructuredOutputs(json=json.dumps(SCHEMA)),
         },
     ),
+    "logprobs": (prompt_of(150, 8), {"max_tokens": 20, "logprobs": 3, "stop_token_ids": [9, 17]}),
+    "bias": (
+        [*SHARED, *prompt_of(60, 9)],
+        {"max_tokens": 25, "presence_penalty": 0.5, "temperature": 0.7, "seed": 3, "min_p": 0.02},
+    ),
+    "one": (prompt_of(80, 10), {"max_tokens": 1}),
+    "two": ([*SHARED, *prompt_of(100, 11)], {"max_tokens": 12, "n": 2, "temperature": 1.0, "seed": 5}),
     "three": (prompt_of(130, 6), {"max_tokens": 30, "temperature": 0.9, "seed": 13, "n": 3}),
 }
 
@@ -82,7 +90,7 @@ class Load:
         await asyncio.gather(*self._clients)
 
     async def answered(self) -> None:
-        """All that is under way now has ended: nothing meets two faults."""
+        """All that is under way now has ended: nothing meets the faults of two rounds."""
         for ended in list(self.under_way.values()):
             waiting = asyncio.create_task(ended.wait())
             done, _ = await asyncio.wait({waiting, *self._clients}, return_when=asyncio.FIRST_COMPLETED)
@@ -127,9 +135,11 @@ async def hurt(cluster: Cluster, victim: Service, way: str, draw: random.Random)
     await asyncio.to_thread(cluster.restart, victim.name)
 
 
-@pytest.mark.parametrize(("connector", "seed"), [("tcp", 1), ("nixl", 2)])
+@pytest.mark.parametrize(
+    ("connector", "at_once", "seed"), [("tcp", 1, 1), ("nixl", 1, 2), ("tcp", 2, 3), ("nixl", 2, 4)]
+)
 async def test_i4_faults_at_random_moments_change_no_answer(
-    tiny_checkpoints: Callable[..., Path], tmp_path: Path, connector: str, seed: int
+    tiny_checkpoints: Callable[..., Path], tmp_path: Path, connector: str, at_once: int, seed: int
 ) -> None:
     model = str(tiny_checkpoints("llama", num_hidden_layers=4))
     draw = random.Random(seed)
@@ -143,13 +153,14 @@ async def test_i4_faults_at_random_moments_change_no_answer(
         async with InferenceClient(cluster.router.address) as client:
             load = Load(client, seed)
             await load.begin()
-            for _ in range(NUM_FAULTS):
+            for _ in range(NUM_ROUNDS):
                 await asyncio.sleep(draw.uniform(0.0, 0.6))
-                victim = cluster.services[draw.choice(WORKERS)]
-                await hurt(cluster, victim, draw.choice(("SIGKILL", "SIGTERM", "SIGSTOP")), draw)
+                victims = [draw.choice(WORKERS[:2]), draw.choice(WORKERS[2:])]  # never all of a role
+                faults = [(cluster.services[name], draw.choice(WAYS)) for name in draw.sample(victims, at_once)]
+                await asyncio.gather(*(hurt(cluster, victim, way, draw) for victim, way in faults))
                 await load.answered()
             await load.end()
-        assert load.num_answers > 10 * NUM_FAULTS
+        assert load.num_answers > 10 * NUM_ROUNDS
         cluster.check_pools()
         for name in WORKERS:
             assert cluster.load(cluster.services[name]).blocks_quarantined == 0
