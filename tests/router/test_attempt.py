@@ -47,6 +47,7 @@ from pdserve.router import attempt as attempt_module
 from pdserve.router.attempt import Attempt
 from pdserve.router.attempt_failure import backoff_s
 from pdserve.router.attempt_state import EDGES, AttemptState, IllegalMove, moved
+from pdserve.router.legs import Admitted
 from pdserve.router.placement import Placement
 
 
@@ -416,11 +417,21 @@ async def test_a_worker_that_dies_is_replaced(cluster, role, when):
     assert len(dying) == 1
 
 
-async def test_two_deaths_poison_a_prompt(cluster):
+async def test_two_deaths_poison_a_prompt(cluster, monkeypatch):
     await cluster.start(prefill=0, decode=3)
     dying = []
+    admitted = asyncio.Queue()
+    on_decode = Attempt._on_decode
+
+    def note(attempt, event):
+        on_decode(attempt, event)
+        if isinstance(event, Admitted):
+            admitted.put_nowait(attempt)
+
+    monkeypatch.setattr(Attempt, "_on_decode", note)
 
     async def die(worker, call):
+        await admitted.get()  # the router has heard of it
         dying.append(asyncio.create_task(worker.kill()))
         await asyncio.Event().wait()
 
