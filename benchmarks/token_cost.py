@@ -4,6 +4,7 @@ The rest is what streaming costs beside the model: turning outputs into messages
 stream. It says how many tokens a second one router, and one worker's asyncio thread, can carry.
 
 Usage: python benchmarks/token_cost.py [--model demo|DIR] [--streams 4 16 64] [--seconds 10] [--front grpc http]
+                                        [--set name=value ...]
 """
 
 from __future__ import annotations
@@ -115,13 +116,17 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--front", nargs="+", choices=("grpc", "http"), default=["grpc", "http"])
+    parser.add_argument("--set", action="append", default=[], help="a setting of the services, as name=value")
     options = parser.parse_args()
     folder = model_folder(options.model)
     for name, value in conditions().items():
         print(f"{name:<12} {value}")
+    print(f"settings     {' '.join(options.set) or 'defaults'}")
     print(f"{PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens a request, greedy, no two alike\n")
     port = free_port()
-    with serving(folder, ["--set", f"max_num_seqs={max(options.streams)}"], grpc_port=port) as url:
+    settings = [f"max_num_seqs={max(options.streams)}", *options.set]
+    flags = [flag for assignment in settings for flag in ("--set", assignment)]
+    with serving(folder, flags, grpc_port=port) as url:
         asyncio.run(measure(url, port, folder, options))
     print(f"\nload after   {os.getloadavg()[0]:.2f}")
 

@@ -98,6 +98,7 @@ NAN, INF = float("nan"), float("inf")
         (DecodeSettings, {"attach_timeout_s": NAN}),
         (PrefillSettings, {"long_prefill_token_threshold": -1}),
         (DecodeSettings, {"max_sessions": -1}),
+        *((DecodeSettings, {"stream_interval": value}) for value in (0, -1, 1025)),
         *((DecodeSettings, {"session_idle_timeout_s": value}) for value in (0.0, -1.0, NAN, INF)),
         (RouterSettings, {"request_timeout_s": NAN}),
         *((RouterSettings, {name: 0}) for name in ("max_attempts", "max_queued_requests", "max_unread_bytes")),

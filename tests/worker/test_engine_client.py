@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
 from hash_model import greedy_answer
 
 from pdserve.common.engine_types import EngineCoreOutput, FinishReason
-from pdserve.common.errors import Draining, InvalidRequest, NeedsPrefill, WorkerLost
+from pdserve.common.errors import Draining, Evicted, InvalidRequest, NeedsPrefill, WorkerLost
 from pdserve.engine.output_stream import OutputStream
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_request import engine_request_id
@@ -138,6 +139,55 @@ async def test_a_request_that_a_failing_engine_never_takes_in_ends_with_the_same
         with pytest.raises(WorkerLost, match="log has the details"):
             await read(each)
     assert len(late) == len(heard) == 1
+
+
+async def test_tokens_come_in_pieces_of_the_interval_but_the_first_and_the_last_wait_for_none(engine: Harness) -> None:
+    request = engine.request(PROMPT, params={"max_tokens": 12})
+    stream = engine.client.submit(request, stream_interval=4)
+    answer = greedy_answer(PROMPT, 12)
+    pieces = []
+    async with asyncio.timeout(10):
+        while not pieces or pieces[-1].finish_reason is None:
+            pieces.append(await stream.get())
+    assert [len(piece.new_token_ids) for piece in pieces] == [1, 4, 4, 3]
+    assert [piece.first_position for piece in pieces] == [0, 1, 5, 9]
+    assert [token for piece in pieces for token in piece.new_token_ids] == answer
+    assert {"queued", "scheduled", "first_token"} <= set(pieces[0].moments)
+    assert "finished" in pieces[-1].moments
+    engine.client.release(stream)
+
+
+def output(index: int, tokens: list[int], **fields: Any) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id="r", index=index, new_token_ids=tokens, **fields)
+
+
+async def test_each_sequence_and_each_turn_has_an_interval_of_its_own() -> None:
+    stream = OutputStream("r", num_sequences=2, interval=3)
+    for put in (
+        output(0, [], prefills_locally=True),  # says where the prompt is computed, at once
+        output(0, [1], first_position=0),
+        output(1, [5], first_position=0),
+        output(0, [2], first_position=1),
+        output(1, [6], first_position=1, finish_reason=FinishReason.STOP),
+        output(0, [3], first_position=2, finish_reason=FinishReason.STOP, awaits_input=True),
+        output(0, [4], first_position=0),
+        output(0, [7], first_position=1, finish_reason=FinishReason.STOP, awaits_input=True),
+    ):
+        stream.put(put)
+    heard = [await stream.get() for _ in range(7)]
+    assert [(each.index, each.first_position, each.new_token_ids) for each in heard] == [
+        (0, 0, []), (0, 0, [1]), (1, 0, [5]), (1, 1, [6]), (0, 1, [2, 3]), (0, 0, [4]), (0, 1, [7]),
+    ]  # fmt: skip
+
+
+async def test_an_error_waits_for_no_tokens() -> None:
+    stream = OutputStream("r", interval=100)
+    stream.put(output(0, [1]))
+    stream.put(output(0, [2]))
+    stream.put(output(0, [], error_code="evicted", error_message="x", finish_reason=FinishReason.ERROR))
+    assert (await stream.get()).new_token_ids == [1]
+    with pytest.raises(Evicted, match="x"):
+        await stream.get()
 
 
 async def test_an_error_is_raised_even_when_tokens_came_before_it() -> None:

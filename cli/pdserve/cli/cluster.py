@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from pdserve.common.deployment_key import new_deployment_key
 from pdserve.common.errors import ConfigError
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.settings import load_settings
+from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.router.service import run_router
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ class ClusterPlan:
     num_prefill: int
     num_decode: int
     router_flags: dict[str, object]
-    worker_flags: tuple[str, ...] = ()
+    worker_settings: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Of the workers of each role, beside what `child_plans` gives them."""
     quiet_children: bool = True
     redis: str | None = None
 
@@ -55,6 +57,18 @@ class Addresses:
     decode: list[str] = field(default_factory=list)
     api_key: str | None = None
     """One that the front ends accept, when they want one."""
+
+
+def settings_by_role(assignments: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Each service is given the settings that it has. Raises: ConfigError for one that none has."""
+    kinds = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
+    for name in assignments:
+        if not any(name in kind.__struct_fields__ for kind in kinds.values()):
+            raise ConfigError(f"--set {name}: no service has such a setting")
+    return {
+        role: {name: value for name, value in assignments.items() if name in kind.__struct_fields__}
+        for role, kind in kinds.items()
+    }
 
 
 WhenReady = Callable[[Addresses], Awaitable[bool]]
@@ -157,11 +171,13 @@ def child_plans(plan: ClusterPlan, key: str) -> list[ChildPlan]:
             flags += ["--set", f"cpu_core={cores[0] + place * threads}"]
         if plan.quiet_children:
             flags += ["--set", "log_level=warning"]
+        for name, value in plan.worker_settings.get(role, {}).items():
+            flags += ["--set", f"{name}={value}"]
         environ = os.environ | {"PDSERVE_DEPLOYMENT_KEY": key}
         if plan.redis is not None:
             # it may hold a password, which has no place in a list of processes
             environ["PDSERVE_REDIS"] = plan.redis
-        plans.append(ChildPlan(role, f"{role}-{index}", (*flags, *plan.worker_flags), environ))
+        plans.append(ChildPlan(role, f"{role}-{index}", tuple(flags), environ))
     return plans
 
 

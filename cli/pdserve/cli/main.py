@@ -85,37 +85,32 @@ def up(
     """The whole cluster on this machine: a router, prefill and decode workers, one process each."""
     from rich.console import Console
 
-    from pdserve.cli.cluster import ClusterPlan, run_cluster
+    from pdserve.cli.cluster import ClusterPlan, run_cluster, settings_by_role
     from pdserve.cli.greeting import Greeting
     from pdserve.cli.service_commands import parse_assignments
     from pdserve.common.logging_setup import configure_logging
-    from pdserve.common.router_settings import RouterSettings
-    from pdserve.common.worker_settings import DecodeSettings
     from pdserve.models.model_folder import DEMO, model_folder
 
     configure_logging("router", "info" if verbose else "warning")
     console = Console()
     name = model or DEMO
-    worker_flags = [*(("--connector", connector) if connector else ())]
-    worker_flags += ["--otlp", otlp] if otlp else []
+    of_workers = {"connector": connector, "otlp": otlp}
     router_flags: dict[str, object] = {
         "port": port, "grpc_port": grpc_port, "local_prefill": local_prefill, "policy": policy, "otlp": otlp,
     }  # fmt: skip
     assignments = parse_assignments(set_ or [])
     assigned = assignments.pop("redis", None)
     redis = redis or assigned
-    for key, value in assignments.items():
-        if key in RouterSettings.__struct_fields__:
-            router_flags[key] = value
-        if key in DecodeSettings.__struct_fields__ or key not in RouterSettings.__struct_fields__:
-            worker_flags += ["--set", f"{key}={value}"]
+    by_role = settings_by_role(assignments)
+    router_flags |= by_role.pop("router")
+    given = {name: value for name, value in of_workers.items() if value}
     plan = ClusterPlan(
         model=name,
         folder=model_folder(name),
         num_prefill=prefill,
         num_decode=decode,
         router_flags=router_flags,
-        worker_flags=tuple(worker_flags),
+        worker_settings={role: settings | given for role, settings in by_role.items()},
         quiet_children=not verbose,
         redis=redis,
     )

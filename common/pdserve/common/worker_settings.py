@@ -14,6 +14,7 @@ CPU_STEP_TOKENS = 512
 """On a processor larger steps are no faster, and the blocks of one step move only when it has ended."""
 GPU_STEP_TOKENS = 2048
 """A GPU needs more in a step to be busy."""
+MAX_STREAM_INTERVAL = 1024
 
 
 class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -133,6 +134,9 @@ class PrefillSettings(WorkerSettings, frozen=True, kw_only=True):
 class DecodeSettings(WorkerSettings, frozen=True, kw_only=True):
     section: ClassVar[str] = "decode"
 
+    stream_interval: int = 1
+    """Tokens of a sequence that go to the router as one message, after its first; each message costs both of them more than
+    its tokens do."""
     max_sessions: int = 64
     """Streaming sessions open at once; more are refused."""
     session_idle_timeout_s: float = 60.0
@@ -140,6 +144,10 @@ class DecodeSettings(WorkerSettings, frozen=True, kw_only=True):
 
     def verify(self) -> None:
         super().verify()
+        if not 1 <= self.stream_interval <= MAX_STREAM_INTERVAL:
+            raise ConfigError(
+                f"stream_interval is {self.stream_interval}, 1 to {MAX_STREAM_INTERVAL} tokens are possible"
+            )
         if self.max_sessions < 0:
             raise ConfigError(f"max_sessions is {self.max_sessions}, at least 0 is needed")
         if not 0 < self.session_idle_timeout_s < float("inf"):

@@ -60,7 +60,7 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
         stream = None
         try:
             with record, _speaking_for_itself(record.transfer):
-                stream = worker.engine.submit(engine_request, record.take)
+                stream = worker.engine.submit(engine_request, record.take, self._settings.stream_interval)
                 moment = timeline.DECODE_QUEUED if remote else timeline.PREFILL_QUEUED
                 yield decode_pb2.DecodeEvent(
                     admitted=prefill_pb2.Admitted(moments=moments_to_wire({moment: engine_request.arrival_time}))

@@ -43,23 +43,23 @@ class SessionServicer(decode_pb2_grpc.DecodeServiceServicer):
         if not isinstance(settings, DecodeSettings):
             raise InternalError(f"sessions need DecodeSettings, not {type(settings).__name__}")
         self._worker = worker
-        self._max_sessions = settings.max_sessions
-        self._idle_timeout_s = settings.session_idle_timeout_s
+        self._settings = settings
         self._num_open = 0
 
     async def Session(
         self, request_iterator: Turns, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        if self._num_open >= self._max_sessions:
+        if self._num_open >= self._settings.max_sessions:
             # a call that is ended while its first turn is on the way here may lose this answer
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._idle_timeout_s):
+                async with asyncio.timeout(self._settings.session_idle_timeout_s):
                     await _next(request_iterator)
             raise Overloaded(
-                f"{self._num_open} sessions are open on this worker, at most {self._max_sessions} may be (max_sessions)"
+                f"{self._num_open} sessions are open on this worker, at most {self._settings.max_sessions} may be "
+                "(max_sessions)"
             )
         self._num_open += 1
-        session = _Session(self._worker, self._idle_timeout_s, metadata_of(context))
+        session = _Session(self._worker, self._settings, metadata_of(context))
         try:
             async for event in session.serve(request_iterator):
                 yield event
@@ -71,9 +71,10 @@ class SessionServicer(decode_pb2_grpc.DecodeServiceServicer):
 class _Session:
     """One of them, from its first turn to the end of the call."""
 
-    def __init__(self, worker: Worker, idle_timeout_s: float, metadata: Mapping[str, str]) -> None:
+    def __init__(self, worker: Worker, settings: DecodeSettings, metadata: Mapping[str, str]) -> None:
         self._worker = worker
-        self._idle_timeout_s = idle_timeout_s
+        self._idle_timeout_s = settings.session_idle_timeout_s
+        self._stream_interval = settings.stream_interval
         self._metadata = metadata
         self._request: EngineCoreRequest | None = None
         self._stream: OutputStream | None = None
@@ -135,7 +136,7 @@ class _Session:
             prepared = prepared_from_wire(turn.open, self._worker.settings.block_size)
             request = self._request = make_engine_request(prepared, 0, prefill_here=True, resumable=True)
             engine.core.verify(request)
-            return request, lambda: engine.submit(request, self._take), self._metadata
+            return request, lambda: engine.submit(request, self._take, self._stream_interval), self._metadata
         update = StreamingUpdate(
             request_id=self._request.request_id,
             prompt_token_ids=list(turn.next.prompt_token_ids),

@@ -20,13 +20,22 @@ class OutputStream:
         observer: Callable[[EngineCoreOutput], None] | None = None,
         *,
         num_sequences: int = 1,
+        interval: int = 1,
     ) -> None:
-        """observer: hears each output when it comes, read or not. num_sequences: so many will say that they end."""
+        """observer: hears each output when it comes, read or not. num_sequences: so many will say that they end.
+
+        interval: tokens of a sequence that come as one; its first token, and what ends it, wait for no others.
+        """
         self.request_id = request_id
         self._num_sequences = num_sequences
         self._num_open = num_sequences
         self._num_living = num_sequences
         self._observer = observer
+        self._interval = interval
+        self._begun: set[int] = set()
+        """Sequences whose first token has come."""
+        self._held: dict[int, EngineCoreOutput] = {}
+        """Of each sequence what waits until `interval` tokens are there."""
         self._outputs: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
 
     @property
@@ -43,7 +52,24 @@ class OutputStream:
         self._num_living -= output.finish_reason is not None and not output.awaits_input
         if self._observer is not None:
             self._observer(output)
+        if self._interval > 1:
+            if (held := self._held.pop(output.index, None)) is not None:
+                output = _merged(held, output)
+            if self._waits(output):
+                self._held[output.index] = output
+                return
         self._outputs.put_nowait(output)
+
+    def _waits(self, output: EngineCoreOutput) -> bool:
+        """Whether it may come later, with the sequence's next tokens."""
+        if output.finish_reason is not None or output.error_code:
+            self._begun.discard(output.index)  # a session's next turn begins anew
+            return False
+        if output.index not in self._begun:
+            if output.new_token_ids:
+                self._begun.add(output.index)
+            return False
+        return len(output.new_token_ids) < self._interval
 
     async def get(self) -> EngineCoreOutput:
         """The next output. Raises: the `PdServeError` with which the engine ended the request."""

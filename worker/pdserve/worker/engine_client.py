@@ -75,9 +75,12 @@ class EngineClient:
         return self._core
 
     def submit(
-        self, request: EngineCoreRequest, observer: Callable[[EngineCoreOutput], None] | None = None
+        self,
+        request: EngineCoreRequest,
+        observer: Callable[[EngineCoreOutput], None] | None = None,
+        stream_interval: int = 1,
     ) -> OutputStream:
-        """Queue a request. Raises: InvalidRequest, Draining, WorkerLost."""
+        """Queue a request. stream_interval: `OutputStream`'s. Raises: InvalidRequest, Draining, WorkerLost."""
         if self.draining:
             raise Draining("the worker is draining")
         if self.died.is_set():
@@ -85,7 +88,7 @@ class EngineClient:
         self._core.verify(request)
         if request.request_id in self._streams:
             raise InvalidRequest(f"request {request.request_id} is here already", "request_id")
-        stream = OutputStream(request.request_id, observer, num_sequences=request.n)
+        stream = OutputStream(request.request_id, observer, num_sequences=request.n, interval=stream_interval)
         self._streams[request.request_id] = stream
         self._thread.post(lambda core: core.add_request(request))
         return stream
