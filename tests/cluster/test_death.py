@@ -142,6 +142,28 @@ async def test_i4_a_stream_goes_on_at_another_decode_worker_after_the_last_token
         cluster.check_logs()
 
 
+async def test_i4_a_stream_goes_on_when_the_only_decode_worker_stood_still(
+    tiny_checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_checkpoints("llama")
+    prompt, sampling = prompt_of(40), {"max_tokens": 400, "temperature": 0.9, "seed": 7, "ignore_eos": True}
+    with pd_cluster(tmp_path, model, both=FLAGS, decode=("--set", "stream_interval=3")) as cluster:
+        decode = cluster.services["decode"]
+        async with InferenceClient(cluster.router.address) as router:
+            undisturbed = await router.ask(prompt, **sampling)
+            token_ids: list[int] = []
+            async for message in router.start(prompt, **sampling):
+                token_ids += message.token_ids
+                if len(token_ids) < 20 or "attempt 0 failed" in cluster.router.read_log():
+                    continue
+                decode.signal(signal.SIGSTOP)
+                await eventually(lambda: "attempt 0 failed" in cluster.router.read_log())
+                decode.signal(signal.SIGCONT)
+        assert token_ids == undisturbed.token_ids
+        cluster.check_pools()
+        cluster.check_logs()
+
+
 async def test_services_start_in_any_order(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("qwen2")
     with running_cluster(tmp_path) as cluster:

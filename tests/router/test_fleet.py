@@ -8,8 +8,9 @@ import socket
 
 import msgspec
 import pytest
-from fake_worker import LAYOUT, decode_well, forever, play, said
+from fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
 
+from pdserve.common.errors import WorkerLost
 from pdserve.router import watched_address
 
 
@@ -76,10 +77,21 @@ async def test_a_worker_whose_tick_stands_still_is_dead_until_it_moves(cluster, 
     wedged.ticking = True
     await cluster.live(decode=1)
     assert await cluster.text() == said(5)
-    # the first request does not go back to the life that died under it
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    assert len(wedged.calls) == 2
+    # it stood still, and is not dead: what it had goes on there when nobody else is left
+    async with asyncio.timeout(2):
+        assert await asking == said(5)
+    assert len(wedged.calls) == 3
+
+
+async def test_a_worker_that_broke_a_call_is_not_asked_again_while_its_watch_has_not_noticed(cluster, monkeypatch):
+    monkeypatch.setattr("pdserve.router.request_run.WAIT_FOR_WORKER_S", 0.3)
+    await cluster.start(prefill=0, decode=1)
+    broken = cluster.of("decode")
+    broken.scripts = [play(ADMITTED, WorkerLost("the engine has failed"))]
+    reply = await cluster.complete()
+    assert reply.status_code == 503
+    assert reply.json()["error"]["code"] == "worker_lost"
+    assert len(broken.calls) == 1
 
 
 @pytest.mark.parametrize(

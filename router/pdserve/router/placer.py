@@ -39,12 +39,13 @@ class Placer:
         hashes: Hashes,
         wish: Wish = Wish.ANY,
         blamed: Collection[WorkerKey] = (),
-        dead: Collection[WorkerKey] = (),
+        dead: Collection[Worker] = (),
         embeds: bool = False,
     ) -> RoutingDecision | None:
         """Workers for one attempt, or None while none can serve it.
 
-        num_tokens: of the prompt. dead: workers that died under this request, whatever their watch says.
+        num_tokens: of the prompt. dead: workers that died under this request, until the fleet has lost them and
+        found them again.
         embeds: an embedding is wanted, which a prefill worker computes alone.
         """
         rules = Rules(
@@ -92,12 +93,12 @@ class Placer:
         workers: Sequence[Worker],
         num_tokens: int,
         hashes: Hashes,
-        dead: Collection[WorkerKey],
+        dead: Collection[Worker],
         now_s: float,
     ) -> list[Candidate]:
         by_layout: dict[KvLayout, list[Worker]] = {}
         for worker in workers:
-            if worker.key not in dead:
+            if worker not in dead:
                 by_layout.setdefault(worker.identity.layout, []).append(worker)
         candidates = []
         for layout, alike in by_layout.items():
@@ -120,10 +121,10 @@ class Placer:
         placement: Placement,
         candidates: dict[WorkerRole, list[Candidate]],
         blamed: Collection[WorkerKey],
-        dead: Collection[WorkerKey],
+        dead: Collection[Worker],
     ) -> tuple[LeftOut, ...]:
         left = [LeftOut(role=role.value, worker=worker, why=why) for role, worker, why in self._fleet.absent()]
-        left += [LeftOut(role="", worker=worker_id, why="died under this request") for worker_id, _ in dead]
+        left += [LeftOut(role="", worker=worker.identity.worker_id, why="died under this request") for worker in dead]
         chosen = {worker.key for worker in (placement.prefill, placement.decode) if worker is not None}
         pairable: Collection[WorkerKey] | None = None
         if placement.prefill is not None and placement.decode is not None:

@@ -7,6 +7,7 @@ import time
 from pdserve.common.errors import WorkerLost
 from pdserve.router.attempt_failure import AttemptFailed
 from pdserve.router.placement import WorkerKey
+from pdserve.router.worker import Worker
 
 REFUSED_S = 60.0
 DEATHS = 2
@@ -49,17 +50,20 @@ class Casualties:
     def __init__(self, poison: PoisonList) -> None:
         self._poison = poison
         self._admitted: set[WorkerKey] = set()
-        self.workers: set[WorkerKey] = set()
+        self._died: set[WorkerKey] = set()
+        self.workers: set[Worker] = set()
+        """As the fleet knew them. One that only stood still and is back is another `Worker` there, and may serve it."""
 
     def count(self, failure: AttemptFailed, prompt_digest: bytes) -> None:
         """An attempt has failed. Raises: WorkerLost when the prompt has been one worker's death too many; it is refused."""
         if not failure.died or failure.blamed is None:
             return
-        self.workers.add(failure.blamed.key)
+        self.workers.add(failure.blamed)
+        self._died.add(failure.blamed.key)
         if not failure.unheard:
             self._admitted.add(failure.blamed.key)
-        if len(self._admitted) >= DEATHS or len(self.workers) >= DEATHS_UNHEARD:
+        if len(self._admitted) >= DEATHS or len(self._died) >= DEATHS_UNHEARD:
             self._poison.add(prompt_digest)
             raise WorkerLost(
-                f"{len(self.workers)} workers died while they served this request; last: {failure.error.message}"
+                f"{len(self._died)} workers died while they served this request; last: {failure.error.message}"
             ) from failure

@@ -105,7 +105,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Worker:
-    """One life of one worker: a restart makes another `Worker`."""
+    """One life of one worker, from when its watch shows it alive until it does not: then it comes back as another `Worker`."""
 
     def __init__(self, identity: WorkerIdentity, channel: grpc.aio.Channel, load: WorkerLoad | None = None) -> None:
         self.identity = identity
