@@ -14,7 +14,7 @@ from pdserve.common.errors import LayoutMismatch, TransferFailed
 from pdserve.common.wire import layout_to_wire
 from pdserve.kv_transfer import attach_servicer
 from pdserve.kv_transfer.digest import XXH3_64
-from pdserve.kv_transfer.source_transfer import PeerId
+from pdserve.kv_transfer.source_transfer import PeerId, PublishedRange, SourceResult
 from pdserve.kv_transfer.transfer_state import ReceiverState, SourceState
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc
 
@@ -47,6 +47,25 @@ async def test_blocks_land_while_later_ones_are_computed(rig: Any, until: Any) -
     assert rig.owner.words.count("fenced") == 1
     assert ("source_finished", 22, (5,)) in rig.owner.heard
     assert rig.num_streams == 1
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["blocks wait to be sent", "blocks were sent"])
+async def test_the_end_goes_with_the_last_blocks_while_they_wait_to_be_sent(waits: bool) -> None:
+    stream = attach_servicer._EventQueue()
+    stream.published(PublishedRange(0, (7,), (3,)))
+    stream.published(PublishedRange(1, (8, 9), (4, 5)))
+    heard = [] if waits else [stream.messages.get_nowait() for _ in range(2)]
+    stream.finished(SourceResult(22, (5, 6)), DIGEST)
+    heard += [stream.messages.get_nowait() for _ in range(stream.messages.qsize())]
+    assert [event.WhichOneof("event") for event in heard] == [
+        "published",
+        "published",
+        *([] if waits else ["finished"]),
+    ]
+    assert [event.published.HasField("finished") for event in heard] == ([False, True] if waits else [False] * 3)
+    end = heard[-1].published.finished if waits else heard[-1].finished
+    assert (end.num_tokens, end.request_digest) == (22, DIGEST)
+    assert [list(outputs.token_ids) for outputs in end.first_outputs] == [[5], [6]]
 
 
 async def test_the_stream_may_be_there_before_the_prefill_leg_and_outlast_a_stall(rig: Any, until: Any) -> None:

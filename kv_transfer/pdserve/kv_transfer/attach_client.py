@@ -160,9 +160,10 @@ async def _one_stream(
                     transfer.attached(requests, answer.connector, answer.metadata, answer.token)
                 case "published":
                     transfer.published(event.published.first_index, event.published.digests, event.published.locations)
+                    if event.published.HasField("finished"):
+                        _finish(transfer, event.published.finished)
                 case "finished":
-                    tokens = tuple(token for outputs in event.finished.first_outputs for token in outputs.token_ids)
-                    transfer.finished(event.finished.num_tokens, event.finished.request_digest, tokens)
+                    _finish(transfer, event.finished)
                 case "alive":
                     ticks.saw(event.alive.engine_tick)
                 case "revoked":
@@ -183,6 +184,11 @@ async def _one_stream(
         transfer.detached(requests)
         requests.close()
         call.cancel()
+
+
+def _finish(transfer: ReceiverTransfer, finished: kv_source_pb2.Finished) -> None:
+    tokens = tuple(token for outputs in finished.first_outputs for token in outputs.token_ids)
+    transfer.finished(finished.num_tokens, finished.request_digest, tokens)
 
 
 def _failure(error: request_pb2.Error) -> PdServeError:

@@ -81,6 +81,8 @@ class _EventQueue:
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[kv_source_pb2.AttachEvent | None] = asyncio.Queue()
+        self._last_published: kv_source_pb2.AttachEvent | None = None
+        """What was put last, where nothing but blocks."""
 
     def published(self, blocks: PublishedRange) -> None:
         for start in range(0, len(blocks.digests), MAX_DIGESTS_A_MESSAGE):
@@ -90,14 +92,19 @@ class _EventQueue:
                 digests=blocks.digests[start:end],
                 locations=blocks.block_ids[start:end],
             )
-            self.messages.put_nowait(kv_source_pb2.AttachEvent(published=message))
+            self._last_published = kv_source_pb2.AttachEvent(published=message)
+            self.messages.put_nowait(self._last_published)
 
     def finished(self, result: SourceResult, request_digest: bytes) -> None:
         outputs = [request_pb2.Outputs(index=index, token_ids=[token]) for index, token in enumerate(result.token_ids)]
         message = kv_source_pb2.Finished(
             num_tokens=result.num_tokens, request_digest=request_digest, first_outputs=outputs
         )
-        self.messages.put_nowait(kv_source_pb2.AttachEvent(finished=message))
+        if self._last_published is not None and not self.messages.empty():
+            # it waits there still; a message of its own would reach the receiver when the blocks have been read
+            self._last_published.published.finished.CopyFrom(message)
+        else:
+            self.messages.put_nowait(kv_source_pb2.AttachEvent(finished=message))
 
     def replaced(self) -> None:
         self.messages.put_nowait(None)

@@ -242,6 +242,7 @@ class Published(google.protobuf.message.Message):
     FIRST_INDEX_FIELD_NUMBER: builtins.int
     DIGESTS_FIELD_NUMBER: builtins.int
     LOCATIONS_FIELD_NUMBER: builtins.int
+    FINISHED_FIELD_NUMBER: builtins.int
     first_index: builtins.int
     @property
     def digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -251,14 +252,21 @@ class Published(google.protobuf.message.Message):
     def locations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """where the data plane finds them; only connectors that read memory use it"""
 
+    @property
+    def finished(self) -> Global___Finished:
+        """with the last blocks, where it is known by then: one message instead of two"""
+
     def __init__(
         self,
         *,
         first_index: builtins.int = ...,
         digests: collections.abc.Iterable[builtins.int] | None = ...,
         locations: collections.abc.Iterable[builtins.int] | None = ...,
+        finished: Global___Finished | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["digests", b"digests", "first_index", b"first_index", "locations", b"locations"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["finished", b"finished"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["digests", b"digests", "finished", b"finished", "first_index", b"first_index", "locations", b"locations"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Published: typing_extensions.TypeAlias = Published
