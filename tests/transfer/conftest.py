@@ -28,8 +28,8 @@ from pdserve.v1 import kv_source_pb2_grpc
 NUM_BLOCKS, BLOCK_BYTES = 16, 64
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4, dtype="float32", model_fingerprint="f" * 32)
 SOURCE_EPOCH = 7
-ALIVE_EVERY_S, TICK_STALLED_S, GRACE_S = 0.1, 0.4, 0.5
-"""Ten times faster than in service; a stream breaks within two of the second."""
+ALIVE_EVERY_S, TICK_STALLED_S, GRACE_S, REATTACH_EVERY_S, ATTACH_TIMEOUT_S = 0.1, 0.8, 1.0, 0.05, 2.0
+"""Several times faster than in service; a stream breaks within two of the second."""
 
 
 def pool(first_byte: int) -> PoolMemory:
@@ -55,7 +55,7 @@ class Rig:
         self.source_pool, self.receiver_pool = pool(1), pool(100)
         self.source_connector, self.receiver_connector = LocalConnector(self.network), LocalConnector(self.network)
         self.source_owner, self.owner = SourceOwner(), HearingCauses()
-        self.limits = LeaseLimits(attach_timeout_s=2.0, grace_s=GRACE_S, max_s=20.0)
+        self.limits = LeaseLimits(attach_timeout_s=ATTACH_TIMEOUT_S, grace_s=GRACE_S, max_s=20.0)
         self.ticks = {"source": 0, "receiver": 0}
         self.tick_runs = {"source": True, "receiver": True}
         self.server: grpc.aio.Server | None = None
@@ -139,7 +139,7 @@ class Rig:
             layout=changes.get("layout", LAYOUT),
             connectors=changes.get("connectors", ("local",)),
             engine_tick=lambda: self._tick("receiver"),
-            attach_timeout_s=changes.get("attach_timeout_s", 2.0),
+            attach_timeout_s=changes.get("attach_timeout_s", ATTACH_TIMEOUT_S),
             grace_s=changes.get("grace_s", GRACE_S),
         )
         self.tasks.append(asyncio.create_task(attach(transfer, receiving, self.channel)))
@@ -167,7 +167,7 @@ async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     monkeypatch.setattr(attach_servicer, "ALIVE_EVERY_S", ALIVE_EVERY_S)
     monkeypatch.setattr(attach_servicer, "TICK_STALLED_S", TICK_STALLED_S)
     monkeypatch.setattr(attach_client, "TICK_STALLED_S", TICK_STALLED_S)
-    monkeypatch.setattr(attach_client, "REATTACH_EVERY_S", 0.05)
+    monkeypatch.setattr(attach_client, "REATTACH_EVERY_S", REATTACH_EVERY_S)
     made = Rig()
     await made.start()
     yield made

@@ -18,10 +18,9 @@ from pdserve.kv_transfer.source_transfer import PeerId, PublishedRange, SourceRe
 from pdserve.kv_transfer.transfer_state import ReceiverState, SourceState
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc
 
-from .conftest import LAYOUT, SOURCE_EPOCH
+from .conftest import GRACE_S, LAYOUT, NUM_BLOCKS, SOURCE_EPOCH, TICK_STALLED_S
 
-STALL_S, GRACE_S = 0.4, 0.5
-BREAK_LIMIT_S = 2 * STALL_S + 1.0
+BREAK_LIMIT_S = 2 * TICK_STALLED_S + 1.0
 """Two times the stall, and a second for a busy machine."""
 
 
@@ -71,7 +70,7 @@ async def test_the_end_goes_with_the_last_blocks_while_they_wait_to_be_sent(wait
 async def test_the_stream_may_be_there_before_the_prefill_leg_and_outlast_a_stall(rig: Any, until: Any) -> None:
     transfer = rig.receive()
     transfer.room(0, [10])
-    await asyncio.sleep(STALL_S + 0.3)
+    await asyncio.sleep(TICK_STALLED_S + 0.3)
     source = rig.expect()
     await until(lambda: source.is_wanted)
     rig.settle(source, 0, 1)
@@ -178,11 +177,11 @@ async def test_a_transfer_that_ends_at_the_source_ends_at_the_receiver(rig: Any,
 async def test_a_busy_stream_is_alive_however_much_there_is_to_say(rig: Any, until: Any) -> None:
     source = rig.expect()
     transfer = rig.receive()
-    transfer.room(0, list(range(12)))
+    transfer.room(0, list(range(NUM_BLOCKS)))
     await until(lambda: source.is_wanted)
-    for number in range(12):
+    for number in range(NUM_BLOCKS):
         rig.settle(source, number, number)
-        await asyncio.sleep(0.08)
+        await asyncio.sleep(0.1)
     rig.compute(source)
     await until(lambda: transfer.state is ReceiverState.LANDED)
     assert rig.num_streams == 1
@@ -198,10 +197,10 @@ async def test_a_stopped_engine_at_the_source_breaks_the_stream_and_fails_it_unl
     rig.tick_runs["source"] = False
     started = time.monotonic()
     await until(lambda: rig.num_streams > 1, BREAK_LIMIT_S)
-    assert time.monotonic() - started > STALL_S / 2
+    assert time.monotonic() - started > TICK_STALLED_S / 2
     if comes_back:
         rig.tick_runs["source"] = True
-        await asyncio.sleep(GRACE_S + 3 * STALL_S)
+        await asyncio.sleep(GRACE_S + 3 * TICK_STALLED_S)
         assert not transfer.has_ended
     else:
         await until(lambda: transfer.state is ReceiverState.FAILED, GRACE_S + 2 * BREAK_LIMIT_S)
@@ -249,7 +248,7 @@ async def test_a_source_that_dies_fails_the_receiver_after_the_grace(rig: Any, u
 
 async def test_every_break_has_a_grace_of_its_own(rig: Any, until: Any, caplog: pytest.LogCaptureFixture) -> None:
     source = rig.expect()
-    transfer = rig.receive(grace_s=0.3)
+    transfer = rig.receive(grace_s=0.8)
     transfer.room(0, [10, 11])
     await until(lambda: source.is_wanted)
     rig.settle(source, 0, 1)
@@ -257,7 +256,7 @@ async def test_every_break_has_a_grace_of_its_own(rig: Any, until: Any, caplog: 
         for count in (2, 3, 4):
             source._stream.messages.put_nowait(None)
             await until(lambda count=count: rig.num_streams == count)
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(0.5)
     rig.settle(source, 1, 2)
     rig.compute(source)
     await until(lambda: transfer.state is ReceiverState.LANDED)

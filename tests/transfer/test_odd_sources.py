@@ -17,8 +17,7 @@ from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.transfer_state import ReceiverState
 from pdserve.v1 import kv_source_pb2, request_pb2
 
-STALL_S, GRACE_S, REATTACH_S, ATTACH_TIMEOUT_S = 0.4, 0.5, 0.05, 2.0
-"""As in the fixture."""
+from .conftest import ATTACH_TIMEOUT_S, GRACE_S, REATTACH_EVERY_S, TICK_STALLED_S
 
 
 def accepted(connector: str = "fake") -> kv_source_pb2.AttachEvent:
@@ -114,7 +113,7 @@ async def test_i6_a_source_that_hangs_up_after_a_fallback_has_the_grace_and_no_m
     ways.fast.reads[0].end(ReadOutcome.FAILED, TransferFailed("it stalls"))
     await until(lambda: transfer.state is ReceiverState.FAILED, 3.0)
     assert "is lost" in rig.owner.cause.message
-    assert rig.num_streams <= 3 + GRACE_S / REATTACH_S
+    assert rig.num_streams <= 3 + GRACE_S / REATTACH_EVERY_S
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert sum("broke" in warning for warning in warnings) == 1, "one fault is one warning"
 
@@ -160,7 +159,7 @@ async def test_i6_a_stream_that_the_source_does_not_end_ends_soon_after_the_rele
     transfer = rig.receive()
     transfer.room(0, [])
     await until(lambda: transfer.state is ReceiverState.LANDED)
-    await until(lambda: rig.tasks[0].done(), STALL_S + 2.0)
+    await until(lambda: rig.tasks[0].done(), TICK_STALLED_S + 2.0)
 
 
 async def test_i8_a_connector_that_was_not_asked_for_is_refused(rig: Any, until: Any) -> None:
