@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 NUM_THREADS = 2
 _NICENESS = 10
+"""More than what the service was started with."""
+_LOWEST_PRIORITY = 19
 Deliver = Callable[["SequenceGrammar | PdServeError"], None]
 
 
@@ -75,7 +77,10 @@ class GrammarCompiler:
         os.sched_setaffinity(0, self._cpus)
         with contextlib.suppress(Exception):  # each job says why
             self._make_vocabulary()
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        thread_id = threading.get_native_id()
+        # never below what the service was started with: that takes rights which it may not have
+        mine = os.getpriority(os.PRIO_PROCESS, thread_id)
+        os.setpriority(os.PRIO_PROCESS, thread_id, min(mine + _NICENESS, _LOWEST_PRIORITY))
         while True:
             job = self._jobs.get()
             if not job.is_wanted():
