@@ -227,6 +227,57 @@ async def test_a_request_has_the_name_that_its_client_gave_it(cluster, collector
         assert [request.client_request_id for request in sent] == ["order 7"] * count
 
 
+async def test_an_http_request_has_the_name_that_its_client_gave_it_in_a_header(cluster, collector):
+    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    bodies = {
+        "/v1/completions": {"prompt": ["x", "y"], "max_tokens": 2},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+        "/v1/embeddings": {"input": "x"},
+    }
+    name = "order 7, gr\u00fcn"
+    for path, body in bodies.items():
+        for given in (name, "", None):
+            trace_id, headers = trace()
+            if given is not None:
+                headers["x-request-id"] = given.encode("latin-1")
+            response = await cluster.http.post(path, json=body, headers=headers)
+            assert response.status_code == 200, response.text
+            # what this service calls it is its own
+            assert len(response.headers["x-request-id"]) == 32
+            assert name not in response.text
+            spans = await asyncio.to_thread(
+                collector.wait_for, lambda spans: "request" in [span.name for span in spans], trace_id
+            )
+            (request,) = (span for span in spans if span.name == "request")
+            assert request.attributes.get("pdserve.client_request.id") == (given or None), path
+            assert request.attributes["pdserve.request.id"] == response.headers["x-request-id"]
+    sent = [call.request.request.client_request_id for role in ("prefill", "decode") for call in cluster.of(role).calls]
+    assert set(sent) == {name, ""}
+    assert sent.count(name) * 2 == sent.count("")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (b"x" * 257, "x-request-id has 257 characters, at most 256 are allowed"),
+        (b"a\x85b", "x-request-id has U+0085 at character 1, only printable characters are allowed"),
+    ],
+)
+async def test_a_name_in_a_header_is_short_and_one_line(cluster, given, told):
+    await cluster.start()
+    bodies = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        "/v1/embeddings": {"input": "x"},
+    }
+    for path, body in bodies.items():
+        response = await cluster.http.post(path, json=body, headers={"x-request-id": given})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["message"]) == (400, "x-request-id", told), path
+        assert (await cluster.http.post(path, json=body, headers={"x-request-id": "x" * 256})).status_code == 200
+    assert (await scrape(cluster))["pdserve_errors_total", "invalid_request"] == len(bodies)
+
+
 async def test_a_caller_that_does_not_sample_is_not_traced(cluster, collector):
     await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20)
     trace_id, headers = trace()

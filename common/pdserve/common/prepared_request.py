@@ -21,20 +21,22 @@ def verify_priority(priority: int) -> None:
         raise InvalidRequest(f"priority must be from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}, not {priority}", "priority")
 
 
-def verify_client_request_id(client_request_id: str) -> None:
-    """What a client calls its request goes into spans, so it is short and one line. Raises: InvalidRequest."""
+def verify_client_request_id(client_request_id: str, field: str = "client_request_id") -> None:
+    """What a client calls its request goes into spans, so it is short and one line.
+
+    field: where it gave it. Raises: InvalidRequest.
+    """
     if len(client_request_id) > MAX_CLIENT_REQUEST_ID_CHARS:
         raise InvalidRequest(
-            f"client_request_id has {len(client_request_id)} characters, "
-            f"at most {MAX_CLIENT_REQUEST_ID_CHARS} are allowed",
-            "client_request_id",
+            f"{field} has {len(client_request_id)} characters, at most {MAX_CLIENT_REQUEST_ID_CHARS} are allowed",
+            field,
         )
     if not client_request_id.isprintable():
         place = next(place for place, char in enumerate(client_request_id) if not char.isprintable())
         raise InvalidRequest(
-            f"client_request_id has U+{ord(client_request_id[place]):04X} at character {place}, "
+            f"{field} has U+{ord(client_request_id[place]):04X} at character {place}, "
             "only printable characters are allowed",
-            "client_request_id",
+            field,
         )
 
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.common.errors import PdServeError
 from pdserve.router.embedding import Embedding
-from pdserve.router.generation_response import JSON, cancel_on_disconnect, error_response
+from pdserve.router.generation_response import JSON, REQUEST_ID_HEADER, cancel_on_disconnect, error_response
 
 
 class EmbeddingResponse(Response):
@@ -25,7 +25,7 @@ class EmbeddingResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         listener = asyncio.create_task(cancel_on_disconnect(self._embedding, receive))
-        headers = {"x-request-id": self._embedding.request_id}
+        headers = {REQUEST_ID_HEADER: self._embedding.request_id}
         try:
             content = msgspec.json.encode(self._body(await self._embedding.results()))
             response = Response(content, headers=headers, media_type=JSON)

@@ -14,11 +14,18 @@ from starlette.routing import Route
 
 from pdserve.common.errors import InternalError, PdServeError
 from pdserve.common.metrics import CONTENT_TYPE
+from pdserve.common.prepared_request import verify_client_request_id
 from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.router.api_keys import ApiKeys
 from pdserve.router.echo import Echo
 from pdserve.router.embedding_response import EmbeddingResponse
-from pdserve.router.generation_response import JSON, GenerationResponse, error_response, json_response
+from pdserve.router.generation_response import (
+    JSON,
+    REQUEST_ID_HEADER,
+    GenerationResponse,
+    error_response,
+    json_response,
+)
 from pdserve.router.inference import Inference
 from pdserve.router.openai_answer import Answer, error_json
 from pdserve.router.openai_embeddings import EmbeddingBody, embeddings_json
@@ -118,7 +125,9 @@ class HttpFront:
             body = await read_body(request, EmbeddingBody)
             inference = self._inference
             inference.check_model(body.model)
-            requests = body.requests(inference.settings.request_timeout_s, valid_trace_headers(request.headers))
+            requests = body.requests(
+                inference.settings.request_timeout_s, valid_trace_headers(request.headers), _client_request_id(request)
+            )
             embedding = inference.embedding(requests, field="input", client=client)
         return EmbeddingResponse(
             embedding,
@@ -136,6 +145,7 @@ class HttpFront:
             inference.tokenizer.generation_defaults,
             inference.settings.request_timeout_s,
             valid_trace_headers(request.headers),
+            _client_request_id(request),
         )
         stream = bool(body.stream)
         generation = inference.generation(requests, stream=stream, client=client)
@@ -164,6 +174,13 @@ class HttpFront:
             "owned_by": "pdserve",
             "max_model_len": limits.max_model_len if limits else None,
         }
+
+
+def _client_request_id(request: Request) -> str:
+    """What the client, or a proxy before it, calls the request; empty if nothing. Raises: InvalidRequest."""
+    client_request_id = request.headers.get(REQUEST_ID_HEADER, "")
+    verify_client_request_id(client_request_id, REQUEST_ID_HEADER)
+    return client_request_id
 
 
 def _echo(body: CompletionBody | ChatBody, requests: Sequence[ClientRequest], tokenizer: Tokenizer) -> Echo | None:

@@ -17,6 +17,8 @@ from pdserve.router.visit import Visit
 from pdserve.text.request_output import CompletionOutput
 
 JSON = "application/json"
+REQUEST_ID_HEADER = "x-request-id"
+"""Of an answer: what this service calls the request; of a request: what its client does."""
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -94,13 +96,13 @@ class GenerationResponse(Response):
 
     async def _start(self, send: Send, headers: Mapping[str, str]) -> None:
         self._started = True
-        fields = {**headers, "x-request-id": self._generation.request_id}
+        fields = {**headers, REQUEST_ID_HEADER: self._generation.request_id}
         raw = [(name.encode(), value.encode()) for name, value in fields.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
 
     async def _send_error(self, error: PdServeError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._started:
-            response = error_response(error, {"x-request-id": self._generation.request_id})
+            response = error_response(error, {REQUEST_ID_HEADER: self._generation.request_id})
             await response(scope, receive, send)
             return
         # a stream that ends without [DONE] is not an answer

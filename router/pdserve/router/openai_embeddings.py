@@ -27,7 +27,9 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     normalize: bool | None = None
     cache_salt: str | None = None
 
-    def requests(self, timeout_s: float, trace_headers: dict[str, str]) -> list[EmbeddingRequest]:
+    def requests(
+        self, timeout_s: float, trace_headers: dict[str, str], client_request_id: str = ""
+    ) -> list[EmbeddingRequest]:
         """One an input. Raises: InvalidRequest."""
         prompts = as_prompts(self.input, "input")
         pooling = PoolingParams(
@@ -44,6 +46,7 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 cache_salt=self.cache_salt or None,
                 timeout_s=timeout_s,
                 trace_headers=trace_headers,
+                client_request_id=client_request_id,
             )
             for place, prompt in enumerate(prompts)
         ]

@@ -131,6 +131,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         defaults: Mapping[str, float | int],
         timeout_s: float,
         trace_headers: dict[str, str],
+        client_request_id: str,
     ) -> list[ClientRequest]:
         self.verify()
         sampling = self.sampling(defaults)
@@ -146,6 +147,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 priority=self.priority or 0,
                 timeout_s=timeout_s,
                 trace_headers=trace_headers,
+                client_request_id=client_request_id,
             )
             for place, prompt in enumerate(prompts)
         ]
@@ -159,7 +161,11 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     logprobs: int | None = None
 
     def requests(
-        self, defaults: Mapping[str, float | int], timeout_s: float, trace_headers: dict[str, str]
+        self,
+        defaults: Mapping[str, float | int],
+        timeout_s: float,
+        trace_headers: dict[str, str],
+        client_request_id: str = "",
     ) -> list[ClientRequest]:
         """One a prompt. Raises: InvalidRequest."""
         return self._requests(
@@ -170,6 +176,7 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
             defaults=defaults,
             timeout_s=timeout_s,
             trace_headers=trace_headers,
+            client_request_id=client_request_id,
         )
 
     @property
@@ -239,7 +246,11 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         return OutputForm(forced, "tools")
 
     def requests(
-        self, defaults: Mapping[str, float | int], timeout_s: float, trace_headers: dict[str, str]
+        self,
+        defaults: Mapping[str, float | int],
+        timeout_s: float,
+        trace_headers: dict[str, str],
+        client_request_id: str = "",
     ) -> list[ClientRequest]:
         """Always one. Raises: InvalidRequest."""
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
@@ -270,6 +281,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
             defaults=defaults,
             timeout_s=timeout_s,
             trace_headers=trace_headers,
+            client_request_id=client_request_id,
         )
 
 
