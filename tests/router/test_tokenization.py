@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from types import SimpleNamespace
+
 import pytest
-from fake_worker import EOS, MAX_MODEL_LEN, SPECIAL, tokens
+from fake_worker import EOS, MAX_MODEL_LEN, SPECIAL, said, tokens
+
+from pdserve.router.preparation import Preparation
+from pdserve.router.tokenization_http import MAX_TEXT_BYTES, MAX_TOKENS
+from pdserve.text.tokenizer import Tokenizer
 
 USER = {"role": "user", "content": "hi"}
 
@@ -63,3 +71,107 @@ async def test_but_a_key_is(cluster):
         assert (await cluster.http.post(path, json=body)).status_code == 401
         response = await cluster.http.post(path, json=body, headers={"authorization": "Bearer k1"})
         assert response.status_code == 200
+
+
+async def test_texts_longer_than_the_model_takes_are_counted_but_not_any(quick):
+    answer = await ask(quick, "/tokenize", prompt="x" * (MAX_MODEL_LEN + 1))
+    assert (answer["count"], answer["max_model_len"]) == (MAX_MODEL_LEN + 1, MAX_MODEL_LEN)
+    whole = "x" * (MAX_TEXT_BYTES - 2) + "\u00fc"
+    answer = await ask(quick, "/tokenize", prompt=whole)
+    assert answer["count"] == MAX_TEXT_BYTES == MAX_TOKENS
+    assert await ask(quick, "/detokenize", tokens=answer["tokens"]) == {"prompt": whole}
+    for path, body, field, told in (
+        ("/tokenize", {"prompt": f"{whole}x"}, "prompt", f"prompt has {MAX_TEXT_BYTES + 1} bytes"),
+        (
+            "/tokenize",
+            {"messages": [USER | {"content": whole}]},
+            "messages",
+            f"messages has {MAX_TEXT_BYTES + len(SPECIAL[1] + SPECIAL[2])} bytes",
+        ),
+        ("/detokenize", {"tokens": [*answer["tokens"], 0]}, "tokens", f"tokens has {MAX_TOKENS + 1} entries"),
+    ):
+        response = await quick.http.post(path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, field)
+        assert told in error["message"]
+
+
+@pytest.fixture
+async def held(cluster, monkeypatch):
+    """Whoever detokenizes stays at it until `go_on` is set; `asked` counts those that wait, too."""
+    held = SimpleNamespace(go_on=threading.Event(), begun=asyncio.Event(), asked=0, served=[])
+    loop = asyncio.get_running_loop()
+    decode, aside = Tokenizer.decode, Preparation.aside
+
+    def wait(tokenizer, token_ids, **options):
+        held.served.append(token_ids)
+        loop.call_soon_threadsafe(held.begun.set)
+        assert held.go_on.wait(20)
+        return decode(tokenizer, token_ids, **options)
+
+    def count(preparation, call):
+        held.asked += 1
+        return aside(preparation, call)
+
+    monkeypatch.setattr(Tokenizer, "decode", wait)
+    monkeypatch.setattr(Preparation, "aside", count)
+    yield held
+    held.go_on.set()
+
+
+async def until(look):
+    """Returns when `look` says true."""
+    async with asyncio.timeout(10):
+        while not look():  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0.002)
+
+
+def detokenize(cluster, *token_ids):
+    return asyncio.create_task(cluster.http.post("/detokenize", json={"tokens": token_ids}))
+
+
+async def test_no_generation_waits_for_it(quick, held):
+    asking = [detokenize(quick, *tokens("ab")) for _ in range(5)]
+    await until(lambda: held.asked == 5)
+    assert await quick.text(max_tokens=5) == said(5)
+    assert not any(task.done() for task in asking)
+    held.go_on.set()
+    assert [response.json() for response in await asyncio.gather(*asking)] == [{"prompt": "ab"}] * 5
+
+
+async def test_who_would_wait_behind_too_many_is_refused(quick, held, monkeypatch):
+    monkeypatch.setattr("pdserve.router.preparation.MAX_ASIDE", 2)
+    asking = [detokenize(quick, 1) for _ in range(5)]
+    await until(lambda: sum(task.done() for task in asking) == 2)
+    refused = [task.result() for task in asking if task.done()]
+    assert [(response.status_code, response.headers["retry-after"]) for response in refused] == [(429, "1")] * 2
+    held.go_on.set()
+    responses = await asyncio.gather(*asking)
+    assert sorted(response.status_code for response in responses) == [200] * 3 + [429] * 2
+    assert (await detokenize(quick, 1)).status_code == 200
+
+
+async def test_nothing_is_done_for_who_has_left(quick, held):
+    first = detokenize(quick, 1)
+    await held.begun.wait()
+    leaving = detokenize(quick, 2)
+    await until(lambda: held.asked == 2)
+    leaving.cancel()
+    async with asyncio.timeout(10):
+        told = 'pdserve_errors_total{code="cancelled"} 1.0'
+        while told not in (await quick.http.get("/metrics")).text:  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0.002)
+    held.go_on.set()
+    assert ((await first).status_code, (await detokenize(quick, 3)).status_code) == (200, 200)
+    assert held.served == [[1], [3]]
+
+
+async def test_nothing_is_done_for_who_has_waited_too_long(cluster, held):
+    await cluster.start(prefill=0, decode=0, request_timeout_s=1.0)
+    first, second = detokenize(cluster, 1), detokenize(cluster, 2)
+    for response in await asyncio.gather(first, second):
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    held.go_on.set()
+    assert (await detokenize(cluster, 3)).status_code == 200
+    assert len(held.served) == 2
+    assert held.served[1] == [3]

@@ -38,10 +38,15 @@ def json_response(content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type=JSON)
 
 
-async def cancel_on_disconnect(visit: Visit[Any], receive: Receive) -> None:
-    """Ends the request when its client leaves; to be cancelled when it has ended by itself."""
+async def until_disconnect(receive: Receive) -> None:
+    """Returns when the client has left. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def cancel_on_disconnect(visit: Visit[Any], receive: Receive) -> None:
+    """Ends the request when its client leaves; to be cancelled when it has ended by itself."""
+    await until_disconnect(receive)
     visit.cancel()
 
 

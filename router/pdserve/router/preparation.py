@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import Overloaded
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.prepared_request import PreparedRequest, ResumeState, verify_priority
@@ -25,6 +26,8 @@ from pdserve.text.tokenizer import Tokenizer
 MAX_TIMEOUT_S = 86_400.0
 """Workers take no longer deadline."""
 _TOKENIZER_THREADS = 2
+MAX_ASIDE = 256
+"""Calls that may wait for the thread beside the tokenizer's."""
 _SEED_BITS = 63
 T = TypeVar("T")
 
@@ -108,13 +111,25 @@ class Preparation:
         self.tokenizer = tokenizer
         self._key = deployment_key
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-aside")
+        self._num_aside = 0
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._aside):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    async def in_thread(self, call: Callable[[], T]) -> T:
-        """What `call` returns or raises, from a thread of the tokenizer's."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+    async def aside(self, call: Callable[[], T]) -> T:
+        """What `call` returns or raises, from a thread that no generation waits for: one call after the other.
+
+        Cancelled while it waits, it is never called. Raises: Overloaded, when too many wait.
+        """
+        if self._num_aside > MAX_ASIDE:
+            raise Overloaded(f"{MAX_ASIDE} texts wait to be tokenized or detokenized, which are all that may")
+        self._num_aside += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._aside, call)
+        finally:
+            self._num_aside -= 1
 
     async def tokenize(
         self, request: ClientRequest | EmbeddingRequest, limits: Limits | None = None, num_before: int = 0

@@ -1,8 +1,9 @@
-"""`/tokenize` and `/detokenize`, in vLLM's shapes."""
+"""`/tokenize` and `/detokenize`, in vLLM's shapes: bounded, and beside the generations, which wait for none of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -10,13 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdserve.common.errors import InvalidRequest
+from pdserve.common.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from pdserve.common.sampling_params import verify_token_ids
 from pdserve.router.api_keys import ApiKeys
-from pdserve.router.generation_response import json_response
+from pdserve.router.generation_response import json_response, until_disconnect
 from pdserve.router.inference import Inference
 from pdserve.router.request_body import read_body
 from pdserve.text.tokenizer import Tokenizer
+
+MAX_TEXT_BYTES = 1 << 20
+"""Of a text to tokenize. It may be longer than the model takes, for whoever wants to know by how much; but a second of
+work and hundreds of bytes of memory for each token are enough."""
+MAX_TOKENS = MAX_TEXT_BYTES
+"""To detokenize: no text that may be tokenized has more, but for special tokens."""
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -46,6 +53,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def token_ids(self, tokenizer: Tokenizer) -> list[int]:
         """Raises: InvalidRequest, also what the chat template raises."""
         if self.prompt is not None:
+            _verify_length(self.prompt, "prompt")
             return tokenizer.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
         variables: Mapping[str, Any] = self.chat_template_kwargs or {}
         text = tokenizer.apply_chat_template(
@@ -53,6 +61,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             add_generation_prompt=self.add_generation_prompt is not False,
             variables=variables,
         )
+        _verify_length(text, "messages")
         return tokenizer.encode(text, add_special_tokens=bool(self.add_special_tokens), field="messages")
 
 
@@ -78,9 +87,11 @@ class TokenizationHttp:
             body = await read_body(request, TokenizeBody)
             self._inference.check_model(body.model)
             body.verify()
-            tokenizer = self._inference.tokenizer
-            token_ids = await self._inference.preparation.in_thread(lambda: body.token_ids(tokenizer))
-        limits = self._inference.limits()
+            return await self._aside(request, lambda: self._tokenized(body))
+
+    def _tokenized(self, body: TokenizeBody) -> Response:
+        tokenizer, limits = self._inference.tokenizer, self._inference.limits()
+        token_ids = body.token_ids(tokenizer)
         return json_response(
             {
                 "count": len(token_ids),
@@ -95,9 +106,35 @@ class TokenizationHttp:
             self._keys.check(request.headers.get("authorization"))
             body = await read_body(request, DetokenizeBody)
             self._inference.check_model(body.model)
-            tokenizer, limits = self._inference.tokenizer, self._inference.limits()
-            verify_token_ids("tokens", body.tokens, limits.vocab_size if limits else tokenizer.vocab_size)
-            text = await self._inference.preparation.in_thread(
-                lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
-            )
-        return json_response({"prompt": text})
+            if len(body.tokens) > MAX_TOKENS:
+                raise InvalidRequest(
+                    f"tokens has {len(body.tokens)} entries, at most {MAX_TOKENS} are detokenized at once", "tokens"
+                )
+            return await self._aside(request, lambda: self._detokenized(body))
+
+    def _detokenized(self, body: DetokenizeBody) -> Response:
+        tokenizer, limits = self._inference.tokenizer, self._inference.limits()
+        verify_token_ids("tokens", body.tokens, limits.vocab_size if limits else tokenizer.vocab_size)
+        return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    async def _aside(self, request: Request, answer: Callable[[], Response]) -> Response:
+        """What `answer` returns or raises. Raises: Overloaded; DeadlineExceeded; Cancelled when the client left."""
+        timeout_s = self._inference.settings.request_timeout_s
+        answering = asyncio.ensure_future(self._inference.preparation.aside(answer))
+        leaving = asyncio.ensure_future(until_disconnect(request.receive))
+        try:
+            await asyncio.wait((answering, leaving), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                return answering.result()
+            if leaving.done():
+                raise Cancelled("the client left")
+            raise DeadlineExceeded(f"the request was not done within {timeout_s:g} s")
+        finally:
+            answering.cancel()
+            leaving.cancel()
+
+
+def _verify_length(text: str, field: str) -> None:
+    """Raises: InvalidRequest."""
+    if (num_bytes := len(text.encode(errors="surrogatepass"))) > MAX_TEXT_BYTES:
+        raise InvalidRequest(f"{field} has {num_bytes} bytes, at most {MAX_TEXT_BYTES} are tokenized at once", field)
