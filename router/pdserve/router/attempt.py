@@ -314,8 +314,7 @@ class Attempt:
         if self._prefill_leg is None or (self._computed and self._landed):
             return
         kv_lost = self._remote and isinstance(error, (TransferFailed, WorkerLost))
-        unheard = not self._prefill_leg.was_heard
-        self._end(AttemptFailed(error, worker, died=died, unheard=unheard, in_transfer=kv_lost))
+        self._end(_lost(self._prefill_leg, worker, error, died=died, in_transfer=kv_lost))
 
     def _on_decode_lost(self, worker: Worker, failure: LegFailed) -> None:
         error = failure.error
@@ -328,15 +327,24 @@ class Attempt:
         elif isinstance(error, DeadlineExceeded):
             self._end(AttemptFailed(error))
         else:
-            self._end(self._lost_with(worker, error, died=failure.died))
+            self._end(_lost(self._decode_leg, worker, error, died=failure.died))
 
     def _on_death(self, worker: Worker) -> None:
         error = WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}")
         if worker is self.placement.prefill:
             self._on_prefill_lost(worker, error, died=True)
         elif not self._decode_finished:
-            self._end(self._lost_with(worker, error, died=True))
+            self._end(_lost(self._decode_leg, worker, error, died=True))
 
-    def _lost_with(self, worker: Worker, error: PdServeError, *, died: bool) -> AttemptFailed:
-        unheard = self._decode_leg is not None and not self._decode_leg.was_heard
-        return AttemptFailed(error, worker, died=died, unheard=unheard)
+
+def _lost(
+    leg: PrefillLeg | DecodeLeg | None,
+    worker: Worker | None,
+    error: PdServeError,
+    *,
+    died: bool,
+    in_transfer: bool = False,
+) -> AttemptFailed:
+    """The leg with which the attempt was lost; None for one that was not opened yet."""
+    unheard = leg is None or not leg.was_heard
+    return AttemptFailed(error, worker, died=died, unheard=unheard, in_transfer=in_transfer)
