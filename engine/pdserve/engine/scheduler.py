@@ -14,7 +14,6 @@ from pdserve.common.engine_types import (
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.engine.admission import Admission, Refusal
 from pdserve.engine.block_pool import BlockPool
-from pdserve.engine.booking import Booking
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.endings import Endings
 from pdserve.engine.grammar_compiler import GrammarCompiler
@@ -32,6 +31,7 @@ from pdserve.engine.sessions import Sessions
 from pdserve.engine.siblings import Siblings
 from pdserve.engine.source_publishing import SourcePublishing
 from pdserve.engine.step import Step
+from pdserve.engine.step_booking import StepBooking
 from pdserve.engine.transfer_events import End, TransferEvents
 from pdserve.engine.turns import Turns
 
@@ -75,7 +75,7 @@ class Scheduler:
             self.siblings,
             self.outputs,
         )
-        self.booking = Booking(
+        self.booking = StepBooking(
             self.requests, self.kv, self.sources, self.siblings, self.sessions, self.outputs, self.endings
         )
         self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.admission)

@@ -1,4 +1,4 @@
-"""`Booking`: what a step's result means to the sequences in it: KV computed, blocks published, tokens appended, ends."""
+"""`StepBooking`: what a step's result means to the sequences in it: KV computed, blocks published, tokens appended, ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdserve.engine.siblings import Siblings
 from pdserve.engine.source_publishing import SourcePublishing
 
 
-class Booking:
+class StepBooking:
     """The second half of a step: the scheduler chose what to compute, now it has been computed."""
 
     def __init__(
