@@ -150,7 +150,7 @@ class RunRecord:
         self._metrics.placements.labels(policy, placement.kind).inc()
         for role, worker in (("prefill", placement.prefill), ("decode", placement.decode)):
             if worker is not None:
-                self._metrics.placed_legs.labels(role, worker.identity.worker_id).inc()
+                self._metrics.placed_legs.add(role, worker)
         if self._span is not None and self._span.sampled:
             seen = self.timeline.moments_unix_ns
             if moments.ATTEMPTED in seen:

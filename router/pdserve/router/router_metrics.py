@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from pdserve.common.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
+from pdserve.router.placed_legs import PlacedLegs
 
 
 class RouterMetrics:
@@ -46,7 +47,7 @@ class RouterMetrics:
         self.errors = count("pdserve_errors_total", "Requests that failed, by cause.", "code")
         self.attempts = count("pdserve_attempts_total", "Attempts, by how they ended.", "outcome")
         self.placements = count("pdserve_placements_total", "Attempts placed.", "policy", "kind")
-        self.placed_legs = count("pdserve_placed_legs_total", "Legs of attempts placed.", "role", "worker")
+        self.placed_legs = PlacedLegs(count("pdserve_placed_legs_total", "Legs of attempts placed.", "role", "worker"))
         self.prompt_tokens = count("pdserve_prompt_tokens_total", "Prompt tokens of answers that began.")
         self.cached_tokens = count("pdserve_cached_prompt_tokens_total", "Of these, tokens that needed no computing.")
         self.output_tokens = count("pdserve_output_tokens_total", "Tokens given to clients.")
