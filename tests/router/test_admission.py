@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from pdserve.common.errors import Draining, Overloaded
+from pdserve.common.errors import Draining, Overloaded, WorkerLost
 from pdserve.router.admission import Admission, Capacity, Limits
 
 
@@ -32,8 +32,10 @@ class Client:
         client: str = "",
         timeout_s: float | None = None,
         priority: int = 0,
+        hopeless: asyncio.Event | None = None,
     ):
-        self._admission, self._blocks, self._priority = admission, blocks, priority
+        """hopeless: set when a place would be of no use any more."""
+        self._admission, self._blocks, self._priority, self._hopeless = admission, blocks, priority, hopeless
         self.done, self.placed = asyncio.Event(), asyncio.Event()
         admission.enter(1, self._expel, client=client, timeout_s=timeout_s)
         self.task = asyncio.create_task(self._run())
@@ -41,9 +43,14 @@ class Client:
         self.task.add_done_callback(lambda _: admission.leave(1, self._expel, client=client))
 
     async def _run(self) -> None:
-        async with self._admission.place(self._blocks, self._priority):
+        until_hopeless = None if self._hopeless is None else self._until_hopeless
+        async with self._admission.place(self._blocks, self._priority, until_hopeless=until_hopeless):
             self.placed.set()
             await self.done.wait()
+
+    async def _until_hopeless(self) -> None:
+        await self._hopeless.wait()
+        raise WorkerLost("nobody is there")
 
     def _expel(self) -> None:
         self.task.cancel()
@@ -152,6 +159,45 @@ async def test_a_wait_that_is_too_long_ends_as_overload():
     await first.finish()
 
 
+async def test_whom_no_place_would_help_leaves_the_queue_with_its_own_error():
+    door, gone = admission(1, 9, blocks=10), asyncio.Event()
+    first = Client(door, blocks=6, hopeless=gone)
+    await turns()
+    hopeless = [Client(door, blocks=9, hopeless=gone) for _ in range(3)]
+    other = Client(door, blocks=1)
+    await turns()
+    assert (door.num_running, door.num_queued) == (1, 4)
+    gone.set()
+    for client in hopeless:
+        with pytest.raises(WorkerLost, match="nobody is there"):
+            await client.task
+    # who has a place keeps it, and who may still hope waits on
+    assert (first.task.done(), other.task.done(), door.num_running, door.num_queued) == (False, False, 1, 1)
+    await first.finish()
+    await other.finish()
+    await door.emptied()
+    assert (door.num_running, door.num_queued) == (0, 0)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_place_that_is_granted_beside_the_end_of_all_hope_is_not_lost(leaves):
+    door, gone = admission(1, 9), asyncio.Event()
+    first, second = Client(door), Client(door, hopeless=gone)
+    await turns()
+    first.done.set()
+    gone.set()
+    await turns(3)
+    if leaves:
+        second.task.cancel()
+    second.done.set()
+    await asyncio.wait((first.task, second.task))
+    await door.emptied()
+    assert (door.num_running, door.num_queued) == (0, 0)
+    last = Client(door)
+    await asyncio.wait_for(last.placed.wait(), 5)
+    await last.finish()
+
+
 async def test_who_could_not_be_done_in_time_is_refused_at_the_door():
     clock = Clock()
     door = admission(2, 100, clock=clock)
@@ -238,11 +284,15 @@ async def test_the_door_closes_and_those_inside_may_be_expelled():
 async def test_random_histories_lose_no_place(seed):
     draw, door = random.Random(seed), admission(3, 4, blocks=12)
     alive: list[Client] = []
+    hopeless: list[asyncio.Event] = []
     for _ in range(200):
         what = draw.random()
         try:
             if what < 0.5:
-                alive.append(Client(door, blocks=draw.randrange(9)))
+                hopeless.append(asyncio.Event())
+                alive.append(Client(door, blocks=draw.randrange(9), hopeless=hopeless[-1]))
+            elif hopeless and what < 0.6:
+                hopeless.pop(draw.randrange(len(hopeless))).set()
             elif alive and what < 0.8:
                 await turns(draw.randrange(3))
                 alive.pop(draw.randrange(len(alive))).done.set()

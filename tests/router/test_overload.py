@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from fake_worker import ADMITTED, LANDED, RELEASED, decode_outputs, first, play, said
+import pytest
+from fake_worker import ADMITTED, LANDED, RELEASED, decode_outputs, first, forever, play, said
 
 PLACES, QUEUE = 4, 4
 SOME = 3 * (PLACES + QUEUE)
@@ -55,6 +56,62 @@ async def test_a_place_comes_too_late(cluster):
     assert "queue_timeout_s" in response.json()["error"]["message"]
     gate.set()
     assert await asking == said(5)
+
+
+async def queue(cluster, count, **body):
+    """So many requests that wait for a place, the first of them with its leg at a worker."""
+    asking = [asyncio.create_task(cluster.complete(prompt="0", **body))]
+    await cluster.of("decode").called()
+    asking += [asyncio.create_task(cluster.complete(prompt=f"{number}", **body)) for number in range(1, count)]
+    await cluster.queued(count - 1)
+    return asking
+
+
+@pytest.mark.parametrize("left", ["nobody", "prefill"])
+async def test_who_waits_for_a_place_when_the_last_worker_goes_hears_that_it_is_gone(cluster, monkeypatch, left):
+    monkeypatch.setattr("pdserve.router.request_run.WAIT_FOR_WORKER_S", 0.2)
+    await cluster.start(max_running_requests=1, queue_timeout_s=5)
+    cluster.of("decode").script = play(ADMITTED, forever)
+    asking = await queue(cluster, 40)
+    for role in ("decode", "prefill") if left == "nobody" else ("decode",):
+        await cluster.of(role).kill()
+    async with asyncio.timeout(20):
+        responses = await asyncio.gather(*asking)
+    errors = {(response.status_code, response.json()["error"]["code"]) for response in responses}
+    assert errors == {(503, "worker_lost")}
+    assert all("no worker could serve this within 0.2 s" in response.text for response in responses)
+    assert {response.headers["retry-after"] for response in responses} == {"1"}
+
+
+async def test_who_waits_for_a_place_may_see_the_last_worker_come_back(cluster):
+    await cluster.start(max_running_requests=1)
+    cluster.of("decode").scripts = [play(ADMITTED, forever)]
+    asking = await queue(cluster, 5, max_tokens=5)
+    await cluster.of("decode").kill()
+    await cluster.live(decode=0)
+    await cluster.of("decode").start()
+    responses = await asyncio.gather(*asking)
+    assert [response.json()["choices"][0]["text"] for response in responses] == [said(5)] * 5
+
+
+async def test_inputs_wait_for_prefill_workers_alone(cluster, monkeypatch):
+    monkeypatch.setattr("pdserve.router.embedding_run.WAIT_FOR_WORKER_S", 0.2)
+    await cluster.start(max_running_requests=1, queue_timeout_s=20)
+    cluster.of("decode").script = play(ADMITTED, forever)
+    [asking] = await queue(cluster, 1, max_tokens=5)
+    embedding = [
+        asyncio.create_task(cluster.http.post("/v1/embeddings", json={"input": f"{number}"})) for number in range(40)
+    ]
+    await cluster.queued(40)
+    await cluster.of("prefill").kill()
+    async with asyncio.timeout(10):
+        responses = await asyncio.gather(*embedding)
+    assert {(response.status_code, response.json()["error"]["code"]) for response in responses} == {
+        (503, "worker_lost")
+    }
+    assert "embeddings are computed by prefill workers" in responses[0].text
+    assert not asking.done()
+    asking.cancel()
 
 
 async def test_limits_per_api_key(cluster):

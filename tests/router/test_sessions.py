@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 import pytest
-from fake_worker import ADMITTED, TEXT, decode_outputs, said, tokens
+from fake_worker import ADMITTED, TEXT, decode_outputs, forever, play, said, tokens
 
 from pdserve.common.errors import DeadlineExceeded, Draining
 from pdserve.common.rpc import ERROR_CODE_KEY
@@ -267,3 +267,22 @@ async def test_turns_may_tell_everything_so_far(cluster):
     assert response.text == said(4)
     await call.done_writing()
     assert await call.read() is grpc.aio.EOF
+
+
+async def test_a_turn_that_waits_for_a_place_hears_at_once_that_its_worker_died(cluster):
+    await cluster.start(prefill=0, decode=2, max_running_requests=1)
+    call = cluster.grpc.Session()
+    await ask(call, turn())
+    [ours] = [worker for worker in cluster.workers if worker.calls]
+    [other] = [worker for worker in cluster.workers if worker is not ours]
+    other.script = play(ADMITTED, forever)
+    # goes to the one that has been used least
+    busy = asyncio.create_task(cluster.complete())
+    await other.called()
+    await call.write(turn("more"))
+    await cluster.queued(1)
+    await ours.kill()
+    code, name, _ = await asyncio.wait_for(error_of(call), 10)
+    assert (code, name) == (grpc.StatusCode.UNAVAILABLE, "worker_lost")
+    assert not busy.done()
+    busy.cancel()

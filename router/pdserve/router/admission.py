@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from typing import NoReturn
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -117,25 +117,35 @@ class Admission:
             self._emptied.set()
 
     @contextlib.asynccontextmanager
-    async def place(self, num_blocks: int = 0, priority: int = 0, num_places: int = 1) -> AsyncIterator[None]:
+    async def place(
+        self,
+        num_blocks: int = 0,
+        priority: int = 0,
+        num_places: int = 1,
+        until_hopeless: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> AsyncIterator[None]:
         """Hold a place inside the context, or several.
 
-        num_blocks: KV blocks of the prompt. priority: lower goes first.
-        Raises: Overloaded after `queue_timeout_s`.
+        num_blocks: KV blocks of the prompt. priority: lower goes first. until_hopeless: awaited by those that have to
+        wait, raises when a place would be of no use to them; it does not return.
+        Raises: Overloaded after `queue_timeout_s`; what `until_hopeless` does.
         """
         waiter = _Waiter(num_blocks, num_places, asyncio.get_running_loop().create_future())
         self._queue.append(id(waiter), waiter, priority)
         self.recheck()
         try:
             async with asyncio.timeout(self._limits.queue_timeout_s):
-                await waiter.granted
+                if waiter.granted.done() or until_hopeless is None:
+                    await waiter.granted
+                else:
+                    await _granted(waiter, until_hopeless())
         except TimeoutError:
             self._abandon(waiter)
             raise Overloaded(
                 f"no place became free within {self._limits.queue_timeout_s:g} s (queue_timeout_s)",
                 self._retry_after_s(self.num_queued),
             ) from None
-        except asyncio.CancelledError:
+        except BaseException:
             self._abandon(waiter)
             raise
         started_at = self._clock()
@@ -255,6 +265,19 @@ class Admission:
         self.num_running -= waiter.num_places
         self._running_blocks -= waiter.num_blocks
         self.recheck()
+
+
+async def _granted(waiter: _Waiter, hopeless: Coroutine[Any, Any, None]) -> None:
+    """Returns when the waiter has its places. Raises: what `hopeless` does before."""
+    losing_hope = asyncio.ensure_future(hopeless)
+    try:
+        await asyncio.wait((waiter.granted, losing_hope), return_when=asyncio.FIRST_COMPLETED)
+        if not waiter.granted.done():
+            losing_hope.result()
+    finally:
+        losing_hope.cancel()
+        # it may have ended beside the grant: its error is not asked for
+        await asyncio.gather(losing_hope, return_exceptions=True)
 
 
 def _leaving() -> Draining:

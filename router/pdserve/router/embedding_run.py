@@ -74,7 +74,8 @@ class EmbeddingRun:
         self.usage.prompt_tokens = len(token_ids)
         self.timeline.mark(moments.TOKENIZED)
         self._record.tokenized(len(token_ids))
-        async with self._services.admission.place(self._num_blocks(len(token_ids))):
+        num_blocks = self._num_blocks(len(token_ids))
+        async with self._services.admission.place(num_blocks, until_hopeless=self._until_hopeless):
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
             embedded = await self._attempts(request)
@@ -151,6 +152,11 @@ class EmbeddingRun:
         if decision is None:
             raise self._no_worker()
         return decision
+
+    async def _until_hopeless(self) -> None:
+        """While it waits for a place. Raises: WorkerLost when no place would help; does not return."""
+        await self._services.fleet.stays_away(lambda: self._services.placer.staffed(embeds=True), self._patience_s)
+        raise self._no_worker()
 
     def _known_hashes(self, request: TokenizedRequest, layout: KvLayout) -> list[bytes]:
         """What of the prompt a cache may serve: nothing of a mean."""

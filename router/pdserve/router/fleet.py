@@ -18,6 +18,7 @@ from pdserve.router.worker import Worker, WorkerRole, WorkerState
 log = logging.getLogger(__name__)
 
 _CHECK_TICKS_S = 0.25
+_FOR_EVER_S = 86_400.0
 T = TypeVar("T")
 
 
@@ -148,6 +149,13 @@ class Fleet:
             finally:
                 self._waiters.discard(waiter)
         return found
+
+    async def stays_away(self, is_there: Callable[[], bool], for_s: float) -> None:
+        """Returns when `is_there` has been false for so long; it is asked now and after every change."""
+        while True:
+            await self.wait_for(lambda: None if is_there() else True, _FOR_EVER_S)
+            if await self.wait_for(lambda: is_there() or None, for_s) is None:
+                return
 
     @staticmethod
     def _count(watched: Sequence[WatchedAddress]) -> dict[str, int]:

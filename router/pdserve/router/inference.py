@@ -65,9 +65,7 @@ class Inference:
     @property
     def healthy(self) -> bool:
         """Whether some request could be served now."""
-        if self.admission.closed or not self.fleet.workers(WorkerRole.DECODE):
-            return False
-        return self.settings.local_prefill != "never" or bool(self.fleet.workers(WorkerRole.PREFILL))
+        return not self.admission.closed and self.placer.staffed()
 
     def limits(self) -> Limits | None:
         """None until a worker is known."""

@@ -88,6 +88,18 @@ class Placer:
         self.log.add(decision)
         return decision
 
+    def staffed(self, *, one_token: bool = False, embeds: bool = False) -> bool:
+        """Whether workers are there that could serve a prompt, as far as their roles tell.
+
+        one_token: no more is wanted of it. embeds: as in `place`.
+        """
+        prefill, local_prefill = self._fleet.workers(WorkerRole.PREFILL), self._settings.local_prefill
+        if embeds:
+            return any(worker.identity.hidden_size for worker in prefill)
+        if prefill and one_token and local_prefill != "always":
+            return True
+        return bool(self._fleet.workers(WorkerRole.DECODE)) and (local_prefill != "never" or bool(prefill))
+
     def _candidates(
         self,
         workers: Sequence[Worker],

@@ -148,7 +148,12 @@ class RequestRun:
         self._record.tokenized(self.usage.prompt_tokens)
         priority = request.priority if self._services.settings.scheduling_policy == "priority" else 0
         num_blocks = self._num_blocks(self.usage.prompt_tokens)
-        async with self._services.admission.place(num_blocks, priority, self._num_sequences):
+        async with self._services.admission.place(
+            num_blocks,
+            priority,
+            self._num_sequences,
+            lambda: self._until_hopeless(one_token=request.sampling.max_tokens == 1),
+        ):
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
             await self._attempts(request, self._processor, Course())
@@ -327,6 +332,13 @@ class RequestRun:
         if decision is None:
             raise self._no_worker()
         return decision
+
+    async def _until_hopeless(self, *, one_token: bool) -> None:
+        """While it waits for a place. Raises: what it ends with when no place would help; does not return."""
+        await self._services.fleet.stays_away(
+            lambda: self._services.placer.staffed(one_token=one_token), WAIT_FOR_WORKER_S
+        )
+        raise self._no_worker()
 
     def _num_blocks(self, num_tokens: int) -> int:
         """KV blocks of a prompt, in the largest number that a worker would need."""

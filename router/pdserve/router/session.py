@@ -132,6 +132,12 @@ class SessionTurn(RequestRun):
         finally:
             booking.end()
 
+    async def _until_hopeless(self, *, one_token: bool) -> None:
+        if self._session.worker is None:
+            await super()._until_hopeless(one_token=False)
+        else:
+            await self._session.ended()
+
     async def _find_worker(self, request: TokenizedRequest) -> Placement:
         started_unix_ns = now_unix_ns()
         decision = await self._place(request, 0, None, Course(wish=Wish.SESSION))
