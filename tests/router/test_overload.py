@@ -112,6 +112,7 @@ async def test_inputs_wait_for_prefill_workers_alone(cluster, monkeypatch):
     assert "embeddings are computed by prefill workers" in responses[0].text
     assert not asking.done()
     asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
 
 
 async def test_limits_per_api_key(cluster):

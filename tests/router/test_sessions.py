@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
+import candidates
 import grpc
 import pytest
 from fake_worker import ADMITTED, TEXT, decode_outputs, forever, play, said, tokens
 
-from pdserve.common.errors import DeadlineExceeded, Draining
-from pdserve.common.rpc import ERROR_CODE_KEY
+from pdserve.common.errors import DeadlineExceeded, Draining, Overloaded, WorkerLost
+from pdserve.common.rpc import ERROR_CODE_KEY, make_channel
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.router.legs import SessionLeg
+from pdserve.router.session import StreamingSession
 from pdserve.v1 import inference_pb2, request_pb2
 
 
@@ -205,6 +210,27 @@ async def test_i6_a_workers_death_ends_the_session(cluster, idle):
     assert len(cluster.of("decode").calls) == 1, "it was tried again elsewhere"
 
 
+async def test_i6_a_workers_death_ends_a_turn_that_never_reached_it():
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        # it takes the connection, and says nothing
+        worker = candidates.worker("d")
+        worker.channel = make_channel(f"127.0.0.1:{mute.getsockname()[1]}")
+        session = StreamingSession()
+        session.open(worker, SessionLeg(worker, {}))
+        writing = asyncio.create_task(session.leg.go_on([1], SamplingParams(), {}))
+        connection, _ = await asyncio.to_thread(mute.accept)
+        assert not writing.done()
+        worker.die("its watch stream broke")
+        async with asyncio.timeout(5):
+            await writing
+            with pytest.raises(WorkerLost, match="its watch stream broke"):
+                await session.next()
+            await session.closed()
+        assert not [task for task in asyncio.all_tasks() if "SessionLeg" in repr(task.get_coro())]
+        connection.close()
+        await worker.channel.close()
+
+
 @pytest.mark.parametrize(
     "error", [DeadlineExceeded("the session was idle for 60 s"), Draining("the worker is draining")]
 )
@@ -224,6 +250,21 @@ async def test_what_the_worker_says_reaches_the_client(cluster, error, between):
     await call.read()
     code, name, details = await error_of(call)
     assert (code, name, details) == (error.grpc_status, error.code, error.message)
+
+
+async def test_a_refused_session_hears_why(cluster):
+    await cluster.start()
+
+    async def refuse(worker, call):
+        await anext(call.turns)
+        raise Overloaded("64 sessions are open on this worker", 2.0)
+        yield
+
+    cluster.of("decode").session_script = refuse
+    for _ in range(20):
+        code, name, details = await error_of(cluster.grpc.Session(), turn())
+        assert (code, name) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+        assert details == "64 sessions are open on this worker"
 
 
 async def test_a_router_that_leaves_ends_idle_sessions_with_its_cause(cluster):
@@ -286,3 +327,4 @@ async def test_a_turn_that_waits_for_a_place_hears_at_once_that_its_worker_died(
     assert (code, name) == (grpc.StatusCode.UNAVAILABLE, "worker_lost")
     assert not busy.done()
     busy.cancel()
+    await asyncio.gather(busy, return_exceptions=True)

@@ -238,7 +238,12 @@ class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
         self._turns: grpc.aio.StreamStreamCall[Any, decode_pb2.DecodeEvent] = DecodeServiceStub(worker.channel).Session(
             metadata=tuple(headers.items())
         )
+        self._cancelled = asyncio.Event()
         super().__init__(self._turns)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._cancelled.set()
 
     async def open(self, request: PreparedRequest) -> None:
         await self._write(decode_pb2.DecodeTurn(open=prepared_to_wire(request)))
@@ -251,9 +256,21 @@ class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
         await self._write(decode_pb2.DecodeTurn(next=turn))
 
     async def _write(self, turn: decode_pb2.DecodeTurn) -> None:
-        # of a call that has ended, `next` knows why
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._turns.write(turn)
+        writing, cancelling = (
+            asyncio.ensure_future(self._turns.write(turn)),
+            asyncio.ensure_future(self._cancelled.wait()),
+        )
+        try:
+            # a call that is cancelled before it could connect never ends its write
+            await asyncio.wait((writing, cancelling), return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                # of a call that has ended, `next` knows why
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    writing.result()
+        finally:
+            for task in (writing, cancelling):
+                task.cancel()
+            await asyncio.gather(writing, cancelling, return_exceptions=True)
 
     def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
         return _decode_event(message)
