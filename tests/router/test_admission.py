@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from pdserve.common.errors import Draining, Overloaded, WorkerLost
+from pdserve.common.errors import Draining, InvalidRequest, Overloaded, WorkerLost
 from pdserve.router.admission import Admission, Capacity, Limits
 
 
@@ -254,11 +254,30 @@ async def test_while_every_worker_is_away_nobody_is_refused_by_a_guess():
         await client.finish()
 
 
+async def test_the_prompts_of_one_request_may_be_more_than_may_wait_but_not_behind_others():
+    door = admission(2, 3)
+    door.enter(9, lambda: None)
+    with pytest.raises(Overloaded, match="9 requests are in the router"):
+        Client(door)
+    door.leave(9, lambda: None)
+    first = [Client(door) for _ in range(3)]
+    await turns()
+    # one of them waits already
+    with pytest.raises(Overloaded, match="3 requests are in the router, 2 of them run, and 9 more came"):
+        door.enter(9, lambda: None)
+    for client in first:
+        await client.finish()
+    await door.emptied()
+
+
 async def test_limits_per_key():
     door = admission(9, 9, max_requests_per_key=2)
     clients = [Client(door, client="a") for _ in range(2)]
     with pytest.raises(Overloaded, match=r"2 requests of this API key .* max_requests_per_key is 2"):
         Client(door, client="a")
+    # it would be too many however often it came
+    with pytest.raises(InvalidRequest, match="3 prompts came in one request; max_requests_per_key is 2"):
+        door.enter(3, lambda: None, client="a")
     other, nobody = Client(door, client="b"), [Client(door) for _ in range(3)]
     await clients[0].finish()
     again = Client(door, client="a")

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from pdserve.common.errors import Draining, Overloaded
+from pdserve.common.errors import Draining, InvalidRequest, Overloaded
 from pdserve.common.priority_queue import PriorityQueue
 
 RETRY_AFTER_S = 1.0
@@ -93,7 +93,8 @@ class Admission:
 
         expel: called if the router cannot wait for these requests to end. client: whose they are, for the limit per
         key; "" has none. timeout_s: until when they must be done.
-        Raises: Overloaded, at once, when there is no room or the wait would be too long; Draining after `close`.
+        Raises: Overloaded, at once, when there is no room or the wait would be too long; InvalidRequest for more than a
+        key may ever have; Draining after `close`.
         """
         if self.closed:
             raise _leaving()
@@ -197,6 +198,8 @@ class Admission:
 
     def _check_client(self, client: str, num_requests: int) -> None:
         limit = self._limits.max_requests_per_key
+        if client and limit is not None and num_requests > limit:
+            raise InvalidRequest(f"{num_requests} prompts came in one request; max_requests_per_key is {limit}")
         if client and limit is not None and self._per_client[client] + num_requests > limit:
             raise Overloaded(
                 f"{self._per_client[client]} requests of this API key are in the router and {num_requests} more came; "
@@ -212,7 +215,8 @@ class Admission:
         if num_ahead <= 0:
             return
         limit = self._limits.max_queued_requests
-        if num_ahead > limit:
+        # those of one request may be more, or it would be refused however often it came
+        if num_ahead > limit and num_ahead > num_requests:
             raise Overloaded(
                 f"{self.num_requests} requests are in the router, {self.num_running} of them run, and {num_requests} "
                 f"more came; at most {limit} may wait (max_queued_requests)",
