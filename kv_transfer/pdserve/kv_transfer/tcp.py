@@ -79,7 +79,9 @@ class TcpConnector:
         return self._reads.read(lambda: TcpAddress.from_metadata(metadata), token, blocks, listener)
 
     def close(self) -> None:
-        """As `BlockConnector.close`. May take `connect_timeout_s`, with TLS twice that, when a connection is just being made."""
+        """As `BlockConnector.close`. May take `connect_timeout_s` when a connection is just being made, and as long again
+        for TLS, and for a name that has to be resolved.
+        """
         if self._started is not None:
             source, reads = self._started
             reads.close()

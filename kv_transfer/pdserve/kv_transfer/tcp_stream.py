@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdserve.common.errors import ConfigError
+from pdserve.kv_transfer.resolver import Addresses, resolve
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 _LISTEN_BACKLOG = 128
@@ -149,12 +150,30 @@ class TcpStream:
 
 
 def dial(host: str, port: int, connect_timeout_s: float, stall_s: float, send_stall_s: float) -> TcpStream:
-    """Connect. Raises StreamBroken. The time-out counts for each address of a name; resolving has its own."""
+    """Connect. Raises StreamBroken. The time-out counts for resolving a name, and for each of its addresses."""
     try:
-        sock = socket.create_connection((host, port), connect_timeout_s)
+        sock = _connected(resolve(host, port, connect_timeout_s), connect_timeout_s)
     except (OSError, UnicodeError) as error:
         raise StreamBroken(str(error)) from error
     return TcpStream(sock, stall_s, send_stall_s)
+
+
+def _connected(addresses: Addresses, timeout_s: float) -> socket.socket:
+    """To the first that answers. Raises: OSError, why the last did not."""
+    failure = OSError("the name has no address")
+    for family, address in addresses:
+        sock = None
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.settimeout(timeout_s)
+            sock.connect(address)
+        except OSError as error:
+            failure = error
+            if sock is not None:
+                sock.close()
+        else:
+            return sock
+    raise failure
 
 
 class Listener:
