@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -127,3 +128,16 @@ def test_no_part_of_a_tag_is_given_out_that_may_become_one(text: str, data: st.D
     told = [delta for delta in parser.feed(text.replace("<", "") + BEGIN[:cut]) if isinstance(delta, TextDelta)]
     assert not any("<" in delta.text for delta in told)
     assert parser.feed(BEGIN[cut:]) == []
+
+
+def test_long_answers_cost_no_more_than_their_length() -> None:
+    long = "x" * 500_000
+    started = time.monotonic()
+    for arguments in ({"a": long}, json.dumps({"a": long})):
+        text, [(name, given)] = parsed([call("f", arguments)])
+        assert (text, name, json.loads(given)) == ("", "f", {"a": long})
+    spaces = [" \n  "] * 100_000
+    assert parsed(spaces) == ("".join(spaces), [])
+    assert parsed([*spaces, *call("f", {})]) == ("", [("f", "{}")])
+    # it took more than twice as long when the time grew with the square
+    assert time.monotonic() - started < 30

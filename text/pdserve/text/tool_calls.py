@@ -80,6 +80,10 @@ class ToolCallParser:
 
     def _in_text(self, text: str, deltas: list[Delta]) -> str:
         """Returns what follows a tag; empty without one."""
+        if self._held[-1:].isspace() and text.isspace():
+            # a run of white space, which is not looked through again with each piece of it
+            self._held += text
+            return ""
         text, self._held = self._held + text, ""
         before, tag, after = text.partition(BEGIN)
         if not tag:
@@ -180,14 +184,15 @@ class _CallScanner:
         self._may_end = False
         """Whether `}` may stand in a key's place: in an empty object."""
         self._key = ""
-        self._value = ""
-        """The key or string that is being read; of any other value, its first character."""
+        self._value: list[str] = []
+        """Characters of the key or string that is being read; of any other value, the first. Strings would be copied with
+        each character."""
         self._depth = 0
         self._in_string = False
         self._escaped = False
         self._is_key = False
-        self._arguments: str | None = None
-        """What has not been taken; None before there are any."""
+        self._arguments: list[str] | None = None
+        """Pieces that have not been taken; None before there are any."""
 
     @property
     def has_begun(self) -> bool:
@@ -196,8 +201,8 @@ class _CallScanner:
 
     def take_arguments(self) -> str:
         """What is new of them."""
-        taken, self._arguments = self._arguments or "", ""
-        return taken
+        taken, self._arguments = self._arguments or [], []
+        return "".join(taken)
 
     def read(self, text: str) -> int:
         """How many characters were read: fewer than given when the object is complete, or where it failed."""
@@ -241,20 +246,20 @@ class _CallScanner:
 
     def _begin(self, char: str) -> None:
         """A key or value begins."""
-        self._value = char
+        self._value = [char]
         self._in_string, self._depth = char == '"', int(char != '"')
         if not self._is_key:
             of_arguments = self._key == "arguments"
             self.failed = (self._key == "name") != (char == '"') if self._key == "name" else False
             self.failed |= of_arguments and (char == "[" or self._arguments is not None)
             if of_arguments and char == "{" and not self.failed:
-                self._arguments = char
+                self._arguments = [char]
 
     def _in_value(self, char: str) -> None:
         if self._value[0] == '"':
-            self._value += char
-        elif self._key == "arguments":
-            self._arguments = (self._arguments or "") + char
+            self._value.append(char)
+        elif self._key == "arguments" and self._arguments is not None:
+            self._arguments.append(char)
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -273,7 +278,7 @@ class _CallScanner:
 
     def _finish(self) -> None:
         """A key or value is complete."""
-        value, self._value = self._value, ""
+        value, self._value = "".join(self._value), []
         if self._is_key or value[0] == '"':
             try:
                 value = json.loads(value)
@@ -288,12 +293,12 @@ class _CallScanner:
             self.failed = self.name is not None or not value
             self.name = self.name or value
         elif self._key == "arguments" and self._arguments is None:
-            self._arguments = value  # written as a string that holds the JSON
+            self._arguments = [value]  # written as a string that holds the JSON
 
     def _end(self) -> bool:
         if self.name is None:
             return False
         if self._arguments is None:
-            self._arguments = "{}"
+            self._arguments = ["{}"]
         self.complete = True
         return True
