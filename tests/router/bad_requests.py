@@ -53,6 +53,12 @@ HTTP = [
     ),
     ("/v1/completions", {"prompt": [5, VOCAB_SIZE]}, "prompt", f"prompt[1] is {VOCAB_SIZE}, outside the vocabulary"),
     ("/v1/completions", {"prompt": [-1]}, "prompt", "prompt[0] is -1"),
+    (
+        "/v1/completions",
+        {"prompt": "x", "allowed_token_ids": [1] * (VOCAB_SIZE + 1)},
+        "allowed_token_ids",
+        f"allowed_token_ids must be at most {VOCAB_SIZE} tokens, not {VOCAB_SIZE + 1}",
+    ),
     ("/v1/completions", {"prompt": [2**40]}, "prompt", "outside the vocabulary"),
     ("/v1/completions", {"prompt": "x", "temprature": 1}, "temprature", "temprature is not a known field"),
     ("/v1/completions", {"prompt": "x", "temperature": "hot"}, "temperature", "temperature: expected"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import grpc
 import openai
 import pytest
 from fake_worker import ADMITTED, LANDED, PREFILL_ADMITTED, RELEASED, decode_outputs, first, play, token, tokens
 
+from pdserve.common.rpc import ERROR_CODE_KEY, ERROR_FIELD_KEY
 from pdserve.v1 import inference_pb2, request_pb2
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -35,6 +37,25 @@ async def served(cluster):
     cluster.of("prefill").script = play(PREFILL_ADMITTED, first("a", logprobs=FIRST), RELEASED)
     cluster.of("decode").script = play(ADMITTED, LANDED, decode_outputs(1, "bc", "length", logprobs=REST))
     return cluster
+
+
+async def test_an_answer_too_long_for_a_message_is_refused_as_such(served, monkeypatch):
+    def ask(**fields):
+        sampling = request_pb2.SamplingParams(max_tokens=3, logprobs=2)
+        return served.grpc.Generate(
+            inference_pb2.GenerateRequest(text=inference_pb2.TextPrompt(text="hi"), sampling=sampling, **fields)
+        )
+
+    with monkeypatch.context() as smaller:
+        smaller.setattr("pdserve.router.front_grpc.MAX_MESSAGE_BYTES", 200)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            _ = [response async for response in ask()]
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "at most 200 are allowed; ask for fewer logprobs" in refused.value.details()
+    trailing = dict(refused.value.trailing_metadata())
+    assert (trailing[ERROR_CODE_KEY], trailing[ERROR_FIELD_KEY]) == ("invalid_request", "sampling.logprobs")
+    await served.idle()
+    assert "".join([response.text async for response in ask()]) == "abc"
 
 
 @pytest.fixture

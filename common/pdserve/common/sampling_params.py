@@ -182,8 +182,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         if self.structured_outputs is not None:
             self.structured_outputs.verify()
         if vocab_size is not None:
+            allowed = self.allowed_token_ids or ()
+            _require(len(allowed) <= vocab_size, "allowed_token_ids", len(allowed), f"at most {vocab_size} tokens")
             verify_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
-            verify_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
+            verify_token_ids("allowed_token_ids", allowed, vocab_size)
             verify_token_ids("bad_words", [t for sequence in self.bad_words_token_ids for t in sequence], vocab_size)
             unknown = [token_id for token_id in self.logit_bias if not 0 <= token_id < vocab_size]
             if unknown:

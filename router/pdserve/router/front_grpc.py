@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import DeadlineExceeded, InvalidRequest, PdServeError
 from pdserve.common.prepared_request import verify_client_request_id
-from pdserve.common.rpc import abort_with, make_server, metadata_of
+from pdserve.common.rpc import MAX_MESSAGE_BYTES, abort_with, make_server, metadata_of
 from pdserve.common.sampling_params import RequestOutputKind
 from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.common.wire import finish_reason_to_wire, sampling_from_wire
@@ -153,7 +153,9 @@ class InferenceServicer(EmbedServicer):
                 outputs = [output for output in so_far if output.index in new]
             for output in outputs:
                 num_open -= output.finish_reason is not None
-                yield _response(generation, output, request.sampling, last=not num_open)
+                response = _response(generation, output, request.sampling, last=not num_open)
+                _verify_size(response)
+                yield response
             if not num_open:
                 return
             outputs = await take()
@@ -280,6 +282,18 @@ def _response(
         response.usage.CopyFrom(usage_message(generation.usage))
         response.moments.extend(moment_messages(generation.timeline))
     return response
+
+
+def _verify_size(response: inference_pb2.GenerateResponse) -> None:
+    """Raises: InvalidRequest for more than a message may hold, which the channel would call an overload."""
+    if (num_bytes := response.ByteSize()) <= MAX_MESSAGE_BYTES:
+        return
+    field = "prompt_logprobs" if len(response.prompt_logprobs) > len(response.logprobs) else "logprobs"
+    raise InvalidRequest(
+        f"the answer is a message of {num_bytes} bytes, at most {MAX_MESSAGE_BYTES} are allowed; ask for fewer {field}, "
+        "for a shorter answer, or with stream for what is new alone",
+        f"sampling.{field}",
+    )
 
 
 def _token_logprobs(token_id: int, candidates: dict[int, Logprob], num_top: int) -> inference_pb2.TokenLogprobs:
