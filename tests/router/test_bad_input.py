@@ -25,6 +25,21 @@ ENDPOINTS = (
 )
 
 
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_i6_a_body_that_does_not_come_is_not_waited_for_for_ever(cluster, path):
+    await cluster.start(prefill=0, decode=0, request_timeout_s=0.2)
+    host, _, port = cluster.addresses[0].rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f'POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{"model":'.encode())
+    async with asyncio.timeout(20):
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 504 ")
+        error = json.loads(await reader.readuntil(b"}}"))["error"]
+    assert error["code"] == "deadline_exceeded"
+    assert error["message"] == "the request's body did not come within 0.2 s"
+    writer.close()
+
+
 @pytest.fixture
 async def quick(cluster):
     """A fleet whose decode worker is asked for nothing but the streams beside."""

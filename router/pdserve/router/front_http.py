@@ -110,19 +110,19 @@ class HttpFront:
     async def completions(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
             client = self._authenticate(request)
-            body = await read_body(request, CompletionBody)
+            body = await read_body(request, CompletionBody, self._inference.settings.request_timeout_s)
             return self._respond(request, body, client, chat=False)
 
     async def chat_completions(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
             client = self._authenticate(request)
-            body = await read_body(request, ChatBody)
+            body = await read_body(request, ChatBody, self._inference.settings.request_timeout_s)
             return self._respond(request, body, client, chat=True)
 
     async def embeddings(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
             client = self._authenticate(request)
-            body = await read_body(request, EmbeddingBody)
+            body = await read_body(request, EmbeddingBody, self._inference.settings.request_timeout_s)
             inference = self._inference
             inference.check_model(body.model)
             requests = body.requests(

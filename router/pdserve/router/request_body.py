@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -12,7 +13,13 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from pdserve.common.errors import BodyTooLarge, Cancelled, InvalidRequest, UnsupportedMediaType
+from pdserve.common.errors import (
+    BodyTooLarge,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    UnsupportedMediaType,
+)
 from pdserve.common.rpc import MAX_MESSAGE_BYTES
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -23,13 +30,18 @@ _JSON_TYPE = re.compile(r"application/(?:[\w.-]+\+)?json")
 _MAX_SHOWN = 80
 
 
-async def read_body(request: Request, kind: type[B]) -> B:
-    """Raises: InvalidRequest naming the field that is wrong; BodyTooLarge, UnsupportedMediaType; Cancelled when the
-    client left meanwhile."""
+async def read_body(request: Request, kind: type[B], timeout_s: float) -> B:
+    """Raises: InvalidRequest naming the field that is wrong; BodyTooLarge, UnsupportedMediaType; DeadlineExceeded when
+    the body did not come within `timeout_s`; Cancelled when the client left meanwhile."""
     declared = request.headers.get("content-type", "")
     if declared and not _JSON_TYPE.fullmatch(declared.partition(";")[0].strip().lower()):
         raise UnsupportedMediaType(f"content-type is {declared!r:.80}, but only application/json is understood")
-    return parse_body(await _read(request), kind)
+    try:
+        async with asyncio.timeout(timeout_s):
+            data = await _read(request)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the request's body did not come within {timeout_s:g} s") from None
+    return parse_body(data, kind)
 
 
 async def _read(request: Request) -> bytes:

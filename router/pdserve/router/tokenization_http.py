@@ -84,7 +84,7 @@ class TokenizationHttp:
     async def tokenize(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
             self._keys.check(request.headers.get("authorization"))
-            body = await read_body(request, TokenizeBody)
+            body = await read_body(request, TokenizeBody, self._inference.settings.request_timeout_s)
             self._inference.check_model(body.model)
             body.verify()
             return await self._aside(request, lambda: self._tokenized(body))
@@ -104,7 +104,7 @@ class TokenizationHttp:
     async def detokenize(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
             self._keys.check(request.headers.get("authorization"))
-            body = await read_body(request, DetokenizeBody)
+            body = await read_body(request, DetokenizeBody, self._inference.settings.request_timeout_s)
             self._inference.check_model(body.model)
             if len(body.tokens) > MAX_TOKENS:
                 raise InvalidRequest(
