@@ -8,7 +8,7 @@ import struct
 
 import grpc
 import pytest
-from fake_worker import HIDDEN_SIZE, MAX_MODEL_LEN, embedding, forever, play, tokens
+from fake_worker import HIDDEN_SIZE, MAX_MODEL_LEN, embed_well, embedding, forever, play, tokens
 from openai import AsyncOpenAI
 from otlp_receiver import otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
@@ -269,14 +269,29 @@ async def test_keys_and_admission_hold_as_for_generations(cluster):
         await cluster.grpc.Embed(grpc_request("x"))
     assert dict(refused.value.trailing_metadata())[ERROR_CODE_KEY] == "unauthenticated"
     cluster.http.headers["authorization"] = "Bearer k1"
+    gate = asyncio.Event()
+
+    async def held(worker, call):
+        await gate.wait()
+        async for answer in embed_well(worker, call):
+            yield answer
+
+    worker.scripts = [held]
+    asking = [asyncio.create_task(vectors(cluster, input="a"))]
+    await worker.called()
+    # as many as one request may hold, while nobody else waits
+    asking.append(asyncio.create_task(vectors(cluster, input=["a", "b", "c"])))
+    await cluster.queued(3)
     response = await embed(cluster, input=["a", "b", "c"])
     assert response.status_code == 429
     assert "max_queued_requests" in response.json()["error"]["message"]
     assert response.headers["retry-after"]
     response = await embed(cluster, input=["a"] * 9)
+    assert response.status_code == 400
     assert "max_requests_per_key is 8" in response.json()["error"]["message"]
-    assert not worker.calls
-    assert len(await vectors(cluster, input=["a", "b"])) == 2
+    assert len(worker.calls) == 1
+    gate.set()
+    assert list(map(len, await asyncio.gather(*asking))) == [1, 3]
 
 
 async def test_a_router_that_leaves_tells_who_is_still_there(cluster):
