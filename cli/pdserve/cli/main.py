@@ -140,13 +140,13 @@ def router(
     """One router: OpenAI HTTP and gRPC for clients, in front of any number of workers."""
     from pdserve.cli.service_commands import parse_assignments, serve_router
 
-    flags: dict[str, Any] = dict(parse_assignments(set_ or []))
-    flags |= {
+    flags = {
         "prefill": prefill, "decode": decode, "model": model, "host": host, "port": port, "grpc_port": grpc_port,
         "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
         "deployment_key_file": deployment_key_file,
     }  # fmt: skip
-    serve_router(flags, config)
+    given = {name: value for name, value in flags.items() if value is not None}
+    serve_router(parse_assignments(set_ or []) | given, config)
 
 
 def _worker(role: Literal["prefill", "decode"], set_: list[str] | None, config: Path | None, **flags: Any) -> None:
