@@ -261,6 +261,11 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
             server, self._server = self._server, None
             await server.stop(None)
 
+    async def live_on(self) -> None:
+        """Listen again after `kill`, in the same life: only its connections had been lost."""
+        self.epoch -= 1
+        await self.start()
+
     async def called(self, times: int = 1) -> None:
         """Returns when this worker was asked for so many legs."""
         async with asyncio.timeout(10):

@@ -17,13 +17,25 @@ def test_poison_wears_off_and_is_bounded(monkeypatch):
     refused = PoisonList()
     refused.check(b"a")
     for digest in (b"a", b"b", b"c"):
-        refused.add(digest)
+        refused.add(digest, lambda: True)
     refused.check(b"a")
     now[0] += 59
     with pytest.raises(WorkerLost, match="another 1 s"):
         refused.check(b"c")
     now[0] += 2
     refused.check(b"c")
+
+
+def test_poison_is_forgiven_when_it_turns_out_to_be_none():
+    guilty = True
+    refused = PoisonList()
+    refused.add(b"a", lambda: guilty)
+    with pytest.raises(WorkerLost):
+        refused.check(b"a")
+    guilty = False
+    refused.check(b"a")
+    guilty = True
+    refused.check(b"a")
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,60 @@ async def test_a_prompt_that_kills_two_workers_in_mid_stream_is_refused_from_its
     assert await cluster.text(prompt="another") == said(5)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_that_only_lost_its_connection_serves_the_request_on(cluster, role):
+    """There is no other one, and it has not died."""
+    await cluster.start(prefill=1, decode=1, local_prefill="never")
+    lost = cluster.of(role)
+    cuts = []
+
+    async def cut(worker, call):
+        cuts.append(asyncio.create_task(lost.kill()))
+        await forever(worker, call)
+
+    if role == "prefill":
+        lost.scripts = [play(PREFILL_ADMITTED, first(), cut)]
+        decode_scripts(cluster, play(ADMITTED, forever))
+    else:
+        lost.scripts = [play(ADMITTED, LANDED, *[decode_outputs(p, said(1, p)) for p in (1, 2)], cut)]
+    asking = asyncio.create_task(cluster.text(max_tokens=6))
+    await cluster.live(**{role: 0})
+    await lost.live_on()
+    assert await asking == said(6)
+    assert len(lost.calls) == 2
+    await asyncio.gather(*cuts)
+
+
+async def test_a_prompt_under_which_connections_broke_is_not_refused(cluster, monkeypatch):
+    await cluster.start(prefill=0, decode=2)
+    cuts = []
+    heard = asyncio.Queue()
+    on_decode = Attempt._on_decode
+
+    def note(attempt, event):
+        on_decode(attempt, event)
+        heard.put_nowait(event)
+
+    monkeypatch.setattr(Attempt, "_on_decode", note)
+
+    async def cut(worker, call):
+        await heard.get()  # the router knows that the prompt was admitted
+        cuts.append(asyncio.create_task(worker.kill()))
+        await forever(worker, call)
+
+    decode_scripts(cluster, play(ADMITTED, cut), play(ADMITTED, cut))
+    response = await cluster.complete()
+    assert "2 workers died" in response.json()["error"]["message"]
+    await asyncio.gather(*cuts)
+    await cluster.live(decode=0)
+    for num_back, worker in enumerate(cluster.workers):
+        if num_back:
+            assert await cluster.text() == said(5), "one that lives on is proof enough"
+        await worker.live_on()
+        await cluster.live(decode=num_back + 1)
+    assert await cluster.text() == said(5)
+
+
 async def test_prefill_that_dies_after_the_first_token_is_not_asked_for_it_again(cluster):
     await cluster.start(prefill=2, decode=1)
     for worker in cluster.workers:

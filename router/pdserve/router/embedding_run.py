@@ -41,7 +41,7 @@ class EmbeddingRun:
         self._request = request
         self._services = services
         self._prepared: dict[tuple[str, int], PreparedRequest] = {}
-        self._casualties = Casualties(services.poison)
+        self._casualties = Casualties(services.poison, services.fleet)
         self._record = record.run(self.timeline)
 
     @property

@@ -80,6 +80,10 @@ class Fleet:
         }
         return list(reversed(found.values()))
 
+    def came_back(self, lost: Worker) -> bool:
+        """Whether a worker that was lost turns out to live: it is watched again, and its engine has moved since."""
+        return any(life.key == lost.key and life.joined_at > lost.died_at for life in self.lives())
+
     def introduce(self, address: str, role: WorkerRole) -> None:
         """A worker can be found there. Idempotent; an address from settings, or with a living worker, keeps its role."""
         known = next((watched for watched in self._watched if watched.address == address), None)

@@ -39,13 +39,12 @@ class Placer:
         hashes: Hashes,
         wish: Wish = Wish.ANY,
         blamed: Collection[WorkerKey] = (),
-        dead: Collection[Worker] = (),
+        dead: Collection[WorkerKey] = (),
         embeds: bool = False,
     ) -> RoutingDecision | None:
         """Workers for one attempt, or None while none can serve it.
 
-        num_tokens: of the prompt. dead: workers that died under this request, until the fleet has lost them and
-        found them again.
+        num_tokens: of the prompt. dead: workers that died under this request and have not come back.
         embeds: an embedding is wanted, which a prefill worker computes alone.
         """
         rules = Rules(
@@ -105,12 +104,12 @@ class Placer:
         workers: Sequence[Worker],
         num_tokens: int,
         hashes: Hashes,
-        dead: Collection[Worker],
+        dead: Collection[WorkerKey],
         now_s: float,
     ) -> list[Candidate]:
         by_layout: dict[KvLayout, list[Worker]] = {}
         for worker in workers:
-            if worker not in dead:
+            if worker.key not in dead:
                 by_layout.setdefault(worker.identity.layout, []).append(worker)
         candidates = []
         for layout, alike in by_layout.items():
@@ -133,10 +132,10 @@ class Placer:
         placement: Placement,
         candidates: dict[WorkerRole, list[Candidate]],
         blamed: Collection[WorkerKey],
-        dead: Collection[Worker],
+        dead: Collection[WorkerKey],
     ) -> tuple[LeftOut, ...]:
         left = [LeftOut(role=role.value, worker=worker, why=why) for role, worker, why in self._fleet.absent()]
-        left += [LeftOut(role="", worker=worker.identity.worker_id, why="died under this request") for worker in dead]
+        left += [LeftOut(role="", worker=worker_id, why="died under this request") for worker_id, _ in dead]
         chosen = {worker.key for worker in (placement.prefill, placement.decode) if worker is not None}
         pairable: Collection[WorkerKey] | None = None
         if placement.prefill is not None and placement.decode is not None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from pdserve.common.errors import WorkerLost
 from pdserve.router.attempt_failure import AttemptFailed
+from pdserve.router.fleet import Fleet
 from pdserve.router.placement import WorkerKey
 from pdserve.router.worker import Worker
 
@@ -18,24 +20,25 @@ _MAX_ENTRIES = 4096
 
 
 class PoisonList:
-    """Digests of refused requests, each with the time until which it is."""
+    """Digests of refused requests, each with the time until which it is, and whether what it is refused for still holds."""
 
     def __init__(self) -> None:
-        self._until: dict[bytes, float] = {}
+        self._entries: dict[bytes, tuple[float, Callable[[], bool]]] = {}
 
-    def add(self, request_digest: bytes) -> None:
-        if len(self._until) >= _MAX_ENTRIES:
-            self._until.pop(next(iter(self._until)))
-        self._until[request_digest] = time.monotonic() + REFUSED_S
+    def add(self, request_digest: bytes, holds: Callable[[], bool]) -> None:
+        """holds: asked each time that somebody asks the same again; False ends it early."""
+        if len(self._entries) >= _MAX_ENTRIES:
+            self._entries.pop(next(iter(self._entries)))
+        self._entries[request_digest] = time.monotonic() + REFUSED_S, holds
 
     def check(self, request_digest: bytes) -> None:
         """Raises: WorkerLost for a digest that is refused."""
-        until = self._until.get(request_digest)
-        if until is None:
+        if request_digest not in self._entries:
             return
+        until, holds = self._entries[request_digest]
         left = until - time.monotonic()
-        if left <= 0:
-            del self._until[request_digest]
+        if left <= 0 or not holds():
+            del self._entries[request_digest]
             return
         raise WorkerLost(f"workers died while they served this prompt; it is refused for another {left:.0f} s")
 
@@ -44,26 +47,35 @@ class Casualties:
     """The workers that died under one request.
 
     One that had not admitted it weighs less: where several workers go at once, for a reason of their own, a request may be
-    sent to one of them before anybody has missed it.
+    sent to one of them before anybody has missed it. One that comes back in the same life had not died: a connection
+    had.
     """
 
-    def __init__(self, poison: PoisonList) -> None:
+    def __init__(self, poison: PoisonList, fleet: Fleet) -> None:
         self._poison = poison
+        self._fleet = fleet
+        self._lost: dict[WorkerKey, Worker] = {}
         self._admitted: set[WorkerKey] = set()
-        self._died: set[WorkerKey] = set()
-        self.workers: set[Worker] = set()
-        """As the fleet knew them. One that only stood still and is back is another `Worker` there, and may serve it."""
+
+    @property
+    def workers(self) -> set[WorkerKey]:
+        """Those that have not come back."""
+        return {key for key, worker in self._lost.items() if not self._fleet.came_back(worker)}
 
     def count(self, failure: AttemptFailed, prompt_digest: bytes) -> None:
         """An attempt has failed. Raises: WorkerLost when the prompt has been one worker's death too many; it is refused."""
         if not failure.died or failure.blamed is None:
             return
-        self.workers.add(failure.blamed)
-        self._died.add(failure.blamed.key)
+        self._lost[failure.blamed.key] = failure.blamed
         if not failure.unheard:
             self._admitted.add(failure.blamed.key)
-        if len(self._admitted) >= DEATHS or len(self._died) >= DEATHS_UNHEARD:
-            self._poison.add(prompt_digest)
+        if self._are_too_many():
+            self._poison.add(prompt_digest, self._are_too_many)
             raise WorkerLost(
-                f"{len(self._died)} workers died while they served this request; last: {failure.error.message}"
+                f"{len(self._lost)} workers died while they served this request; last: {failure.error.message}"
             ) from failure
+
+    def _are_too_many(self) -> bool:
+        # an engine that stood still and moves again may serve, but it may have been the prompt that stopped it
+        dead = self.workers | {key for key, worker in self._lost.items() if worker.stood_still}
+        return len(dead & self._admitted) >= DEATHS or len(dead) >= DEATHS_UNHEARD

@@ -93,7 +93,7 @@ class RequestRun:
         """Sequences of which the client has something."""
         self._numbers = itertools.count()
         """Of attempts."""
-        self._casualties = Casualties(services.poison)
+        self._casualties = Casualties(services.poison, services.fleet)
         self._record = record.run(self.timeline)
 
     async def run(self) -> None:

@@ -117,7 +117,7 @@ class WatchedAddress:
     def check_tick(self, still_since: float) -> None:
         """Bury a worker whose tick has not moved since `still_since`, loop time; it lives again when the tick moves."""
         if self.worker is not None and self._tick_moved_at < still_since:
-            self._bury(f"its engine_tick has stood still for {TICK_STILL_S:g} s")
+            self._bury(f"its engine_tick has stood still for {TICK_STILL_S:g} s", stood_still=True)
 
     def forgive(self, seconds: float) -> None:
         """This router itself slept so long; no worker is to blame for it."""
@@ -168,12 +168,12 @@ class WatchedAddress:
             log.info("%s worker %s joined", self.role.value, self.worker)
             self._changed(self)
 
-    def _bury(self, cause: str) -> None:
+    def _bury(self, cause: str, *, stood_still: bool = False) -> None:
         if self.worker is None:
             return
         worker, self.worker = self.worker, None
         log.warning("%s worker %s is lost: %s", self.role.value, worker, cause)
-        worker.die(cause)
+        worker.die(cause, stood_still=stood_still)
         self._changed(self)
 
     def _warn(self, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -105,7 +106,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Worker:
-    """One life of one worker, from when its watch shows it alive until it does not: then it comes back as another `Worker`."""
+    """One life of one worker, as long as this router has it in sight: a restart makes another `Worker`, and so does a
+    connection that broke and was made again."""
 
     def __init__(self, identity: WorkerIdentity, channel: grpc.aio.Channel, load: WorkerLoad | None = None) -> None:
         self.identity = identity
@@ -113,6 +115,10 @@ class Worker:
         self.load = load or WorkerLoad()
         self.state = WorkerState.DRAINING if self.load.draining else WorkerState.LIVE
         self.cause_of_death = ""
+        self.stood_still = False
+        """It is dead because its engine made no progress, and not because its connection broke."""
+        self.joined_at = time.monotonic()
+        self.died_at = math.inf
         self.num_in_flight = 0
         """Legs that this router has open here."""
         self.num_placed = 0
@@ -161,11 +167,12 @@ class Worker:
         if self.state is WorkerState.LIVE:
             self.state = WorkerState.DRAINING
 
-    def die(self, cause: str) -> None:
-        """The end of this life: whoever has a leg here is told, at once and once."""
+    def die(self, cause: str, *, stood_still: bool = False) -> None:
+        """The end of this life, as far as can be seen: whoever has a leg here is told, at once and once."""
         if self.state is WorkerState.DEAD:
             return
         self.state, self.cause_of_death = WorkerState.DEAD, cause
+        self.stood_still, self.died_at = stood_still, time.monotonic()
         mourners, self._mourners = self._mourners, set()
         for tell in mourners:
             tell(self)
