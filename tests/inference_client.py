@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -44,14 +45,32 @@ class InferenceClient:
         self, prompt: Sequence[int], timeout: float = 60, cache_salt: str = "", **sampling: object
     ) -> grpc.aio.UnaryStreamCall:
         """The raw call. sampling: fields of the proto's `SamplingParams`."""
-        sampling = {"temperature": 0.0, "ignore_eos": True, **sampling}
-        request = inference_pb2.GenerateRequest(
-            tokens=inference_pb2.TokenPrompt(token_ids=prompt),
-            sampling=request_pb2.SamplingParams(**sampling),
-            stream=True,
-            cache_salt=cache_salt,
-        )
-        return self._stub.Generate(request, timeout=timeout, wait_for_ready=True)
+        return self._stub.Generate(_request(prompt, cache_salt, sampling), timeout=timeout, wait_for_ready=True)
+
+    async def converse(
+        self, turns: Sequence[tuple[Sequence[int], Mapping[str, object]]], timeout: float = 60, cache_salt: str = ""
+    ) -> list[list[int]]:
+        """A session: the answer to each turn. turns: prompt and fields of `SamplingParams`.
+
+        Raises: grpc.aio.AioRpcError.
+        """
+        answers: list[list[int]] = []
+        call = self._stub.Session(timeout=timeout, wait_for_ready=True)
+        try:
+            for number, (prompt, sampling) in enumerate(turns):
+                with contextlib.suppress(asyncio.InvalidStateError):  # it has ended: `read` says how
+                    await call.write(_request(prompt, "" if number else cache_salt, sampling))
+                answers.append([])
+                while (message := await call.read()) is not grpc.aio.EOF:
+                    answers[-1] += message.token_ids
+                    if message.finish_reason:
+                        break
+            await call.done_writing()
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        finally:
+            call.cancel()
+        return answers
 
     async def ask(self, prompt: Sequence[int], timeout: float = 60, cache_salt: str = "", **sampling: object) -> Answer:
         """Read a stream to its end. Raises: grpc.aio.AioRpcError."""
@@ -74,3 +93,12 @@ class InferenceClient:
 
     async def ask_all(self, prompts: Sequence[Sequence[int]], **sampling: object) -> list[Answer]:
         return await asyncio.gather(*(self.ask(prompt, **sampling) for prompt in prompts))
+
+
+def _request(prompt: Sequence[int], cache_salt: str, sampling: Mapping[str, object]) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        tokens=inference_pb2.TokenPrompt(token_ids=prompt),
+        sampling=request_pb2.SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling}),
+        stream=True,
+        cache_salt=cache_salt,
+    )
