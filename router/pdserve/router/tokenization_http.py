@@ -16,6 +16,7 @@ from pdserve.common.sampling_params import verify_token_ids
 from pdserve.router.api_keys import ApiKeys
 from pdserve.router.generation_response import json_response, until_disconnect
 from pdserve.router.inference import Inference
+from pdserve.router.preparation import Limits
 from pdserve.router.request_body import read_body
 from pdserve.text.tokenizer import Tokenizer
 
@@ -87,10 +88,11 @@ class TokenizationHttp:
             body = await read_body(request, TokenizeBody, self._inference.settings.request_timeout_s)
             self._inference.check_model(body.model)
             body.verify()
-            return await self._aside(request, lambda: self._tokenized(body))
+            limits = self._inference.limits()
+            return await self._aside(request, lambda: self._tokenized(body, limits))
 
-    def _tokenized(self, body: TokenizeBody) -> Response:
-        tokenizer, limits = self._inference.tokenizer, self._inference.limits()
+    def _tokenized(self, body: TokenizeBody, limits: Limits | None) -> Response:
+        tokenizer = self._inference.tokenizer
         token_ids = body.token_ids(tokenizer)
         return json_response(
             {
@@ -110,10 +112,11 @@ class TokenizationHttp:
                 raise InvalidRequest(
                     f"tokens has {len(body.tokens)} entries, at most {MAX_TOKENS} are detokenized at once", "tokens"
                 )
-            return await self._aside(request, lambda: self._detokenized(body))
+            limits = self._inference.limits()
+            return await self._aside(request, lambda: self._detokenized(body, limits))
 
-    def _detokenized(self, body: DetokenizeBody) -> Response:
-        tokenizer, limits = self._inference.tokenizer, self._inference.limits()
+    def _detokenized(self, body: DetokenizeBody, limits: Limits | None) -> Response:
+        tokenizer = self._inference.tokenizer
         verify_token_ids("tokens", body.tokens, limits.vocab_size if limits else tokenizer.vocab_size)
         return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
