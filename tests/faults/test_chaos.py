@@ -8,37 +8,46 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from cluster_processes import running_cluster
 from inference_client import InferenceClient
 
-from .chaos_load import FLAGS, Load
+from .chaos_load import ALL_REMOTE, FLAGS, Load
 from .worker_faults import WAYS, WORKERS, check_whole, hurt, role_of
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
 NUM_ROUNDS = 15
+PIECES = {"decode-2": ("--set", "stream_interval=3")}
+"""What goes on elsewhere may come in pieces of another size."""
 
 
 @pytest.mark.parametrize(
-    ("connector", "at_once", "seed"), [("tcp", 1, 1), ("nixl", 1, 2), ("tcp", 2, 3), ("nixl", 2, 4)]
+    ("connector", "at_once", "placement", "seed"),
+    [("tcp", 1, (), 1), ("nixl", 1, ALL_REMOTE, 2), ("tcp", 2, ALL_REMOTE, 3), ("nixl", 2, (), 4)],
+    ids=["tcp", "nixl-remote", "tcp-remote-two", "nixl-two"],
 )
 async def test_i4_faults_at_random_moments_change_no_answer(
-    tiny_checkpoints: Callable[..., Path], tmp_path: Path, connector: str, at_once: int, seed: int
+    tiny_checkpoints: Callable[..., Path],
+    tmp_path: Path,
+    connector: str,
+    at_once: int,
+    placement: Sequence[str],
+    seed: int,
 ) -> None:
     model = str(tiny_checkpoints("llama", num_hidden_layers=4))
     draw = random.Random(seed)
     with running_cluster(tmp_path) as cluster:
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
         for name in WORKERS:
-            flags = ("--model", model, *FLAGS, "--set", f"connector={connector}")
+            flags = ("--model", model, *FLAGS, "--set", f"connector={connector}", *PIECES.get(name, ()))
             addresses[role_of(name)].append(cluster.start_worker(role_of(name), *flags, name=name).address)
-        cluster.start_router("--model", model, **addresses)
+        cluster.start_router("--model", model, *placement, **addresses)
         async with InferenceClient(cluster.router.address) as client:
-            load = Load(client, seed)
+            load = Load(client, seed, sessions=placement != ALL_REMOTE)
             await load.learn()
             load.begin()
             for _ in range(NUM_ROUNDS):
@@ -50,5 +59,5 @@ async def test_i4_faults_at_random_moments_change_no_answer(
                     await load.answered()
             await load.end()
         assert load.num_answers > 10 * NUM_ROUNDS
-        assert load.num_sessions
+        assert load.num_sessions or placement == ALL_REMOTE
         check_whole(cluster)

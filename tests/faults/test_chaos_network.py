@@ -17,7 +17,7 @@ import pytest
 from cluster_processes import Cluster, running_cluster
 from inference_client import InferenceClient
 
-from .chaos_load import FLAGS, Load
+from .chaos_load import ALL_REMOTE, FLAGS, Load
 from .faulty_network import PEERS_HOST, ROUTER_HOST, WORKER_HOST, Link, free_ports
 from .worker_faults import WORKERS, check_whole, role_of
 
@@ -29,7 +29,6 @@ SECONDS = (0.3, 1.5, 4.0)
 MEGABYTE = 1e6
 WAYS = ("reset", "reset later", "refuse", "silence", "silent worker", "deaf worker", "slow")
 PAIR = ("prefill-1", "decode-1")
-ALL_REMOTE = ("--local-prefill", "never", "--policy", "round_robin", "--set", "on_kv_failure=remote")
 
 
 class World:
@@ -142,7 +141,7 @@ async def test_i4_faults_of_the_network_change_no_answer(
             world = World(cluster, workers, draw)
             await world.start(stack, model, connector, placement)
             client = await stack.enter_async_context(InferenceClient(cluster.router.address))
-            load = Load(client, seed, sessions=placement != ALL_REMOTE)  # decode prefills them
+            load = Load(client, seed, sessions=placement != ALL_REMOTE)
             await load.learn()
             load.begin()
             for _ in range(NUM_ROUNDS):

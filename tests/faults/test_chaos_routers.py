@@ -14,13 +14,12 @@ import pytest
 from cluster_processes import Service, running_cluster
 from inference_client import InferenceClient
 
-from .chaos_load import FLAGS, Load
+from .chaos_load import ALL_REMOTE, FLAGS, Load
 from .worker_faults import WORKERS, check_whole, role_of
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
 NUM_LIVES = 10
-ALL_REMOTE = ("--local-prefill", "never", "--policy", "round_robin")
 
 
 async def end(router: Service, draw: random.Random) -> None:
@@ -42,7 +41,7 @@ async def test_i4_a_router_that_goes_disturbs_no_other(
 ) -> None:
     model = str(tiny_checkpoints("llama", num_hidden_layers=4))
     draw = random.Random(seed)
-    sessions = placement != ALL_REMOTE  # decode prefills them
+    sessions = placement != ALL_REMOTE
     with running_cluster(tmp_path) as cluster:
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
         for name in WORKERS:
