@@ -128,7 +128,9 @@ async def test_i8_a_wrong_reference_is_refused_and_leaves_the_right_one_alone(
     await until(lambda: right.state is ReceiverState.ATTACHED)
 
 
-async def test_i8_a_released_transfer_is_never_served_again(rig: Any, until: Any) -> None:
+async def test_i8_a_released_transfer_is_never_served_again(
+    rig: Any, until: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     source = rig.expect()
     transfer = rig.receive()
     transfer.room(0, [10])
@@ -143,6 +145,7 @@ async def test_i8_a_released_transfer_is_never_served_again(rig: Any, until: Any
     await until(lambda: replayed.state is ReceiverState.FAILED)
     assert "ended" in rig.owner.cause.message
     assert not rig.same(1, 11)
+    assert not caplog.records, "whoever comes too late, as when its client left, is no fault"
 
 
 @pytest.mark.parametrize(

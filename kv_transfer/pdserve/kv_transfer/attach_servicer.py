@@ -18,7 +18,7 @@ from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.digest import XXH3_64
 from pdserve.kv_transfer.source_transfer import PeerId, PublishedRange, SourceResult, SourceTransfer
-from pdserve.kv_transfer.source_transfers import SourceTransfers
+from pdserve.kv_transfer.source_transfers import AttachedTooLate, SourceTransfers
 from pdserve.kv_transfer.transfer_state import SourceState
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, request_pb2
 
@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 
 ALIVE_EVERY_S = 1.0
 TICK_STALLED_S = 3.0
-_LEFT = "no Open came: the receiver left"
-"""As decode does that holds so much of the prompt that it needs no transfer."""
 OPEN_TIMEOUT_S = 5.0
 MAX_DIGESTS_A_MESSAGE = 65_536
 MAX_CAUSE_CHARS = 2000
@@ -151,7 +149,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         try:
             transfer, connector = await self._open(incoming, stream)
         except PdServeError as error:
-            level = logging.DEBUG if error.message == _LEFT else logging.WARNING
+            level = logging.DEBUG if isinstance(error, AttachedTooLate) else logging.WARNING
             log.log(level, "an attach was refused: %s", error.message[:MAX_CAUSE_CHARS])
             yield failed_event(error)
             return
@@ -176,7 +174,8 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 first = await anext(requests)
         except StopAsyncIteration:
-            raise TransferFailed(_LEFT) from None
+            # as decode does that holds so much of the prompt that it needs no transfer
+            raise AttachedTooLate("no Open came: the receiver left") from None
         except TimeoutError:
             raise TransferFailed("no Open came") from None
         if first.WhichOneof("message") != "open":

@@ -18,6 +18,10 @@ from pdserve.kv_transfer.source_transfer import (
 )
 
 
+class AttachedTooLate(TransferFailed):
+    """Nothing is wrong with it: its client left meanwhile, say, or whoever ended the transfer has said why."""
+
+
 class SourceTransfers:
     """Lives in the asyncio thread. Attach may come before or after the prefill leg: each waits for the other."""
 
@@ -57,14 +61,14 @@ class SourceTransfers:
         """
         self._bury()
         if transfer_id in self._tombstones:
-            raise TransferFailed("the transfer has ended")
+            raise AttachedTooLate("the transfer has ended")
         transfer = self._transfers.get(transfer_id) or await self._wait_for(transfer_id)
         if receiver != transfer.expected.receiver:
             raise TransferFailed(f"the transfer is for another receiver, not for {receiver}")
         if request_digest != transfer.expected.request_digest:
             raise TransferFailed("the transfer is of another request: the digests differ")
         if transfer.has_ended:
-            raise TransferFailed("the transfer has ended")
+            raise AttachedTooLate("the transfer has ended")
         transfer.attach(stream, have)
         return transfer
 
