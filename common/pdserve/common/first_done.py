@@ -1,9 +1,11 @@
-"""`first_done`: wait for whatever comes first."""
+"""`first_done` and `first_of`: wait for whatever comes first."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
 
 
 async def first_done(*waiting: Awaitable[object], timeout_s: float | None = None) -> None:
@@ -14,3 +16,18 @@ async def first_done(*waiting: Awaitable[object], timeout_s: float | None = None
     finally:
         for task in tasks:
             task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def first_of(*waiting: asyncio.Future[Any], timeout_s: float | None = None) -> AsyncIterator[None]:
+    """Inside, one of them is done, or `timeout_s` is over.
+
+    At the end all are: those that were not are cancelled, and errors that nobody asked for are dropped.
+    """
+    try:
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        yield
+    finally:
+        for future in waiting:
+            future.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

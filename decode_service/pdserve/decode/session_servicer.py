@@ -14,6 +14,7 @@ import msgspec
 from pdserve.common import timeline
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
 from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, InvalidRequest, Overloaded
+from pdserve.common.first_done import first_of
 from pdserve.common.rpc import metadata_of
 from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire, sampling_from_wire
 from pdserve.common.worker_settings import DecodeSettings
@@ -111,17 +112,11 @@ class _Session:
         """The next turn; None when the router has closed its side. Raises: what ends the session meanwhile."""
         reading = asyncio.ensure_future(_next(turns))
         ended = asyncio.ensure_future(_end(self._stream))
-        try:
-            done, _ = await asyncio.wait(
-                (reading, ended), timeout=self._idle_timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if ended in done:
+        async with first_of(reading, ended, timeout_s=self._idle_timeout_s):
+            if ended.done():
                 ended.result()
-            if reading in done:
+            if reading.done():
                 return reading.result()
-        finally:
-            reading.cancel()
-            ended.cancel()
         raise DeadlineExceeded(f"the session was idle for {self._idle_timeout_s:g} s (session_idle_timeout_s)")
 
     def _read(

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import DeadlineExceeded, InvalidRequest, PdServeError
+from pdserve.common.first_done import first_of
 from pdserve.common.prepared_request import verify_client_request_id
 from pdserve.common.rpc import MAX_MESSAGE_BYTES, abort_with, make_server, metadata_of
 from pdserve.common.sampling_params import RequestOutputKind
@@ -115,18 +116,12 @@ class InferenceServicer(EmbedServicer):
         ends = [asyncio.ensure_future(end) for end in (session.ended(), self._inference.admission.until_closed())]
         # once it is open, its worker sees to it that it is not idle for too long
         timeout_s = self._inference.settings.request_timeout_s if session.worker is None else None
-        try:
-            done, _ = await asyncio.wait((reading, *ends), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if reading in done:
+        async with first_of(reading, *ends, timeout_s=timeout_s):
+            if reading.done():
                 return reading.result()
             for end in ends:
-                if end in done:
+                if end.done():
                     end.result()
-        finally:
-            for task in (reading, *ends):
-                task.cancel()
-            # several may have come at once: the errors of the others are not asked for
-            await asyncio.gather(reading, *ends, return_exceptions=True)
         raise DeadlineExceeded(f"the session's first message did not come within {timeout_s:g} s")
 
     @staticmethod

@@ -14,6 +14,7 @@ import msgspec
 
 from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import Cancelled, InternalError, PdServeError, WorkerLost
+from pdserve.common.first_done import first_of
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import ERROR_CODE_KEY, from_rpc_error
 from pdserve.common.sampling_params import SamplingParams
@@ -256,21 +257,13 @@ class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
         await self._write(decode_pb2.DecodeTurn(next=turn))
 
     async def _write(self, turn: decode_pb2.DecodeTurn) -> None:
-        writing, cancelling = (
-            asyncio.ensure_future(self._turns.write(turn)),
-            asyncio.ensure_future(self._cancelled.wait()),
-        )
-        try:
-            # a call that is cancelled before it could connect never ends its write
-            await asyncio.wait((writing, cancelling), return_when=asyncio.FIRST_COMPLETED)
+        writing = asyncio.ensure_future(self._turns.write(turn))
+        # a call that is cancelled before it could connect never ends its write
+        async with first_of(writing, asyncio.ensure_future(self._cancelled.wait())):
             if writing.done():
                 # of a call that has ended, `next` knows why
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     writing.result()
-        finally:
-            for task in (writing, cancelling):
-                task.cancel()
-            await asyncio.gather(writing, cancelling, return_exceptions=True)
 
     def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
         return _decode_event(message)

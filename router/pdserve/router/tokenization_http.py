@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve.common.errors import Cancelled, DeadlineExceeded, InvalidRequest
+from pdserve.common.first_done import first_of
 from pdserve.common.sampling_params import verify_token_ids
 from pdserve.router.api_keys import ApiKeys
 from pdserve.router.generation_response import json_response, until_disconnect
@@ -125,16 +126,12 @@ class TokenizationHttp:
         timeout_s = self._inference.settings.request_timeout_s
         answering = asyncio.ensure_future(self._inference.preparation.aside(answer))
         leaving = asyncio.ensure_future(until_disconnect(request.receive))
-        try:
-            await asyncio.wait((answering, leaving), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        async with first_of(answering, leaving, timeout_s=timeout_s):
             if answering.done():
                 return answering.result()
             if leaving.done():
                 raise Cancelled("the client left")
-            raise DeadlineExceeded(f"the request was not done within {timeout_s:g} s")
-        finally:
-            answering.cancel()
-            leaving.cancel()
+        raise DeadlineExceeded(f"the request was not done within {timeout_s:g} s")
 
 
 def _verify_length(text: str, field: str) -> None:
