@@ -80,7 +80,7 @@ class _EventQueue:
     def __init__(self) -> None:
         self.messages: asyncio.Queue[kv_source_pb2.AttachEvent | None] = asyncio.Queue()
         self._last_published: kv_source_pb2.AttachEvent | None = None
-        """What was put last, where nothing but blocks."""
+        """The blocks that were put last; while they wait to be sent, the transfer's end may go with them."""
 
     def published(self, blocks: PublishedRange) -> None:
         for start in range(0, len(blocks.digests), MAX_DIGESTS_A_MESSAGE):

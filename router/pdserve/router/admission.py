@@ -274,6 +274,7 @@ class Admission:
 async def _granted(waiter: _Waiter, hopeless: Coroutine[Any, Any, None]) -> None:
     """Returns when the waiter has its places. Raises: what `hopeless` does before."""
     losing_hope = asyncio.ensure_future(hopeless)
+    # not by `first_of`: it would cancel the grant while the waiter still stands in the queue
     try:
         await asyncio.wait((waiter.granted, losing_hope), return_when=asyncio.FIRST_COMPLETED)
         if not waiter.granted.done():

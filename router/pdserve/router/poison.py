@@ -48,7 +48,7 @@ class Casualties:
 
     One that had not admitted it weighs less: where several workers go at once, for a reason of their own, a request may be
     sent to one of them before anybody has missed it. One that comes back in the same life had not died: a connection
-    had.
+    had, unless its engine stood still.
     """
 
     def __init__(self, poison: PoisonList, fleet: Fleet) -> None:
@@ -72,10 +72,14 @@ class Casualties:
         if self._are_too_many():
             self._poison.add(prompt_digest, self._are_too_many)
             raise WorkerLost(
-                f"{len(self._lost)} workers died while they served this request; last: {failure.error.message}"
+                f"{len(self._dead)} workers died while they served this request; last: {failure.error.message}"
             ) from failure
 
+    @property
+    def _dead(self) -> set[WorkerKey]:
+        """Those that count: an engine that stood still and moves again may serve, but the prompt may have stopped it."""
+        return self.workers | {key for key, worker in self._lost.items() if worker.stood_still}
+
     def _are_too_many(self) -> bool:
-        # an engine that stood still and moves again may serve, but it may have been the prompt that stopped it
-        dead = self.workers | {key for key, worker in self._lost.items() if worker.stood_still}
+        dead = self._dead
         return len(dead & self._admitted) >= DEATHS or len(dead) >= DEATHS_UNHEARD
