@@ -11,6 +11,7 @@ import pytest
 from hash_model import VOCAB_SIZE, HashModel, make_hash_cache
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -24,7 +25,7 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.grammar_compiler import GrammarCompiler
 from pdserve.engine.remote_kv import OutOfEngine
 
-KEY = b"a key for tests, 16 or more"
+KEY = DeploymentKey(b"a key for tests, 16 or more")
 
 
 class Outbox:

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from redis_server import RedisServer
 
-from pdserve.common.deployment_key import DEVELOPMENT_KEY, key_check
+from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.engine_types import SchedulerStats
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.router_settings import RouterSettings
@@ -33,7 +33,7 @@ from pdserve.worker.worker_servicer import WorkerServicer
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32", model_fingerprint="ab" * 16)
 TOKENIZER = "cd" * 16
-EXPECTED = Expected(key_check=key_check(DEVELOPMENT_KEY), tokenizer_fingerprint=TOKENIZER)
+EXPECTED = Expected(key_check=DEVELOPMENT_KEY.fingerprint, tokenizer_fingerprint=TOKENIZER)
 SOON_S = 12.0
 
 
@@ -79,7 +79,7 @@ class Worker:
             address=f"{host}:{self.port}",
             layout=LAYOUT,
             tokenizer_fingerprint=TOKENIZER,
-            key_check=key_check(DEVELOPMENT_KEY),
+            key_check=DEVELOPMENT_KEY.fingerprint,
             max_model_len=64,
             vocab_size=16,
             num_blocks=100,

@@ -24,7 +24,7 @@ from pdserve.cli.doctor.model_check import ModelCheck
 from pdserve.cli.doctor.nixl_check import NixlCheck
 from pdserve.cli.doctor.port_check import PortCheck
 from pdserve.cli.doctor.tls_check import TlsCheck
-from pdserve.common.deployment_key import key_check
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.models.model_folder import model_folder
@@ -249,7 +249,7 @@ def test_the_public_key_a_given_one_and_none_where_one_is_needed(tmp_path: Path)
     assert verdicts(KeyCheck(PrefillSettings()).run()) == ["warning"]
     findings = KeyCheck(PrefillSettings(deployment_key=SECRET)).run()
     assert verdicts(findings) == ["ok"]
-    assert key_check(SECRET.encode()) in text(findings)
+    assert DeploymentKey(SECRET.encode()).fingerprint in text(findings)
     assert SECRET not in text(findings)
     assert verdicts(KeyCheck(PrefillSettings(redis="redis://127.0.0.1")).run()) == ["failed"]
     file = tmp_path / "deployment.key"

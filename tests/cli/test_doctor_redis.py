@@ -14,7 +14,7 @@ from redis_server import RedisServer, free_port, redis_server
 from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.redis_check import RedisCheck
 from pdserve.cli.doctor.redis_rights import harmless_commands, transaction_commands
-from pdserve.common.deployment_key import key_check
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.registry import Keys, WorkerRecord
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.rpc import PROTOCOL_VERSION
@@ -131,7 +131,7 @@ def register(server: RedisServer, worker_id: str, **changes: Any) -> None:
     fields: dict[str, Any] = {
         "worker_id": worker_id, "epoch": 7, "registered_us": 1, "role": "decode", "address": "127.0.0.1:7002",
         "protocol_version": PROTOCOL_VERSION, "model_fingerprint": "ab", "layout_fingerprint": "ab",
-        "tokenizer_fingerprint": "ab", "key_check": key_check(SECRET.encode()),
+        "tokenizer_fingerprint": "ab", "key_check": DeploymentKey(SECRET.encode()).fingerprint,
     }  # fmt: skip
     with server.admin() as admin:
         admin.zadd(KEYS.workers, {worker_id: 1})

@@ -17,6 +17,7 @@ from oracle import Oracle
 from random_prompts import prompt_of
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import make_channel
 from pdserve.common.sampling_params import SamplingParams
@@ -73,7 +74,7 @@ async def ask_decode(cluster: Cluster, prompt: list[int], *, source: bool, limit
     worker = cluster.services["decode"]
     async with make_channel(worker.address) as channel:
         identity = await _identity(channel)
-        hasher = BlockHasher(KEY.encode(), identity.layout.block_size)
+        hasher = BlockHasher(DeploymentKey(KEY.encode()), identity.layout.block_size)
         root = hasher.root(identity.layout.model_fingerprint)
         hashes = hasher.extend(root, prompt)
         prepared = PreparedRequest(

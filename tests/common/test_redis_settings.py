@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import ConfigError
 from pdserve.common.redis_url import parse_redis_url
 from pdserve.common.router_settings import RouterSettings
@@ -63,7 +64,7 @@ def test_with_redis_the_public_development_key_is_refused() -> None:
     with pytest.raises(ConfigError, match="Redis is given"):
         settings.key()
     with_key = load_settings(DecodeSettings, flags={"redis": "redis://127.0.0.1", "deployment_key": KEY}, environ={})
-    assert with_key.key() == (KEY.encode(), False)
+    assert with_key.key() == (DeploymentKey(KEY.encode()), False)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.common.deployment_key import DEVELOPMENT_KEY, is_loopback, key_check, new_deployment_key
+from pdserve.common.deployment_key import DEVELOPMENT_KEY, is_loopback
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import ConfigError
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.settings import describe, load_settings
@@ -134,7 +135,7 @@ def test_a_key_is_needed_as_soon_as_an_address_is_not_loopback(tmp_path: Path) -
     path = tmp_path / "key"
     path.write_text(f"{SECRET}\n")
     for flags in ({"deployment_key": SECRET}, {"deployment_key_file": str(path)}):
-        assert load_settings(RouterSettings, flags=flags, environ={}).key() == (SECRET.encode(), False)
+        assert load_settings(RouterSettings, flags=flags, environ={}).key() == (DeploymentKey(SECRET.encode()), False)
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"\xff\xfe\xff", b"too short"])
@@ -148,11 +149,30 @@ def test_a_key_file_without_a_usable_key_never_falls_back_to_the_public_one(tmp_
         load_settings(PrefillSettings, flags={"deployment_key_file": str(tmp_path / "absent")}, environ={}).key()
 
 
-def test_the_check_of_a_key_tells_keys_apart_and_nothing_else() -> None:
-    one, two = new_deployment_key(), new_deployment_key()
-    assert len(one) == 64
-    assert key_check(one.encode()) == key_check(one.encode()) != key_check(two.encode())
-    assert len(key_check(one.encode())) == 12
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("", "blank"),
+        (" " * 16, "blank"),
+        ("\t\n" * 20, "blank"),
+        ("x" * 64, "1 different"),
+        ("abcab" * 9, "3 different"),
+    ],
+)
+@pytest.mark.parametrize("given", ["environment", "file"])
+def test_a_blank_or_uniform_key_is_refused_and_never_repeated(tmp_path: Path, key: str, why: str, given: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(key)
+    environ = {"PDSERVE_DEPLOYMENT_KEY": key}
+    flags = {"deployment_key_file": str(path)} if given == "file" else {}
+    with pytest.raises(ConfigError, match=why) as caught:
+        load_settings(PrefillSettings, flags=flags, environ=environ if given == "environment" else {}).key()
+    assert not key.strip() or key.strip() not in caught.value.message
+
+
+def test_a_blank_name_of_a_key_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match="deployment_key_file"):
+        load_settings(PrefillSettings, environ={"PDSERVE_DEPLOYMENT_KEY_FILE": ""}).key()
 
 
 def test_loopback_is_recognised_with_and_without_port() -> None:

@@ -14,7 +14,8 @@ import grpc.aio
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from pdserve.common.deployment_key import DEVELOPMENT_KEY, key_check
+from pdserve.common.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.rpc import PROTOCOL_VERSION, bind, make_server
 from pdserve.common.tls import ServerTls
@@ -205,7 +206,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         *,
         worker_id: str | None = None,
         layout: KvLayout = LAYOUT,
-        key: bytes = DEVELOPMENT_KEY,
+        key: DeploymentKey = DEVELOPMENT_KEY,
         protocol_version: int = PROTOCOL_VERSION,
         said_role: str | None = None,
         max_local_prefill_tokens: int | None = None,
@@ -289,7 +290,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
                 address=self.address,
                 layout=layout_to_wire(self.layout),
                 tokenizer_fingerprint=self.fingerprint,
-                key_check=key_check(self.key),
+                key_check=self.key.fingerprint,
                 max_model_len=self.max_model_len,
                 vocab_size=VOCAB_SIZE,
                 hidden_size=self.hidden_size,

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from fake_worker import FakeWorker
 
-from pdserve.common.deployment_key import DEVELOPMENT_KEY, key_check
+from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.router.fleet import Fleet
 from pdserve.router.prefix_index import PrefixIndex
 from pdserve.router.watched_address import Expected
@@ -20,7 +20,7 @@ async def fleet(fingerprint):
     """(worker, index): one decode worker under watch."""
     worker = await FakeWorker("decode", fingerprint).start()
     index = PrefixIndex()
-    expected = Expected(key_check=key_check(DEVELOPMENT_KEY), tokenizer_fingerprint=fingerprint)
+    expected = Expected(key_check=DEVELOPMENT_KEY.fingerprint, tokenizer_fingerprint=fingerprint)
     async with Fleet([], [worker.address], expected, index):
         yield worker, index
     await worker.kill()

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from pdserve.cli.child_report import LoadReport
 from pdserve.cli.worker_child import ChildPlan, WorkerChild
-from pdserve.common.deployment_key import new_deployment_key
+from pdserve.common.deployment_key import new_deployment_key, resolve_deployment_key
 from pdserve.common.errors import ConfigError
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.settings import load_settings
@@ -79,7 +79,8 @@ async def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady
     """Start everything, call `when_ready`, serve until SIGINT or SIGTERM, drain. Raises: ConfigError."""
     if load_settings(RouterSettings, flags=plan.router_flags).front_tls_cert_file is not None:
         raise ConfigError("front_tls_cert_file is for `pdserve router`: `up` asks its own front ends, in the clear")
-    key = os.environ.get("PDSERVE_DEPLOYMENT_KEY") or new_deployment_key()
+    key = os.environ.get("PDSERVE_DEPLOYMENT_KEY", new_deployment_key())
+    resolve_deployment_key(key, None, [])
     workers = [WorkerChild(child, lambda name, load: None) for child in child_plans(plan, key)]
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -4,8 +4,8 @@
     h_i    = H(h_{i-1} || tokens_i as u32 little endian)                          full blocks only
     digest = H("digest" || h_last or root || tokens after it || extras)          covers the tail and short prompts
 
-with H = blake2b of 16 bytes under the deployment key: equal across processes and machines that share the key, and no
-token can be read back by anyone who does not have it.
+with H = blake2b of 16 bytes under a sub-key of the deployment key: equal across processes and machines that share the
+key, and no token can be read back by anyone who does not have it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pdserve.common.derived_key import BLOCK_HASHES, DeploymentKey
+
 HASH_BYTES = 16
 _VERSION = b"pdserve.block.v1"
 
@@ -22,8 +24,8 @@ _VERSION = b"pdserve.block.v1"
 class BlockHasher:
     """Hashes blocks of `block_size` tokens under one deployment key."""
 
-    def __init__(self, deployment_key: bytes, block_size: int) -> None:
-        self._key = hashlib.blake2b(deployment_key, digest_size=32, person=b"block hash").digest()
+    def __init__(self, deployment_key: DeploymentKey, block_size: int) -> None:
+        self._key = deployment_key.derive(BLOCK_HASHES)
         self.block_size = block_size
 
     def _hash(self, data: bytes) -> bytes:

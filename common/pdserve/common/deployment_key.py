@@ -1,16 +1,19 @@
-"""The secret that all services of one deployment share: it keys the block hashes and the request digests."""
+"""The secret that all services of one deployment share, as settings give it. `derived_key.py` makes sub-keys of it."""
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import secrets
 from pathlib import Path
 
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import ConfigError
 
-DEVELOPMENT_KEY = b"pdserve development key: public, for loopback only"
-MIN_KEY_BYTES = 16
+DEVELOPMENT_KEY = DeploymentKey(b"pdserve development key: public, for loopback only")
+MIN_KEY_CHARS = 16
+MIN_DISTINCT_CHARS = 6
+"""One repeated character, or a short repeated word, is refused. 16 random decimal digits have fewer in 1 of 250 draws,
+16 random hex digits in 1 of 30,000."""
 
 
 def new_deployment_key() -> str:
@@ -20,26 +23,18 @@ def new_deployment_key() -> str:
 
 def resolve_deployment_key(
     key: str | None, key_file: Path | None, addresses: list[str], *, redis_given: bool = False
-) -> tuple[bytes, bool]:
-    """The key's bytes, and whether it is the public development key.
+) -> tuple[DeploymentKey, bool]:
+    """The key, and whether it is the public development key. White space around a given key does not count.
 
+    key: None means that none is given; a blank one is an error, so that an empty variable opens nothing.
     addresses: every host this service listens on or connects to. Without a key the development key is used only while
     all of them are loopback and no Redis is given: others may share a Redis.
-    Raises: ConfigError when there is no key and it is needed, or when the key is too short.
+    Raises: ConfigError when there is no key and it is needed, or when the key is blank, too short or too uniform.
     """
     if key_file is not None:
-        try:
-            key = key_file.read_text().strip()
-        except OSError as error:
-            raise ConfigError(f"deployment_key_file {key_file}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"deployment_key_file {key_file}: not text") from error
-        if not key:
-            raise ConfigError(f"deployment_key_file {key_file} is empty")
-    if key:
-        if len(key) < MIN_KEY_BYTES:
-            raise ConfigError(f"deployment_key has {len(key)} characters, at least {MIN_KEY_BYTES} are needed")
-        return key.encode(), False
+        return _verified(_read(key_file), f"deployment_key_file {key_file}"), False
+    if key is not None:
+        return _verified(key, "deployment_key"), False
     if beyond := [address for address in addresses if not is_loopback(address)]:
         raise ConfigError(
             f"no deployment key, and {beyond[0]!r} is not a loopback address: "
@@ -53,9 +48,28 @@ def resolve_deployment_key(
     return DEVELOPMENT_KEY, True
 
 
-def key_check(key: bytes) -> str:
-    """A short value by which two services see that their keys differ; tells nothing about the key."""
-    return hashlib.blake2b(key, digest_size=6, person=b"key check").hexdigest()
+def _read(key_file: Path) -> str:
+    try:
+        return key_file.read_text()
+    except OSError as error:
+        raise ConfigError(f"deployment_key_file {key_file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"deployment_key_file {key_file}: not text") from error
+
+
+def _verified(key: str, name: str) -> DeploymentKey:
+    """name: the setting that gave the key. Raises: ConfigError, which never repeats the key."""
+    key = key.strip()
+    advice = "make one with `openssl rand -hex 32`"
+    if not key:
+        raise ConfigError(f"{name} is given, but blank: {advice}, or leave the setting out")
+    if len(key) < MIN_KEY_CHARS:
+        raise ConfigError(f"{name} has {len(key)} characters, at least {MIN_KEY_CHARS} are needed: {advice}")
+    if (distinct := len(set(key))) < MIN_DISTINCT_CHARS:
+        raise ConfigError(
+            f"{name} has {distinct} different characters, at least {MIN_DISTINCT_CHARS} are needed: {advice}"
+        )
+    return DeploymentKey(key.encode())
 
 
 def is_loopback(host: str) -> bool:

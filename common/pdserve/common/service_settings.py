@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from pdserve.common.deployment_key import is_loopback, resolve_deployment_key
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import ConfigError
 from pdserve.common.redis_url import parse_redis_url
 from pdserve.common.registry import is_namespace
@@ -46,7 +47,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tls_server_name: str | None = None
     """The name that workers' certificates are made out to, where that is not the host that peers connect to."""
     deployment_key: str | None = None
-    """The secret all services share; at least 16 characters."""
+    """The secret all services share; at least 16 characters, 6 of them different."""
     deployment_key_file: str | None = None
     redis: str | None = None
     """redis://[user:password@]host[:port][/db], or rediss:// for TLS: introduces workers and shares what they hold."""
@@ -77,9 +78,9 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Every host this service listens on or is told to connect to."""
         return [self.host]
 
-    def key(self) -> tuple[bytes, bool]:
+    def key(self) -> tuple[DeploymentKey, bool]:
         """The deployment key, and whether it is the public development key. Raises: ConfigError."""
-        key_file = Path(self.deployment_key_file) if self.deployment_key_file else None
+        key_file = None if self.deployment_key_file is None else Path(self.deployment_key_file)
         return resolve_deployment_key(
             self.deployment_key, key_file, self.addresses(), redis_given=self.redis is not None
         )

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import Overloaded
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import PoolingParams
@@ -107,7 +108,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Preparation:
     """Holds the tokenizer and its threads; `close` it."""
 
-    def __init__(self, tokenizer: Tokenizer, deployment_key: bytes) -> None:
+    def __init__(self, tokenizer: Tokenizer, deployment_key: DeploymentKey) -> None:
         self.tokenizer = tokenizer
         self._key = deployment_key
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pdserve.common.deployment_key import key_check
 from pdserve.common.first_done import first_done
 from pdserve.common.host_address import host_and_port
 from pdserve.common.http_server import HttpServer, listening_socket
@@ -52,7 +51,7 @@ async def run_router(
         log.warning("no deployment key: the public development key is used, which is safe on this machine only")
     model = _model_name(settings, model_folder)
     preparation = Preparation(Tokenizer.from_folder(model_folder), key)
-    expected = Expected(key_check=key_check(key), tokenizer_fingerprint=preparation.tokenizer.fingerprint)
+    expected = Expected(key_check=key.fingerprint, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
     try:
         index = PrefixIndex()
         directory = make_directory(settings, index)

@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.deployment_key import key_check
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import Draining
 from pdserve.common.first_done import first_done
 from pdserve.common.host_address import host_and_port
@@ -67,7 +67,7 @@ class Worker:
         role: Role,
         model: LoadedModel,
         connectors: ConnectorSet,
-        deployment_key: bytes,
+        deployment_key: DeploymentKey,
         add_servicers: AddServicers,
         tls: TlsIdentity | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class Worker:
         )
         self.engine = EngineClient(core, settings.num_threads, settings.cpu_core)
         self.adapter.connect(self.engine)
-        self.identity = self._identity(role, key_check(deployment_key))
+        self.identity = self._identity(role, deployment_key.fingerprint)
         limits = LeaseLimits(settings.attach_timeout_s, settings.lease_grace_s, settings.lease_max_s)
         self.transfers = SourceTransfers(connectors, limits, self.adapter)
         self._health = health.aio.HealthServicer()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.cli.doctor.secret_file import exposed
-from pdserve.common.deployment_key import key_check
 from pdserve.common.errors import ConfigError
 from pdserve.common.service_settings import ServiceSettings
 
@@ -33,5 +32,5 @@ class KeyCheck:
                     "set PDSERVE_DEPLOYMENT_KEY when other users share this machine, and before leaving loopback",
                 )
             ]
-        given = ok(f"given; every service of this deployment must show the check value {key_check(key)}")
+        given = ok(f"given; every service of this deployment must show the check value {key.fingerprint}")
         return [given, *exposed(self.settings.deployment_key_file)]

@@ -12,7 +12,6 @@ from redis.asyncio import Redis
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.cli.doctor.redis_rights import refusals
-from pdserve.common.deployment_key import key_check
 from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.common.redis_connection import REDIS_ERRORS, error_kind, error_text, make_redis
 from pdserve.common.redis_url import RedisUrl, parse_redis_url
@@ -94,7 +93,7 @@ class RedisCheck:
     def _strangers(self, live: list[WorkerRecord]) -> list[Finding]:
         findings = []
         try:
-            check = key_check(self.settings.key()[0])
+            check = self.settings.key()[0].fingerprint
         except ConfigError:
             check = None  # told by the check of the key
         if others := [record.worker_id for record in live if check is not None and record.key_check != check]:
