@@ -19,7 +19,8 @@ from pdserve.v1 import request_pb2
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=128", "--set", "max_num_batched_tokens=32")
+SETTINGS = ("dtype=float32", "num_blocks=128", "max_num_batched_tokens=32", "logits_processors=ban,broken")
+FLAGS = tuple(part for setting in SETTINGS for part in ("--set", setting))
 PROMPT = [3 + (place * place) % 290 for place in range(70)]
 TOKENS = range(320)
 CODE = Path(__file__).parents[1] / "logits_plugins.py"
@@ -28,10 +29,11 @@ CODE = Path(__file__).parents[1] / "logits_plugins.py"
 def install(folder: Path) -> None:
     """A distribution with the plug-ins of the tests, as pip would have left it."""
     (folder / "installed_plugins.py").write_text(CODE.read_text())
+    (folder / "not_to_be_imported.py").write_text("raise SystemExit('an unnamed plug-in was imported')\n")
     info = folder / "installed_plugins-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: installed-plugins\nVersion: 1\n")
-    points = "ban = installed_plugins:Ban\nbroken = installed_plugins:Broken\n"
+    points = "ban = installed_plugins:Ban\nbroken = installed_plugins:Broken\nunnamed = not_to_be_imported:Any\n"
     (info / "entry_points.txt").write_text(f"[pdserve.logits_processors]\n{points}")
 
 
@@ -40,7 +42,7 @@ REFUSED = [
         [{"name": "nobody"}],
         {},
         400,
-        "logits_processors[0].name is 'nobody', which is not known; installed here: ban, broken",
+        "logits_processors[0].name is 'nobody', which is not known; loaded here: ban, broken",
     ),
     ([{"name": "ban"}], {}, 400, "logits_processors[0].args were refused by 'ban': tokens must be token ids below 320"),
     ([{"name": "ban", "args": {"tokens": [320]}}], {}, 400, "not [320]"),

@@ -165,7 +165,7 @@ def test_the_same_through_prefill_and_decode(make_engine: MakeEngine) -> None:
         (
             "nobody",
             {},
-            r"logits_processors\[0\].name is 'nobody', which is not known; installed here: ban, broken, only",
+            r"logits_processors\[0\].name is 'nobody', which is not known; loaded here: ban, broken, only",
         ),
         ("", {}, "name must be 1 to 128 characters, not ''"),
         ("x" * 129, {}, "name must be 1 to 128 characters"),
@@ -184,7 +184,7 @@ def test_refusals(make_engine: MakeEngine, name: str, args: dict[str, Any], mess
 def test_a_turn_of_a_session_is_held_to_the_same(make_engine: MakeEngine) -> None:
     engine = make_engine(installed())
     turn = SamplingParams(logits_processors=(asks("nobody"),))
-    with pytest.raises(InvalidRequest, match="installed here: ban, broken, only"):
+    with pytest.raises(InvalidRequest, match="loaded here: ban, broken, only"):
         engine.core.verify_update(StreamingUpdate(request_id="r", prompt_token_ids=[5], sampling_params=turn))
     with pytest.raises(InvalidRequest, match="an embedding ends with its prompt"):
         engine.request(PROMPT, resumable=True, pooling_params=PoolingParams())
@@ -192,7 +192,7 @@ def test_a_turn_of_a_session_is_held_to_the_same(make_engine: MakeEngine) -> Non
 
 def test_an_engine_without_any(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    with pytest.raises(InvalidRequest, match="none is installed here"):
+    with pytest.raises(InvalidRequest, match="none is loaded here"):
         ask(engine, asks("ban"))
     with pytest.raises(InvalidRequest, match="at most 8, not 9"):
         ask(engine, *[asks("ban")] * 9)
@@ -205,25 +205,45 @@ def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sys.modules.pop("plugin_of_a_test", None)
 
 
-def test_entry_points_are_what_is_installed(plugin_folder: Path) -> None:
-    install(plugin_folder, "quiet = plugin_of_a_test:Quiet")
-    processors = LogitsProcessors.from_entry_points()
+def test_entry_points_are_loaded_by_name(plugin_folder: Path) -> None:
+    install(plugin_folder, "quiet = plugin_of_a_test:Quiet\nother = plugin_of_a_test:Quiet")
+    processors = LogitsProcessors.from_entry_points(["quiet"])
     assert processors.names == ["quiet"]
     processors.verify([asks("quiet")], 10)
+    with pytest.raises(InvalidRequest, match="'other', which is not known; loaded here: quiet"):
+        processors.verify([asks("other")], 10)
+
+
+@pytest.mark.parametrize("names", [(), ("quiet",)])
+def test_an_unnamed_plug_in_is_not_imported(plugin_folder: Path, names: tuple[str, ...]) -> None:
+    (plugin_folder / "unnamed_plugin_of_a_test.py").write_text("raise RuntimeError('imported')")
+    install(plugin_folder, "quiet = plugin_of_a_test:Quiet\nunnamed = unnamed_plugin_of_a_test:Any")
+    assert LogitsProcessors.from_entry_points(names).names == list(names)
+    assert "unnamed_plugin_of_a_test" not in sys.modules
+    assert ("plugin_of_a_test" in sys.modules) == bool(names)
+
+
+def test_a_name_that_is_missing_or_ambiguous_stops_the_start(plugin_folder: Path) -> None:
+    install(plugin_folder, "quiet = plugin_of_a_test:Quiet")
+    with pytest.raises(ConfigError, match="logits_processors names 'loud', which is not installed; installed: quiet"):
+        LogitsProcessors.from_entry_points(["loud"])
+    install(plugin_folder, "quiet = plugin_of_a_test:BAD", "another-plugin")
+    with pytest.raises(ConfigError, match="'quiet', which is installed 2 times: "):
+        LogitsProcessors.from_entry_points(["quiet"])
 
 
 @pytest.mark.parametrize("target", ["plugin_of_a_test:Missing", "plugin_of_a_test:BAD", "no_such_module:Quiet"])
 def test_one_that_cannot_be_made_stops_the_start(plugin_folder: Path, target: str) -> None:
     install(plugin_folder, f"loud = {target}")
     with pytest.raises(ConfigError, match=f"logits processor 'loud' .{target}. cannot be loaded"):
-        LogitsProcessors.from_entry_points()
+        LogitsProcessors.from_entry_points(["loud"])
 
 
-def install(folder: Path, entry_point: str) -> None:
+def install(folder: Path, entry_point: str, name: str = "plugin-of-a-test") -> None:
     (folder / "plugin_of_a_test.py").write_text(
         "class Quiet:\n    def check(self, args, vocab_size): ...\n    def apply(self, logits, rows): ...\nBAD = 5\n"
     )
-    info = folder / "plugin_of_a_test-1.dist-info"
+    info = folder / f"{name.replace('-', '_')}-1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin-of-a-test\nVersion: 1\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
     (info / "entry_points.txt").write_text(f"[pdserve.logits_processors]\n{entry_point}\n")

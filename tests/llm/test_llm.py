@@ -292,15 +292,15 @@ def test_one_stop_string_may_stand_alone(llm: LLM) -> None:
 
 
 def test_plug_ins(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LogitsProcessors, "from_entry_points", installed)
-    llm = make_llm()
+    monkeypatch.setattr(LogitsProcessors, "from_entry_points", lambda names: installed())
+    llm = make_llm(logits_processors=["ban", "broken", "only"])
     [usual] = ask(llm, TEXT, greedy())
     ban = NamedLogitsProcessor(name="ban", args={"tokens": usual[:1]})
     [other] = ask(llm, TEXT, greedy(logits_processors=[ban]))
     assert usual[0] not in other
     [same] = ask(llm, TEXT, greedy(logits_processors=[{"name": "ban", "args": {"tokens": usual[:1]}}]))
     assert same == other
-    with pytest.raises(InvalidRequest, match="installed here: ban, broken, only"):
+    with pytest.raises(InvalidRequest, match="loaded here: ban, broken, only"):
         ask(llm, TEXT, greedy(logits_processors=[{"name": "nobody"}]))
     with pytest.raises(InternalError, match="logits processor 'broken' failed: RuntimeError: this rule has a bug"):
         ask(llm, TEXT, greedy(logits_processors=[{"name": "broken", "args": {"how": "raise"}}]))

@@ -35,7 +35,7 @@ OTEL_VARIABLES = {
 """OpenTelemetry's variables and the settings that they are; our own variable comes first."""
 CLIENT_VARIABLES = ("api_key",)
 """Read by the client commands, so a service that meets them in its environment leaves them alone."""
-_LISTS = ("prefill", "decode", "api_keys")
+_LISTS = ("prefill", "decode", "api_keys", "logits_processors")
 _SECRETS = ("deployment_key", "api_keys", "otlp_headers")
 SERVICES: tuple[type[ServiceSettings], ...] = (RouterSettings, PrefillSettings, DecodeSettings)
 S = TypeVar("S", bound=ServiceSettings)

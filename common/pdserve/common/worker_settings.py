@@ -53,6 +53,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     num_threads: int = 1
     cpu_core: int | None = None
     """Pin the worker's computing threads to this core (and the following `num_threads - 1`)."""
+    logits_processors: tuple[str, ...] = ()
+    """Entry points of the group `pdserve.logits_processors` that are loaded at start; no other plug-in is imported."""
     connector: Literal["auto", "nixl", "tcp"] = "auto"
     """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
     nixl_plaintext: bool = False
@@ -118,6 +120,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(f"num_blocks is {self.num_blocks}, at least 2 are needed")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len is {self.max_model_len}, at least 2 are needed: prompt and output")
+        for name in self.logits_processors:
+            if not name.strip() or self.logits_processors.count(name) > 1:
+                raise ConfigError(f"logits_processors has {name!r}, each entry must be a name and stand there once")
         if self.long_prefill_token_threshold < 0:
             raise ConfigError(
                 f"long_prefill_token_threshold is {self.long_prefill_token_threshold}, at least 0 is needed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -34,6 +35,8 @@ class EngineOptions(TypedDict, total=False):
     """Tokens computed in one step, at most."""
     num_threads: int
     """Threads that compute."""
+    logits_processors: Sequence[str]
+    """Installed logits processors that requests may name; default: none."""
 
 
 class LocalEngine:
@@ -48,7 +51,7 @@ class LocalEngine:
         self._grammars = self.model.grammar_compiler()
         # no hash leaves this process, so nobody needs to be kept from reading them
         self.hasher = BlockHasher(DEVELOPMENT_KEY, self._settings.block_size)
-        self.logits_processors = LogitsProcessors.from_entry_points()
+        self.logits_processors = LogitsProcessors.from_entry_points(self._settings.logits_processors)
 
     @property
     def num_threads(self) -> int:

@@ -91,7 +91,7 @@ class Worker:
             model.decoder.config.vocab_size,
             self.adapter,
             model.grammar_compiler(),
-            LogitsProcessors.from_entry_points(),
+            LogitsProcessors.from_entry_points(settings.logits_processors),
         )
         self.engine = EngineClient(core, settings.num_threads, settings.cpu_core)
         self.adapter.connect(self.engine)
