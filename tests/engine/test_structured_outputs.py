@@ -597,3 +597,15 @@ def test_i4_an_answer_resumed_at_any_position_goes_on_in_its_schema(make: Make, 
         pair.add(PROMPT, f"r{cut}", **fields)
         pair.run()
         assert pair.answer(f"r{cut}").token_ids == whole.token_ids[cut:]
+
+
+def test_an_end_token_that_the_model_lacks_is_left_out(make: Make, tokenizer: Tokenizer) -> None:
+    """The grammar library refuses an end token outside the vocabulary, and with it the whole grammar."""
+    harness = make()
+    with_unknown = harness.add(PROMPT, eos=(EOS, 20_000), params=asked(regex="[0-9]{3}"))
+    unknown_alone = harness.add(PROMPT, eos=(20_000,), params=asked(regex="[0-9]{3}", max_tokens=8))
+    harness.run()
+    for request_id in (with_unknown, unknown_alone):
+        answer = harness.answers[request_id]
+        assert (answer.error_message, answer.finish_reason) == ("", FinishReason.STOP)
+        assert re.fullmatch("[0-9]{3}", text_of(tokenizer, answer))

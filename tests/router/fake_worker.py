@@ -223,6 +223,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.epoch = epoch
         self.hidden_size = HIDDEN_SIZE
         self.max_model_len = max_model_len
+        self.vocab_size = VOCAB_SIZE
         self.port = 0
         self.step_s = 0.0
         self.script: Script = prefill_well if role == "prefill" else decode_well
@@ -292,7 +293,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
                 tokenizer_fingerprint=self.fingerprint,
                 key_check=self.key.fingerprint,
                 max_model_len=self.max_model_len,
-                vocab_size=VOCAB_SIZE,
+                vocab_size=self.vocab_size,
                 hidden_size=self.hidden_size,
                 num_blocks=100,
                 max_local_prefill_tokens=self.max_local_prefill_tokens,

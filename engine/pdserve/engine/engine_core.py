@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
+import msgspec
 from torch import Tensor
 
 from pdserve.common.block_hash import BlockHasher
@@ -101,8 +103,26 @@ class EngineCore:
         verify_token_ids("output_token_ids", request.output_token_ids, self.vocab_size)
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Take in a request that `verify` has passed."""
-        self.scheduler.add_request(request)
+        """Take in a request that `verify` has passed.
+
+        Token ids are checked here once more: a step that embeds an id without a row fails as a whole and ends the engine,
+        so a caller that left `verify` out must lose this one request alone.
+        """
+        refusal = self._refusal(request.prompt_token_ids, request.output_token_ids)
+        if any(token_id >= self.vocab_size for token_id in request.eos_token_ids):
+            # the model cannot sample them, and a grammar with such an end does not compile
+            known = tuple(token_id for token_id in request.eos_token_ids if token_id < self.vocab_size)
+            request = msgspec.structs.replace(request, eos_token_ids=known)
+        self.scheduler.add_request(request, refusal)
+
+    def _refusal(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int] = ()) -> InvalidRequest | None:
+        """The error for ids outside the vocabulary; None without any."""
+        try:
+            verify_token_ids("prompt_token_ids", prompt_token_ids, self.vocab_size)
+            verify_token_ids("output_token_ids", output_token_ids, self.vocab_size)
+        except InvalidRequest as error:
+            return error
+        return None
 
     def verify_update(self, update: StreamingUpdate) -> None:
         """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
@@ -117,8 +137,8 @@ class EngineCore:
         self._logits_processors.verify(params.logits_processors, self.vocab_size)
 
     def resume_request(self, update: StreamingUpdate) -> None:
-        """The next turn of a session that awaits input; `verify_update` has passed it."""
-        self.scheduler.resume_request(update)
+        """The next turn of a session that awaits input; `verify_update` has passed it. Ids are checked as in `add_request`."""
+        self.scheduler.resume_request(update, self._refusal(update.prompt_token_ids))
 
     def abort_request(self, request_id: str) -> Request | None:
         """End it; returns what it was, or None when it had ended."""

@@ -11,7 +11,7 @@ from pdserve.common.engine_types import (
     SchedulerStats,
     StreamingUpdate,
 )
-from pdserve.common.errors import PdServeError, TransferFailed
+from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
 from pdserve.engine.admission import Admission, Refusal
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.config import EngineConfig
@@ -84,8 +84,11 @@ class Scheduler:
 
     # ---- requests come and go
 
-    def add_request(self, core: EngineCoreRequest) -> None:
-        """Take a validated request in. A second one of the same id is dropped and counted."""
+    def add_request(self, core: EngineCoreRequest, refusal: InvalidRequest | None = None) -> None:
+        """Take a validated request in. A second one of the same id is dropped and counted.
+
+        refusal: ends it at once, before anything is computed.
+        """
         if core.request_id in self.requests or self.siblings.of(core.request_id):
             self.events.num_dropped += 1
             return
@@ -99,6 +102,9 @@ class Scheduler:
             self.receives.add(request)
         elif not request.waits_for:
             self.admission.add(request)
+        if refusal is not None:
+            self.sources.forget(request.request_id)
+            self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
 
     def _goes_local(self, request: Request) -> bool:
         """Decided on arrival, before any work: the source is told through the router that it is not needed."""
@@ -109,13 +115,17 @@ class Scheduler:
         self.outputs.prefills_locally(request)
         return True
 
-    def resume_request(self, update: StreamingUpdate) -> None:
-        """A session's next turn. Late and unknown ones are counted and dropped; one that is too long ends the session."""
+    def resume_request(self, update: StreamingUpdate, refusal: InvalidRequest | None = None) -> None:
+        """A session's next turn. Late and unknown ones are counted and dropped; one that is too long ends the session.
+
+        refusal: ends the session at once.
+        """
         request = self.requests.get(update.request_id)
         if request is None or request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
             self.events.num_dropped += 1
             return
-        if (refusal := self.sessions.resume(request, update)) is not None:
+        refusal = refusal or self.sessions.resume(request, update)
+        if refusal is not None:
             self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
 
     def abort_request(self, request_id: str) -> Request | None:

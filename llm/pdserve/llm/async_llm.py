@@ -169,7 +169,11 @@ class AsyncLLM:
 
     @contextmanager
     def _submitted(self, thread: EngineThread, request_id: str, core: EngineCoreRequest) -> Iterator[OutputStream]:
-        """The outputs of a request, which ends when the context is left. request_id: the caller's."""
+        """The outputs of a request, which ends when the context is left. request_id: the caller's.
+
+        Raises: InvalidRequest for one that the engine does not take.
+        """
+        self._core.verify(core)
         engine_id = core.request_id
         stream = self._streams[engine_id] = OutputStream(engine_id, num_sequences=core.n)
         self._active[request_id] = engine_id

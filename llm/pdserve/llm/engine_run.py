@@ -33,7 +33,12 @@ GRAMMAR_POLL_S = 0.05
 
 
 def run_batch(core: EngineCore, requests: Sequence[R], on_finished: Callable[[R], None]) -> None:
-    """Step until every request has ended. Raises: the error with which the engine ended one."""
+    """Step until every request has ended.
+
+    Raises: InvalidRequest for one that the engine does not take, before any is added; the error with which it ended one.
+    """
+    for request in requests:
+        core.verify(request.core)
     unfinished = {request.core.request_id: request for request in requests}
     for request in requests:
         core.add_request(request.core)

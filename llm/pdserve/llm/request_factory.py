@@ -15,7 +15,7 @@ from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.request_metrics import RequestMetrics, unix_s
-from pdserve.common.sampling_params import SamplingParams, verify_token_ids
+from pdserve.common.sampling_params import SamplingParams
 from pdserve.llm.beam_search import BeamSearchParams, BeamStep
 from pdserve.llm.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
 from pdserve.llm.local_engine import LocalEngine
@@ -26,10 +26,10 @@ from pdserve.text.output_processor import OutputProcessor
 from pdserve.text.prompt import (
     EncodedPrompt,
     LengthRule,
-    TokenInput,
     encode_prompt,
     resolve_max_tokens,
     verify_cache_salt,
+    verify_prompt_tokens,
 )
 from pdserve.text.request_output import CompletionOutput, RequestOutput
 
@@ -220,8 +220,7 @@ class RequestFactory:
 
     def _encoded(self, prompt: SaltedPrompt, length_rule: LengthRule) -> EncodedPrompt:
         encoded = encode_prompt(self._tokenizer, prompt.prompt, prompt.field, length_rule)
-        if isinstance(prompt.prompt, TokenInput):
-            verify_token_ids(prompt.field, encoded.token_ids, self._vocab_size)
+        verify_prompt_tokens(self._tokenizer, prompt.prompt, encoded.token_ids, self._vocab_size, prompt.field)
         verify_cache_salt(prompt.cache_salt)
         return encoded
 

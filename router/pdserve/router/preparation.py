@@ -17,11 +17,19 @@ from pdserve.common.errors import Overloaded
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.prepared_request import PreparedRequest, ResumeState, verify_priority
-from pdserve.common.sampling_params import SamplingParams, verify_token_ids
+from pdserve.common.sampling_params import SamplingParams
 from pdserve.router.worker import Worker
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.best_of import for_engines
-from pdserve.text.prompt import LengthRule, Prompt, TokenInput, encode_prompt, resolve_max_tokens, verify_cache_salt
+from pdserve.text.prompt import (
+    LengthRule,
+    Prompt,
+    TokenInput,
+    encode_prompt,
+    resolve_max_tokens,
+    verify_cache_salt,
+    verify_prompt_tokens,
+)
 from pdserve.text.tokenizer import Tokenizer
 
 MAX_TIMEOUT_S = 86_400.0
@@ -172,8 +180,7 @@ class Preparation:
 
         num_before: tokens of a session that come before these.
         """
-        if isinstance(request.prompt, TokenInput):
-            verify_token_ids(request.field, token_ids, limits.vocab_size)
+        verify_prompt_tokens(self.tokenizer, request.prompt, token_ids, limits.vocab_size, request.field)
         verify_cache_salt(request.cache_salt)
         verify_priority(request.priority)
         sampling = msgspec.structs.replace(
@@ -207,8 +214,7 @@ class Preparation:
         self, request_id: str, request: EmbeddingRequest, token_ids: list[int], limits: Limits
     ) -> TokenizedRequest:
         """Raises: InvalidRequest naming the field, its value and its limit."""
-        if isinstance(request.prompt, TokenInput):
-            verify_token_ids(request.field, token_ids, limits.vocab_size)
+        verify_prompt_tokens(self.tokenizer, request.prompt, token_ids, limits.vocab_size, request.field)
         verify_cache_salt(request.cache_salt)
         LengthRule(limits.max_model_len, has_output=False).verify(len(token_ids), request.field)
         request.pooling.verify(limits.hidden_size)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pdserve.common.errors import InvalidRequest, PromptTooLong
+from pdserve.common.sampling_params import verify_token_ids
 from pdserve.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -100,6 +101,26 @@ def encode_prompt(
     if not token_ids:
         raise InvalidRequest(f"{field} is empty, at least one token is needed", field)
     return EncodedPrompt(text, token_ids)
+
+
+def verify_prompt_tokens(
+    tokenizer: Tokenizer, prompt: Prompt, token_ids: Sequence[int], vocab_size: int, field: str
+) -> None:
+    """Check that the model has an embedding for every token of a prompt.
+
+    A tokenizer may have more tokens than the model, so a text is checked like ids. vocab_size: rows of the model's
+    embedding. field: what the client calls the prompt. Raises: InvalidRequest naming the first such token.
+    """
+    if isinstance(prompt, TokenInput):
+        verify_token_ids(field, token_ids, vocab_size)
+    elif token_ids and max(token_ids) >= vocab_size:
+        token_id = next(token_id for token_id in token_ids if token_id >= vocab_size)
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        raise InvalidRequest(
+            f"{field} contains {text!r:.60}, token {token_id} of the tokenizer; "
+            f"the model has tokens 0 to {vocab_size - 1} alone",
+            field,
+        )
 
 
 def resolve_max_tokens(
