@@ -91,7 +91,7 @@ def test_a_router_in_json_and_a_port_in_use_exits_with_1() -> None:
     report = json.loads(result.output)
     assert (report["role"], report["verdict"]) == ("router", "failed")
     verdicts = {one["check"]: [finding["verdict"] for finding in one["findings"]] for one in report["checks"]}
-    assert list(verdicts) == ["model", "key", "tls", "ports", "addresses", "redis"]
+    assert list(verdicts) == ["model", "key", "tls", "ports", "addresses", "redis", "clients"]
     assert verdicts["ports"] == ["ok", "failed"]
     assert verdicts["addresses"] == ["warning"]
 

@@ -15,6 +15,7 @@ from pdserve.common.settings import describe, load_settings
 from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 
 SECRET = "a secret of many characters"
+API_KEY = "a-key-of-many-characters"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -76,13 +77,19 @@ def test_variables_of_other_services_and_of_clients_are_left_alone() -> None:
 
 
 def test_lists_are_written_with_commas() -> None:
-    environ = {"PDSERVE_PREFILL": "127.0.0.1:1, [::1]:2,", "PDSERVE_API_KEYS": "a,b", "PDSERVE_INSECURE": "true"}
+    environ = {
+        "PDSERVE_PREFILL": "127.0.0.1:1, [::1]:2,",
+        "PDSERVE_API_KEYS": f"{API_KEY},b{API_KEY}",
+        "PDSERVE_INSECURE": "true",
+    }
     settings = load_settings(RouterSettings, environ=environ)
     assert settings.prefill == ("127.0.0.1:1", "[::1]:2")
-    assert (settings.api_keys, settings.insecure) == (("a", "b"), True)
-    settings = load_settings(RouterSettings, flags={"decode": "127.0.0.1:3,[::1]:4", "api_keys": "c"}, environ=environ)
+    assert (settings.api_keys, settings.insecure) == ((API_KEY, f"b{API_KEY}"), True)
+    settings = load_settings(
+        RouterSettings, flags={"decode": "127.0.0.1:3,[::1]:4", "api_keys": f"c{API_KEY}"}, environ=environ
+    )
     assert (settings.prefill, settings.decode) == (("127.0.0.1:1", "[::1]:2"), ("127.0.0.1:3", "[::1]:4"))
-    assert settings.api_keys == ("c",)
+    assert settings.api_keys == (f"c{API_KEY}",)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -120,9 +127,10 @@ def test_listening_beyond_loopback_needs_to_be_said() -> None:
 
 
 def test_secrets_are_not_in_the_log_line() -> None:
-    flags = {"deployment_key": SECRET, "api_keys": (SECRET,)}
+    flags = {"deployment_key": SECRET, "api_keys": (API_KEY,)}
     line = describe(load_settings(RouterSettings, flags=flags, environ={}))
     assert SECRET not in line
+    assert API_KEY not in line
     assert "deployment_key=***" in line
     assert "api_keys=***" in line
     assert "port=8000" in line

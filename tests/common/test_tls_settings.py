@@ -189,7 +189,10 @@ def test_with_tls_nobody_needs_to_say_insecure(authority: Authority) -> None:
     with pytest.raises(ConfigError, match="no deployment key"):
         worker.key()
     front = {f"front_{name}": path for name, path in files.items() if name != "tls_ca_file"}
-    load(RouterSettings, host="10.1.2.3", **front)
+    load(RouterSettings, host="10.1.2.3", api_keys=("0123456789abcdef",), **front)
+    load(RouterSettings, host="10.1.2.3", front_tls_client_ca_file=files["tls_ca_file"], **front)
+    with pytest.raises(ConfigError, match="no API key"):
+        load(RouterSettings, host="10.1.2.3", **front)
     with pytest.raises(ConfigError, match=r"front_tls_cert_file.*--insecure"):
         load(RouterSettings, host="10.1.2.3", **files)
     with pytest.raises(ConfigError, match=r"tls_cert_file.*--insecure"):

@@ -12,6 +12,7 @@ import pytest
 from starlette.routing import Route
 
 from pdserve.common.router_settings import RouterSettings
+from pdserve.router.api_keys import ApiKeys
 from pdserve.router.front_http import HttpFront
 from pdserve.router.openai_embeddings import EmbeddingBody
 from pdserve.router.openai_neutral import NEUTRAL
@@ -38,7 +39,7 @@ def rows(heading: str) -> list[list[str]]:
 
 
 def test_every_endpoint() -> None:
-    inference: Any = SimpleNamespace(settings=RouterSettings())
+    inference: Any = SimpleNamespace(settings=RouterSettings(), keys=ApiKeys(None))
     routes = [route for route in HttpFront(inference).app.routes if isinstance(route, Route)]
     served = {
         (method, route.path.replace("{model:path}", "{id}"))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdserve.common.errors import Unauthenticated, WorkerLost
+from pdserve.common.router_settings import RouterSettings
 from pdserve.router import poison
 from pdserve.router.api_keys import ApiKeys
 from pdserve.router.attempt_failure import AttemptFailed
@@ -65,12 +66,12 @@ def test_poison_is_forgiven_when_it_turns_out_to_be_none():
         (("k1",), "Bearer", False),
         (("k1",), "Bearer k1x", False),
         (("k1",), "k1", False),
-        (("schlüssel",), "Bearer schlüssel", True),
     ],
 )
 def test_api_keys(keys, header, ok):
+    known = ApiKeys.from_settings(RouterSettings(api_keys=keys or None))
     if ok:
-        assert bool(ApiKeys(keys).check(header)) == bool(keys)
+        assert bool(known.check(header).tenant) == bool(keys)
     else:
         with pytest.raises(Unauthenticated):
-            ApiKeys(keys).check(header)
+            known.check(header)

@@ -98,7 +98,7 @@ async def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady
         flags = plan.router_flags | {"model": plan.model, "prefill": prefill, "decode": decode, "deployment_key": key}
         flags["redis"] = plan.redis
         settings = load_settings(RouterSettings, flags=flags)
-        api_key = settings.api_keys[0] if settings.api_keys else None
+        api_key = settings.api_keys[0] if settings.api_keys else os.environ.get("PDSERVE_API_KEY")
         addresses = Addresses("", "", prefill, decode, api_key)
         await _route(settings, plan.folder, addresses, when_ready, leave)
     finally:

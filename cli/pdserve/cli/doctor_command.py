@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 
 from pdserve.cli.doctor.address_check import AddressCheck
+from pdserve.cli.doctor.auth_check import AuthCheck
 from pdserve.cli.doctor.examination import examine
 from pdserve.cli.doctor.finding import Check, Examined, Verdict, failed
 from pdserve.cli.doctor.gpu_check import GpuCheck
@@ -45,7 +46,7 @@ def checks_for(settings: WorkerSettings | RouterSettings) -> list[Check]:
         RedisCheck(settings),
     ]
     if isinstance(settings, RouterSettings):
-        return [ModelCheck(settings), *everywhere]
+        return [ModelCheck(settings), *everywhere, AuthCheck(settings)]
     return [ModelCheck(settings), MemoryCheck(settings), GpuCheck(settings), *everywhere, NixlCheck(settings)]
 
 

@@ -27,10 +27,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+keys = typer.Typer(help="API keys of a router's clients.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
 Model = Annotated[str | None, typer.Option(help="A Hugging Face checkpoint's folder, or 'demo' for the bundled model.")]
 Host = Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback TLS or --insecure is needed.")]
 Port = Annotated[int | None, typer.Option(help="gRPC port; 0 draws a free one.")]
 Insecure = Annotated[bool | None, typer.Option("--insecure", help="Listen beyond loopback without TLS.")]
+NoAuth = Annotated[
+    bool | None, typer.Option("--no-auth", help="Listen beyond loopback though clients need no API key.")
+]
 RedisUrl = Annotated[str | None, typer.Option(help="redis://host:port/db, which knows the workers and what they hold.")]
 KeyFile = Annotated[str | None, typer.Option(help="File with the secret that all services share.")]
 Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
@@ -133,6 +139,7 @@ def router(
     redis: RedisUrl = None,
     otlp: Otlp = None,
     insecure: Insecure = None,
+    no_auth: NoAuth = None,
     deployment_key_file: KeyFile = None,
     config: Config = None,
     set_: Set = None,
@@ -143,7 +150,7 @@ def router(
     flags = {
         "prefill": prefill, "decode": decode, "model": model, "host": host, "port": port, "grpc_port": grpc_port,
         "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
-        "deployment_key_file": deployment_key_file,
+        "no_auth": no_auth, "deployment_key_file": deployment_key_file,
     }  # fmt: skip
     given = {name: value for name, value in flags.items() if value is not None}
     serve_router(parse_assignments(set_ or []) | given, config)
@@ -291,6 +298,20 @@ def doctor(
     flags = parse_assignments(set_ or []) | {name: value for name, value in flags.items() if value is not None}
     if not examine_service(role, flags, config, as_json=json):
         raise typer.Exit(EXIT_FAILED)
+
+
+@keys.command("new")
+def keys_new(
+    name: Annotated[str, typer.Argument(help="What metrics, spans and the audit log call the key.")],
+    tenant: Annotated[
+        str | None, typer.Option(help="Whose key it is; default: its name. Two keys of one tenant allow rotation.")
+    ] = None,
+    role: Annotated[Literal["user", "operator"], typer.Option(help="An operator sees all tenants' requests.")] = "user",
+) -> None:
+    """A new API key, shown once, and its entry for api_keys_file on standard output."""
+    from pdserve.cli.keys_command import make_key
+
+    make_key(name, tenant, role)
 
 
 def main() -> None:

@@ -92,6 +92,8 @@ class Unauthenticated(PdServeError):
     code = "unauthenticated"
     grpc_status = grpc.StatusCode.UNAUTHENTICATED
     http_status = 401
+    hold_back_s: float = 0.0
+    """How long the answer should be held back: addresses that fail again and again are answered later."""
 
 
 class Overloaded(PdServeError):

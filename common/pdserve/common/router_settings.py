@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
+from pdserve.common.api_key_file import is_name, read_keys, verify_plain_keys
 from pdserve.common.deployment_key import is_loopback
 from pdserve.common.errors import ConfigError
 from pdserve.common.service_settings import SchedulingPolicy, ServiceSettings
@@ -42,11 +44,18 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     queue_timeout_s: float = 30.0
     """How long a request waits for a place; refused at once when it would be longer."""
     max_requests_per_key: int | None = None
-    """Requests of one API key in the router at once; default: no limit."""
+    """Sequences of one tenant in the router at once, where its key has no `max_sequences`; default: no limit."""
     max_unread_bytes: int = 1 << 20
     """Text that a client has not read, at most, before its request is cancelled."""
-    api_keys: tuple[str, ...] = ()
-    """When given, both front ends want one of them as bearer token."""
+    api_keys: tuple[str, ...] | None = None
+    """When given, both front ends want one of them as bearer token; each of at least 16 characters is a tenant of its own."""
+    api_keys_file: str | None = None
+    """TOML file with the hashes of API keys, their tenants, roles and limits, in place of `api_keys`; read again when it
+    changes."""
+    no_auth: bool = False
+    """Listen beyond loopback though clients need neither an API key nor a certificate."""
+    shared_prefix_cache: tuple[str, ...] = ()
+    """Tenants that share cached prefixes: groups of their names, joined by `+`, or `*` for all; default: none do."""
     front_tls_cert_file: str | None = None
     """PEM certificate of both front ends, for clients; needs `front_tls_key_file`."""
     front_tls_key_file: str | None = None
@@ -56,6 +65,27 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
 
     def addresses(self) -> list[str]:
         return [self.host, *self.prefill, *self.decode]
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether clients need an API key."""
+        return self.api_keys is not None or self.api_keys_file is not None
+
+    def cache_groups(self) -> dict[str, str]:
+        """Tenant -> name of the group that shares its cached prefixes; "*" stands for all tenants. Raises: ConfigError."""
+        groups: dict[str, str] = {}
+        for group in self.shared_prefix_cache:
+            for tenant in group.split("+"):
+                if group != "*" and not is_name(tenant):
+                    raise ConfigError(
+                        f"shared_prefix_cache has {group!r}: names of tenants, joined by +, or * for all are needed"
+                    )
+                if tenant in groups:
+                    raise ConfigError(f"shared_prefix_cache names {tenant!r} more than once")
+                groups[tenant] = group
+        if "*" in groups and len(groups) > 1:
+            raise ConfigError("shared_prefix_cache has *, which is all tenants, beside other groups")
+        return groups
 
     def front_tls(self) -> ServerTls | None:
         """What both front ends show to clients; None without TLS. Reads the files. Raises: ConfigError."""
@@ -72,6 +102,12 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
                 f"host is {self.host!r}, which is not loopback: front_tls_cert_file and front_tls_key_file are needed, "
                 "or --insecure, behind a proxy with TLS"
             )
+        authenticates = self.asks_for_keys or self.front_tls_client_ca_file is not None
+        if not is_loopback(self.host) and not authenticates and not self.no_auth:
+            raise ConfigError(
+                f"host is {self.host!r}, which is not loopback, and clients need no API key: api_keys_file or api_keys "
+                "is needed, or --no-auth, where anybody who reaches the router may ask"
+            )
 
     def verify(self) -> None:
         super().verify()
@@ -82,9 +118,24 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
             if (limit := getattr(self, name)) is not None and limit < 1:
                 raise ConfigError(f"{name} is {limit}, at least 1 is needed")
         self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s")
+        self._verify_keys()
+        self.cache_groups()
         for field in ("prefill", "decode"):
             for address in getattr(self, field):
                 _verify_address(field, address)
+
+    def _verify_keys(self) -> None:
+        """Raises: ConfigError. Keys that are given but cannot be used must never read as none."""
+        if self.api_keys is not None:
+            verify_plain_keys("api_keys", self.api_keys)
+        if self.api_keys_file is not None:
+            if not self.api_keys_file.strip():
+                raise ConfigError("api_keys_file is given but empty: name a file, or leave the setting out")
+            if self.api_keys is not None:
+                raise ConfigError("api_keys and api_keys_file are both given: put the hashes of all keys into the file")
+            read_keys(Path(self.api_keys_file))
+        if self.no_auth and self.asks_for_keys:
+            raise ConfigError("no_auth is true, and API keys are given: one or the other is meant")
 
 
 def _verify_address(field: str, address: str) -> None:

@@ -35,7 +35,9 @@ OTEL_VARIABLES = {
 """OpenTelemetry's variables and the settings that they are; our own variable comes first."""
 CLIENT_VARIABLES = ("api_key",)
 """Read by the client commands, so a service that meets them in its environment leaves them alone."""
-_LISTS = ("prefill", "decode", "api_keys", "logits_processors")
+_LISTS = ("prefill", "decode", "api_keys", "shared_prefix_cache", "logits_processors")
+_NO_BLANKS = ("api_keys",)
+"""Lists in which a blank entry is an error, and not left out: a key that is missing must not read as one key fewer."""
 _SECRETS = ("deployment_key", "api_keys", "otlp_headers")
 SERVICES: tuple[type[ServiceSettings], ...] = (RouterSettings, PrefillSettings, DecodeSettings)
 S = TypeVar("S", bound=ServiceSettings)
@@ -126,5 +128,5 @@ def _from_environ(kind: type[ServiceSettings], environ: Mapping[str, str]) -> di
 def _parsed(name: str, value: Any) -> Any:
     """A list that is given as text has commas between its entries."""
     if name in _LISTS and isinstance(value, str):
-        return [part for part in map(str.strip, value.split(",")) if part]
+        return [part for part in map(str.strip, value.split(",")) if part or name in _NO_BLANKS]
     return value

@@ -12,7 +12,8 @@ from pdserve.common.rpc import MAX_MESSAGE_BYTES, metadata_of
 from pdserve.common.timeline import Timeline
 from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.common.wire import pooling_from_wire
-from pdserve.router.api_keys import ApiKeys
+from pdserve.router.client import Client
+from pdserve.router.failed_attempts import peer_address
 from pdserve.router.inference import Inference
 from pdserve.router.preparation import EmbeddingRequest
 from pdserve.router.request_run import Usage
@@ -32,12 +33,12 @@ class EmbedServicer(InferenceServiceServicer):
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
-        self._keys = ApiKeys(inference.settings.api_keys)
+        self._keys = inference.keys
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
         with self._inference.telemetry.refusals():
             metadata = metadata_of(context)
-            client = self._keys.check(metadata.get("authorization"))
+            client = await self._client(context)
             refuse_unknown_fields(request)
             self._inference.check_model(request.model)
             embedding = self._inference.embedding(
@@ -51,6 +52,11 @@ class EmbedServicer(InferenceServiceServicer):
             usage=usage_message(embedding.usage),
             moments=moment_messages(embedding.timeline),
         )
+
+    async def _client(self, context: Context) -> Client:
+        """Whose key the call shows. Raises: Unauthenticated."""
+        authorization = metadata_of(context).get("authorization")
+        return await self._keys.authenticate(authorization, peer_address(context.peer()))
 
     def _embedding_requests(
         self, request: inference_pb2.EmbedRequest, metadata: dict[str, str], remaining_s: float | None

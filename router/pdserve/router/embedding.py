@@ -6,6 +6,7 @@ import asyncio
 
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission import Admission
+from pdserve.router.client import ANYBODY, Client
 from pdserve.router.embedding_run import EmbeddingRun
 from pdserve.router.request_record import RequestRecord
 from pdserve.router.visit import Visit
@@ -20,7 +21,7 @@ class Embedding(Visit[EmbeddingRun]):
         runs: list[EmbeddingRun],
         admission: Admission,
         record: RequestRecord,
-        client: str = "",
+        client: Client = ANYBODY,
     ) -> None:
         super().__init__(request_id, runs, admission, record, client)
         self._all: asyncio.Future[list[list[float]]] | None = None

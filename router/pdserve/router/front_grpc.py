@@ -49,7 +49,7 @@ class InferenceServicer(EmbedServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         with self._inference.telemetry.refusals():
             metadata = metadata_of(context)
-            client = self._keys.check(metadata.get("authorization"))
+            client = await self._client(context)
             refuse_unknown_fields(request)
             self._inference.check_model(request.model)
             generation = self._inference.generation(
@@ -70,7 +70,7 @@ class InferenceServicer(EmbedServicer):
         refusals = self._inference.telemetry.refusals
         with refusals():
             metadata = metadata_of(context)
-            client = self._keys.check(metadata.get("authorization"))
+            client = await self._client(context)
         session, session_id = StreamingSession(), uuid.uuid4().hex
         turns: list[Generation] = []
 
@@ -158,7 +158,7 @@ class InferenceServicer(EmbedServicer):
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
-        self._keys.check(metadata_of(context).get("authorization"))
+        await self._client(context)
         limits = self._inference.limits()
         return inference_pb2.GetModelResponse(
             model=self._inference.model,

@@ -16,7 +16,7 @@ from pdserve.common.errors import InternalError, PdServeError
 from pdserve.common.metrics import CONTENT_TYPE
 from pdserve.common.prepared_request import verify_client_request_id
 from pdserve.common.trace_headers import valid_trace_headers
-from pdserve.router.api_keys import ApiKeys
+from pdserve.router.client import Client
 from pdserve.router.echo import Echo
 from pdserve.router.embedding_response import EmbeddingResponse
 from pdserve.router.generation_response import (
@@ -33,7 +33,7 @@ from pdserve.router.openai_protocol import ChatBody, CompletionBody
 from pdserve.router.openai_tool_answer import ToolAnswer
 from pdserve.router.preparation import ClientRequest
 from pdserve.router.request_body import read_body
-from pdserve.router.tokenization_http import TokenizationHttp
+from pdserve.router.tokenization_http import TokenizationHttp, authenticated
 from pdserve.text.tokenizer import Tokenizer
 
 TIMELINE_HEADER = "x-pdserve-timeline"
@@ -48,7 +48,7 @@ class HttpFront:
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
-        self._keys = ApiKeys(inference.settings.api_keys)
+        self._keys = inference.keys
         self._started_at = int(time.time())
         self.app = Starlette(
             routes=[
@@ -81,7 +81,7 @@ class HttpFront:
 
     async def debug_routing(self, request: Request) -> Response:
         """The last placements, newest first, and why they came out so."""
-        self._authenticate(request)
+        await self._authenticate(request)
         inference = self._inference
         return json_response(
             {
@@ -99,29 +99,29 @@ class HttpFront:
         return Response(self._inference.telemetry.exposition(), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:
-        self._authenticate(request)
+        await self._authenticate(request)
         return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        self._authenticate(request)
+        await self._authenticate(request)
         self._inference.check_model(request.path_params["model"])
         return json_response(self._model())
 
     async def completions(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
-            client = self._authenticate(request)
+            client = await self._authenticate(request)
             body = await read_body(request, CompletionBody, self._inference.settings.request_timeout_s)
             return self._respond(request, body, client, chat=False)
 
     async def chat_completions(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
-            client = self._authenticate(request)
+            client = await self._authenticate(request)
             body = await read_body(request, ChatBody, self._inference.settings.request_timeout_s)
             return self._respond(request, body, client, chat=True)
 
     async def embeddings(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
-            client = self._authenticate(request)
+            client = await self._authenticate(request)
             body = await read_body(request, EmbeddingBody, self._inference.settings.request_timeout_s)
             inference = self._inference
             inference.check_model(body.model)
@@ -134,11 +134,11 @@ class HttpFront:
             lambda vectors: embeddings_json(vectors, embedding.usage, inference.model, body.encoding_format),
         )
 
-    def _authenticate(self, request: Request) -> str:
-        """A name for the key. Raises: Unauthenticated."""
-        return self._keys.check(request.headers.get("authorization"))
+    async def _authenticate(self, request: Request) -> Client:
+        """Whose key the request shows. Raises: Unauthenticated."""
+        return await authenticated(self._keys, request)
 
-    def _respond(self, request: Request, body: CompletionBody | ChatBody, client: str, *, chat: bool) -> Response:
+    def _respond(self, request: Request, body: CompletionBody | ChatBody, client: Client, *, chat: bool) -> Response:
         inference = self._inference
         inference.check_model(body.model)
         requests = body.requests(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission import Admission
+from pdserve.router.client import ANYBODY, Client
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.request_record import RequestRecord
 from pdserve.router.request_run import RequestRun
@@ -29,7 +30,7 @@ class Generation(Visit[RequestRun]):
         runs: list[RequestRun],
         admission: Admission,
         record: RequestRecord,
-        client: str = "",
+        client: Client = ANYBODY,
     ) -> None:
         super().__init__(request_id, runs, admission, record, client)
         self.stream = stream

@@ -12,6 +12,8 @@ from pdserve.common.errors import InvalidRequest, NotFound
 from pdserve.common.router_settings import RouterSettings
 from pdserve.router.admission import Admission, Capacity
 from pdserve.router.admission import Limits as AdmissionLimits
+from pdserve.router.api_keys import ApiKeys
+from pdserve.router.client import ANYBODY, Client
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.embedding import Embedding
 from pdserve.router.embedding_run import EmbeddingRun
@@ -44,6 +46,7 @@ class Inference:
         self.model = model
         self.settings = settings
         self.fleet = fleet
+        self.keys = ApiKeys.from_settings(settings)
         self.admission = Admission(
             AdmissionLimits(
                 max_queued_requests=settings.max_queued_requests,
@@ -95,7 +98,7 @@ class Inference:
             num_blocks=sum(worker.identity.num_blocks for worker in workers),
         )
 
-    def generation(self, requests: Sequence[ClientRequest], *, stream: bool, client: str = "") -> Generation:
+    def generation(self, requests: Sequence[ClientRequest], *, stream: bool, client: Client = ANYBODY) -> Generation:
         """A generation with n choices a request; it starts when its context is entered.
 
         client: whose it is, for limits per API key.
@@ -133,7 +136,13 @@ class Inference:
         return Generation(request_id, client_stream, runs, self.admission, record, client)
 
     def turn(
-        self, session: StreamingSession, request_id: str, request: ClientRequest, *, stream: bool, client: str = ""
+        self,
+        session: StreamingSession,
+        request_id: str,
+        request: ClientRequest,
+        *,
+        stream: bool,
+        client: Client = ANYBODY,
     ) -> Generation:
         """A session's next turn, as a generation of its own. request_id: the session's.
 
@@ -149,7 +158,7 @@ class Inference:
         run = SessionTurn(session, request_id, 0, request, client_stream, self._services, record)
         return Generation(request_id, client_stream, [run], self.admission, record, client)
 
-    def embedding(self, requests: Sequence[EmbeddingRequest], *, field: str, client: str = "") -> Embedding:
+    def embedding(self, requests: Sequence[EmbeddingRequest], *, field: str, client: Client = ANYBODY) -> Embedding:
         """Embeddings, one a request; they start when its `results` are awaited.
 
         field: what the client calls the list of its inputs. client: whose it is, for limits per API key.

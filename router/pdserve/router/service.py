@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pdserve.common.deployment_key import is_loopback
 from pdserve.common.first_done import first_done
 from pdserve.common.host_address import host_and_port
 from pdserve.common.http_server import HttpServer, listening_socket
@@ -61,9 +62,14 @@ async def run_router(
             inference = Inference(model, settings, fleet, preparation, index)
             if directory is not None:
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
+            if not settings.asks_for_keys and not is_loopback(settings.host) and settings.no_auth:
+                log.warning("no_auth: clients need no API key, and anybody who reaches %s may ask", settings.host)
+            following = asyncio.create_task(inference.keys.follow())
             try:
                 await _serve(inference, ready, stop)
             finally:
+                following.cancel()
+                await asyncio.wait({following})
                 await inference.telemetry.close()
     finally:
         preparation.close()

@@ -15,6 +15,7 @@ from pdserve.common.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from pdserve.common.first_done import first_of
 from pdserve.common.sampling_params import verify_token_ids
 from pdserve.router.api_keys import ApiKeys
+from pdserve.router.client import Client
 from pdserve.router.generation_response import json_response, until_disconnect
 from pdserve.router.inference import Inference
 from pdserve.router.preparation import Limits
@@ -72,6 +73,12 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
 
 
+async def authenticated(keys: ApiKeys, request: Request) -> Client:
+    """Whose key the request shows. Raises: Unauthenticated."""
+    address = request.client.host if request.client is not None else ""
+    return await keys.authenticate(request.headers.get("authorization"), address)
+
+
 class TokenizationHttp:
     """Two endpoints that need no worker."""
 
@@ -85,7 +92,7 @@ class TokenizationHttp:
 
     async def tokenize(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
-            self._keys.check(request.headers.get("authorization"))
+            await authenticated(self._keys, request)
             body = await read_body(request, TokenizeBody, self._inference.settings.request_timeout_s)
             self._inference.check_model(body.model)
             body.verify()
@@ -106,7 +113,7 @@ class TokenizationHttp:
 
     async def detokenize(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
-            self._keys.check(request.headers.get("authorization"))
+            await authenticated(self._keys, request)
             body = await read_body(request, DetokenizeBody, self._inference.settings.request_timeout_s)
             self._inference.check_model(body.model)
             if len(body.tokens) > MAX_TOKENS:

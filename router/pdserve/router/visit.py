@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from pdserve.common.errors import Draining, PdServeError
 from pdserve.common.timeline import Timeline
 from pdserve.router.admission import Admission
+from pdserve.router.client import Client
 from pdserve.router.request_record import RequestRecord
 from pdserve.router.request_run import Usage
 
@@ -30,9 +31,9 @@ class Visit(abc.ABC, Generic[R]):
     """Its runs count as requests from `_enter` to `_leave`, and it is told when the router cannot wait for their end."""
 
     def __init__(
-        self, request_id: str, runs: list[R], admission: Admission, record: RequestRecord, client: str
+        self, request_id: str, runs: list[R], admission: Admission, record: RequestRecord, client: Client
     ) -> None:
-        """client: whose it is, for limits per API key."""
+        """client: whose it is."""
         self.request_id = request_id
         self._runs = runs
         self._record = record
@@ -61,14 +62,14 @@ class Visit(abc.ABC, Generic[R]):
         """Raises: Overloaded, Draining."""
         timeout_s = min(run.timeout_s for run in self._runs)
         try:
-            self._admission.enter(len(self._runs), self._expelled, client=self._client, timeout_s=timeout_s)
+            self._admission.enter(len(self._runs), self._expelled, client=self._client.tenant, timeout_s=timeout_s)
         except PdServeError as error:
             self._record.cut_short(error)
             self._record.end()
             raise
 
     def _leave(self) -> None:
-        self._admission.leave(len(self._runs), self._expelled, client=self._client)
+        self._admission.leave(len(self._runs), self._expelled, client=self._client.tenant)
         self._record.end()
 
     def _expelled(self) -> None:

@@ -1,0 +1,40 @@
+"""`Client`: on whose behalf a request is served, as its API key says."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.common.api_key_file import UNLIMITED, KeyLimits, Role
+from pdserve.common.errors import InvalidRequest
+
+
+class Client(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asks: the API key's name, its tenant, and what both may do."""
+
+    key_name: str = ""
+    """Of the API key; "" where none is needed."""
+    tenant: str = ""
+    """Whose prefix cache, limits and fair share hold; "" where no key is needed: then all clients are one tenant."""
+    role: Role = "user"
+    limits: KeyLimits = UNLIMITED
+    address: str = ""
+    """IP address that the request came from; "" where it is not known."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether views over all tenants are open to this client."""
+        return self.role == "operator"
+
+    def allowed_priority(self, priority: int) -> int:
+        """The priority that a request has: 0, which is also the default, becomes the nearest one that is allowed.
+
+        Raises: InvalidRequest for another value outside of the key's range.
+        """
+        low, high = self.limits.min_priority, self.limits.max_priority
+        if priority and not low <= priority <= high:
+            raise InvalidRequest(f"priority is {priority}, this API key allows {low} to {high}", "priority")
+        return min(max(priority, low), high)
+
+
+ANYBODY = Client(role="operator")
+"""A client of a router that asks for no key."""

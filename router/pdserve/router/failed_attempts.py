@@ -1,0 +1,108 @@
+"""`FailedAttempts`: failed authentications per address: counted, logged at a bounded rate, and answered ever later."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+FREE_FAILURES = 5
+"""Failures of one address within `FORGET_S` that are answered at once."""
+FIRST_DELAY_S = 0.1
+"""Delay of the next one; doubles with each further one."""
+LONGEST_DELAY_S = 2.0
+FORGET_S = 60.0
+"""Without a failure for so long an address begins anew."""
+LOG_EVERY_S = 10.0
+"""Between two log lines about one address."""
+MAX_LINES_PER_MINUTE = 60
+"""Log lines about all addresses."""
+MAX_ADDRESSES = 4096
+"""Remembered; the one that failed longest ago is forgotten first."""
+MAX_DELAYED = 256
+"""Answers that are held back at once; further ones go out without a delay, because each holds a connection."""
+
+
+class _Failures(msgspec.Struct):
+    count: int = 0
+    num_unlogged: int = 0
+    last_s: float = 0.0
+    logged_s: float = float("-inf")
+
+
+class FailedAttempts:
+    """One for both front ends of a router. Only failures are delayed: a valid key from the same address is not."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._by_network: OrderedDict[str, _Failures] = OrderedDict()
+        self._num_delayed = 0
+        self._minute, self._num_lines = 0, 0
+
+    def add(self, address: str, why: str) -> float:
+        """An authentication has failed. address: IP address, or "" for an unknown one.
+
+        Returns how long its answer is to be held back, seconds.
+        """
+        now, network = self._clock(), network_of(address)
+        failures = self._by_network.setdefault(network, _Failures())
+        self._by_network.move_to_end(network)
+        if now - failures.last_s > FORGET_S:
+            failures.count = 0
+        failures.count, failures.last_s = failures.count + 1, now
+        failures.num_unlogged += 1
+        if now - failures.logged_s >= LOG_EVERY_S and self._may_log(now):
+            log.warning(
+                "%d failed authentication(s) from %s: %s", failures.num_unlogged, network or "an unknown address", why
+            )
+            failures.num_unlogged, failures.logged_s = 0, now
+        while len(self._by_network) > MAX_ADDRESSES:
+            self._by_network.popitem(last=False)
+        num_slowed = failures.count - FREE_FAILURES
+        return 0.0 if num_slowed <= 0 else min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_slowed - 1, 16))
+
+    async def hold_back(self, delay_s: float) -> None:
+        """Wait before an answer goes out, unless as many wait as may."""
+        if delay_s <= 0 or self._num_delayed >= MAX_DELAYED:
+            return
+        self._num_delayed += 1
+        try:
+            await asyncio.sleep(delay_s)
+        finally:
+            self._num_delayed -= 1
+
+    def _may_log(self, now: float) -> bool:
+        minute = int(now // 60)
+        if minute != self._minute:
+            self._minute, self._num_lines = minute, 0
+        self._num_lines += 1
+        return self._num_lines <= MAX_LINES_PER_MINUTE
+
+
+def network_of(address: str) -> str:
+    """What is counted as one: an IPv4 address, or the /64 of an IPv6 address, of which one host has as many as it likes."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address[:64]
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is not None:
+            return str(parsed.ipv4_mapped)
+        return str(ipaddress.ip_network((int(parsed), 64), strict=False))
+    return str(parsed)
+
+
+def peer_address(peer: str) -> str:
+    """The IP address in what gRPC calls a peer, such as `ipv4:127.0.0.1:50051` or `ipv6:%5B::1%5D:50051`."""
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return ""
+    host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").replace("%5b", "").replace("%5d", "")
+    return host.strip("[]").partition("%")[0]
