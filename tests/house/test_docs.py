@@ -8,8 +8,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-import click
 import msgspec
 import pytest
 import typer
@@ -100,17 +100,14 @@ def test_every_member_named_exists(document: Path) -> None:
 
 @cache
 def flags() -> dict[str, set[str]]:
-    """Subcommand -> the flags that its --help shows."""
+    """Subcommand -> the flags that its --help shows, with those of its own subcommands."""
     group = typer.main.get_command(app)
-    with click.Context(group) as context:
-        commands = {name: group.get_command(context, name) for name in group.list_commands(context)}  # type: ignore[attr-defined]
-    return {
-        name: {
-            flag for parameter in command.params if not getattr(parameter, "hidden", False) for flag in parameter.opts
-        }
-        for name, command in commands.items()
-        if command is not None
-    }
+    return {name: shown_flags(command) for name, command in group.commands.items()}  # type: ignore[attr-defined]
+
+
+def shown_flags(command: Any) -> set[str]:
+    own = {flag for parameter in command.params if not getattr(parameter, "hidden", False) for flag in parameter.opts}
+    return own.union(*map(shown_flags, getattr(command, "commands", {}).values()))
 
 
 @DOCUMENT
