@@ -1,5 +1,7 @@
 """Lookups of a 12,000-token prompt in an index of a million blocks of 64 workers: median and 99th percentile.
 
+A lookup includes the mapping of the prompt's block hashes to placement hashes.
+
 Usage: python benchmarks/prefix_index.py
 """
 
@@ -11,6 +13,7 @@ import time
 
 from conditions import conditions
 
+from pdserve.common.block_hash import BLOCK_HASH_BYTES, placement_hash
 from pdserve.router.prefix_index import PrefixIndex, WorkerKey
 
 NUM_WORKERS, NUM_BLOCKS, PROMPT_BLOCKS, NUM_LOOKUPS = 64, 1_000_000, 750, 2000
@@ -22,15 +25,16 @@ def main() -> None:
     index = PrefixIndex()
     prompts = []
     for number in range(NUM_BLOCKS // PROMPT_BLOCKS):
-        prompt = [draw.randbytes(16) for _ in range(PROMPT_BLOCKS)]
-        prompts.append(prompt)
+        hashes = [draw.randbytes(BLOCK_HASH_BYTES) for _ in range(PROMPT_BLOCKS)]
+        prompts.append(hashes)
+        prompt = [placement_hash(block_hash) for block_hash in hashes]
         for holder in draw.sample(workers, 1 + number % 3):
             index.stored(holder, prompt[: draw.randrange(1, PROMPT_BLOCKS + 1)] if number % 2 else prompt)
     times = []
     for _ in range(NUM_LOOKUPS):
         prompt = draw.choice(prompts)
         start = time.perf_counter()
-        index.match(prompt, workers, 0.0)
+        index.match([placement_hash(block_hash) for block_hash in prompt], workers, 0.0)
         times.append(time.perf_counter() - start)
     for name, value in conditions().items():
         print(f"{name:<12} {value}")

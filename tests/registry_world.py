@@ -39,7 +39,7 @@ SOON_S = 12.0
 
 def block(number: int) -> bytes:
     """A block's hash."""
-    return number.to_bytes(16, "little")
+    return number.to_bytes(8, "little")
 
 
 async def eventually(look: Callable[[], Any], timeout_s: float = SOON_S) -> Any:

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.common.block_hash import HASH_BYTES, BlockHasher, token_bytes
+from pdserve.common.block_hash import (
+    BLOCK_HASH_BYTES,
+    DIGEST_BYTES,
+    BlockHasher,
+    placement_hash,
+    token_bytes,
+)
 from pdserve.common.derived_key import DeploymentKey
 
 KEY = DeploymentKey(b"0123456789abcdef")
@@ -15,9 +21,24 @@ ROOT = HASHER.root("model")
 TOKENS = list(range(11))
 
 
-def test_only_full_blocks_are_hashed_each_with_16_bytes() -> None:
+def test_only_full_blocks_are_hashed_each_with_24_bytes() -> None:
     assert [len(HASHER.extend(ROOT, TOKENS[:n])) for n in (0, 3, 4, 7, 8, 11)] == [0, 0, 1, 1, 2, 2]
-    assert {len(value) for value in [ROOT, *HASHER.extend(ROOT, TOKENS)]} == {HASH_BYTES}
+    assert {len(value) for value in HASHER.extend(ROOT, TOKENS)} == {BLOCK_HASH_BYTES}
+    assert len(ROOT) == len(HASHER.request_digest(ROOT, HASHER.extend(ROOT, TOKENS), TOKENS)) == DIGEST_BYTES
+
+
+def test_what_is_published_of_a_hash_does_not_name_the_block() -> None:
+    held = HASHER.extend(ROOT, list(range(4000)))
+    published = [placement_hash(block_hash) for block_hash in held]
+    assert len(set(published)) == len(held)
+    for full, told in zip(held, published, strict=True):
+        # a secret of 16 bytes remains, and a chain that goes on from the published part finds nothing
+        assert len(told) == 8
+        assert told not in full[:16]
+        assert full[:16] not in told
+    continued = HASHER.extend(held[0], [1, 2, 3, 4])
+    assert continued != HASHER.extend(published[0], [1, 2, 3, 4])
+    assert continued != HASHER.extend(bytes(16) + published[0], [1, 2, 3, 4])
 
 
 def test_hashes_are_equal_across_processes() -> None:
@@ -31,7 +52,7 @@ def test_hashes_are_equal_across_processes() -> None:
     assert (ROOT.hex(), HASHER.extend(ROOT, TOKENS)[1].hex()) == GOLDEN
 
 
-GOLDEN = ("6fa9fcb1db017b19fce3ff55e26f6229", "8ab6f662cfeb1be1e80653340bac2809")
+GOLDEN = ("6fa9fcb1db017b19fce3ff55e26f6229", "9dafd28118b79f8ac414ffc4aca105306223853c4e7839f7")
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(0, 40))

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.engine_types import FinishReason, LogprobsLists
-from pdserve.common.errors import InternalError, InvalidRequest
+from pdserve.common.errors import DigestMismatch, InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import POOLING_TYPES, PoolingParams
 from pdserve.common.prepared_request import PreparedRequest, ResumeState
@@ -36,6 +38,7 @@ from pdserve.common.wire import (
 )
 from pdserve.v1 import kv_source_pb2, request_pb2
 
+HASHER = BlockHasher(DeploymentKey(b"0123456789abcdef"), 4)
 TOKENS = st.integers(0, 2**32 - 1)
 
 
@@ -158,17 +161,18 @@ def prepared_requests(draw: st.DrawFn) -> PreparedRequest:
     params = draw(sampling_params())
     resumed = st.builds(ResumeState, index=st.integers(0, params.n - 1), output_token_ids=st.lists(TOKENS, max_size=20))
     resume = draw(st.none() | resumed)
-    blocks = (len(tokens) + (0 if resume is None else len(resume.output_token_ids))) // 4
-    hashes = st.binary(min_size=16, max_size=16)
+    given_ids = [*tokens, *(() if resume is None else resume.output_token_ids)]
+    root = draw(st.binary(min_size=16, max_size=16))
+    hashes = HASHER.extend(root, given_ids)
     return PreparedRequest(
         request_id=draw(st.text(min_size=1, max_size=8)),
         prompt_token_ids=tokens,
         sampling_params=params,
         resume=resume,
         eos_token_ids=tuple(draw(st.lists(TOKENS, max_size=3))),
-        block_hashes=draw(st.lists(hashes, min_size=blocks, max_size=blocks)),
-        hash_root=draw(hashes),
-        request_digest=draw(hashes),
+        block_hashes=hashes,
+        hash_root=root,
+        request_digest=HASHER.request_digest(root, hashes, given_ids),
         deadline=time.monotonic() + draw(st.floats(1, 86_000)),
         trace_headers=draw(st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)),
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
@@ -180,7 +184,7 @@ def prepared_requests(draw: st.DrawFn) -> PreparedRequest:
 @given(prepared_requests())
 def test_prepared_requests_come_back_but_for_the_moment_of_their_deadline(request: PreparedRequest) -> None:
     message = request_pb2.PreparedRequest.FromString(prepared_to_wire(request).SerializeToString())
-    back = prepared_from_wire(message, block_size=4)
+    back = prepared_from_wire(message, HASHER, 60)
     for name in PreparedRequest.__struct_fields__:
         if name != "deadline":
             assert getattr(back, name) == getattr(request, name)
@@ -192,9 +196,8 @@ def good_message() -> request_pb2.PreparedRequest:
     return request_pb2.PreparedRequest(
         request_id="r",
         prompt_token_ids=[1] * 9,
-        block_hashes=[b"h" * 16] * 2,
         hash_root=b"r" * 16,
-        request_digest=b"d" * 16,
+        request_digest=HASHER.request_digest(b"r" * 16, HASHER.extend(b"r" * 16, [1] * 9), [1] * 9),
         deadline_s=3.0,
     )
 
@@ -204,28 +207,54 @@ def good_message() -> request_pb2.PreparedRequest:
     [
         ("request_id", "", "request_id"),
         ("prompt_token_ids", [], "prompt_token_ids"),
-        ("prompt_token_ids", [1] * 12, "block_hashes"),
-        ("block_hashes", [], "block_hashes"),
-        ("block_hashes", [b"h" * 16] * 3, "block_hashes"),
-        ("block_hashes", [b"h" * 16, b"h" * 15], "block_hashes"),
+        ("prompt_token_ids", [1] * 13, "13 tokens, max_model_len is 12"),
+        ("resume", request_pb2.ResumeState(output_token_ids=[1] * 4), "13 tokens, max_model_len is 12"),
         ("hash_root", b"", "hash_root"),
         ("request_digest", b"d" * 17, "request_digest"),
         ("deadline_s", 0.0, "deadline_s"),
         ("deadline_s", -1.0, "deadline_s"),
         ("deadline_s", float("nan"), "deadline_s"),
         ("deadline_s", float("inf"), "deadline_s"),
-        ("resume", request_pb2.ResumeState(output_token_ids=[1] * 3), "block_hashes"),
         ("resume", request_pb2.ResumeState(index=1), r"resume.index is 1, below n \(1\)"),
     ],
 )
 def test_a_prepared_request_that_does_not_fit_together_is_refused(field: str, value: object, named: str) -> None:
     message = good_message()
-    prepared_from_wire(message, block_size=4)
+    prepared_from_wire(message, HASHER, 12)
     message.ClearField(field)
     part = request_pb2.PreparedRequest(**{field: value})
     message.MergeFrom(part)
     with pytest.raises(InvalidRequest, match=named):
-        prepared_from_wire(message, block_size=4)
+        prepared_from_wire(message, HASHER, 12)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt_token_ids", [1] * 8 + [2]),
+        ("prompt_token_ids", [2] + [1] * 8),
+        ("prompt_token_ids", [1] * 10),
+        ("resume", request_pb2.ResumeState(output_token_ids=[1])),
+        ("hash_root", b"s" * 16),
+        ("request_digest", b"d" * 16),
+    ],
+)
+def test_a_digest_that_is_not_that_of_the_tokens_is_refused(field: str, value: object) -> None:
+    message = good_message()
+    message.ClearField(field)
+    message.MergeFrom(request_pb2.PreparedRequest(**{field: value}))
+    with pytest.raises(DigestMismatch):
+        prepared_from_wire(message, HASHER, 12)
+
+
+def test_hashes_are_of_the_workers_own_making_whatever_the_caller_sends() -> None:
+    sent = good_message().SerializeToString()
+    # field 5 carried block hashes in version 1
+    forged = request_pb2.PreparedRequest.FromString(sent + b"\x2a\x10" + b"h" * 16)
+    assert prepared_from_wire(forged, HASHER, 12).block_hashes == HASHER.extend(b"r" * 16, [1] * 9)
+    other = BlockHasher(DeploymentKey(b"fedcba9876543210"), 4)
+    with pytest.raises(DigestMismatch):
+        prepared_from_wire(good_message(), other, 12)
 
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16, dtype="float32", model_fingerprint="f" * 32)

@@ -158,5 +158,5 @@ async def test_no_token_and_no_text_stands_in_redis(world: World) -> None:
     [(_, fields), *_] = world.redis.do("XREVRANGE", f"{{test}}:events:decode-0:{worker.key[1]:016x}", "+", "-")
     assert set(fields) == {b"seq", b"cleared", b"stored", b"removed"}
     assert {len(member) for member in world.redis.do("SMEMBERS", f"{{test}}:blocks:decode-0:{worker.key[1]:016x}")} == {
-        16
+        8
     }

@@ -10,6 +10,9 @@ import msgspec
 import pytest
 from fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
 
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import WorkerLost
 from pdserve.router import watched_address
 
@@ -97,8 +100,8 @@ async def test_a_worker_that_broke_a_call_is_not_asked_again_while_its_watch_has
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"key": b"another key of this length"}, "deployment key differs"),
-        ({"protocol_version": 99}, "protocol version 99, this router 1"),
+        ({"key": DeploymentKey(b"another key of this length")}, "deployment key differs"),
+        ({"protocol_version": 99}, "protocol version 99, this router 2"),
         ({"said_role": "prefill"}, "its role is prefill, but the address was given as decode"),
         ({"fingerprint": "f" * 32}, "ffffffff there"),
         ({"layout": msgspec.structs.replace(LAYOUT, block_size=0)}, "its block_size is 0, at least 1 is needed"),
@@ -152,7 +155,11 @@ async def test_during_an_upgrade_each_generation_is_hashed_its_own_way(cluster):
     for worker in cluster.workers:
         assert len(worker.calls) == 2
         for call in worker.calls:
-            assert len(call.request.request.block_hashes) == 32 // worker.layout.block_size
+            hasher = BlockHasher(DEVELOPMENT_KEY, worker.layout.block_size)
+            request = call.request.request
+            hashes = hasher.extend(request.hash_root, request.prompt_token_ids)
+            assert request.hash_root == hasher.root(worker.layout.model_fingerprint)
+            assert request.request_digest == hasher.request_digest(request.hash_root, hashes, request.prompt_token_ids)
             if worker.role == "decode":
                 assert call.request.source.worker_id.startswith("new") == worker.worker_id.startswith("new")
 

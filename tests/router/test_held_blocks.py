@@ -12,7 +12,7 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.prefix_index import PrefixIndex
 from pdserve.router.watched_address import Expected
 
-A, B, C = (bytes([n]) * 16 for n in (1, 2, 3))
+A, B, C = (letter * 8 for letter in (b"a", b"b", b"c"))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from candidates import seen, worker
 from fake_worker import ADMITTED, LAYOUT, decode_well, needs_prefill, play, said, tokens
 
 from pdserve.common import timeline as moments
-from pdserve.common.block_hash import BlockHasher
+from pdserve.common.block_hash import BlockHasher, placement_hash
 from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.errors import Evicted
 from pdserve.common.timeline import Timeline
@@ -50,7 +50,7 @@ async def test_what_decode_reports_to_hold_is_prefilled_there(cluster):
     await cluster.start()
     hasher = BlockHasher(DEVELOPMENT_KEY, LAYOUT.block_size)
     hashes = hasher.extend(hasher.root(LAYOUT.model_fingerprint), tokens(LONG))
-    cluster.of("decode").tell_blocks(1, cleared=True, stored=b"".join(hashes))
+    cluster.of("decode").tell_blocks(1, cleared=True, stored=b"".join(map(placement_hash, hashes)))
     await ask_until(cluster, LONG, lambda placement: placement["kind"] == "local")
     call = cluster.of("decode").calls[-1]
     assert not call.request.HasField("source")

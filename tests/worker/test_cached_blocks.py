@@ -13,7 +13,7 @@ WORKER = ("decode-1", 7)
 
 
 def name(number: int) -> bytes:
-    return number.to_bytes(16, "little")
+    return number.to_bytes(8, "little")
 
 
 def test_a_new_follower_hears_first_what_is_held() -> None:
@@ -25,6 +25,14 @@ def test_a_new_follower_hears_first_what_is_held() -> None:
     assert changes[0] == BlocksChange(cleared=True)
     assert {h for change in changes for h in change.stored} == {name(2), name(3)}
     assert follower.take() == []
+
+
+def test_followers_get_the_published_part_of_a_hash_alone() -> None:
+    cached = CachedBlocks()
+    cached.apply([b"s" * 16 + name(1)], [])
+    assert cached.hashes == {name(1)}
+    cached.apply([], [b"s" * 16 + name(1)])
+    assert not cached.hashes
 
 
 async def test_a_follower_wakes_when_something_changes() -> None:

@@ -1,11 +1,14 @@
 """Keyed chained hashes of full token blocks, and the digest of a whole request.
 
-    root   = H(version, model fingerprint, LoRA, cache_salt)
-    h_i    = H(h_{i-1} || tokens_i as u32 little endian)                          full blocks only
-    digest = H("digest" || h_last or root || tokens after it || extras)          covers the tail and short prompts
+    root   = H16(version, model fingerprint, LoRA, cache_salt)
+    h_i    = H24(h_{i-1} || tokens_i as u32 little endian)                        full blocks only
+    digest = H16("digest" || h_last or root || tokens after it || extras)        covers the tail and short prompts
 
-with H = blake2b of 16 bytes under a sub-key of the deployment key: equal across processes and machines that share the
+with Hn = blake2b of n bytes under a sub-key of the deployment key: equal across processes and machines that share the
 key, and no token can be read back by anyone who does not have it.
+
+The last 8 bytes of a block's hash are published for placement (`placement_hash`), in watches and in Redis. The first 16
+never leave a process: they are independent of the last 8, and without them nothing names a block in a prefix cache.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ import numpy as np
 
 from pdserve.common.derived_key import BLOCK_HASHES, DeploymentKey
 
-HASH_BYTES = 16
+BLOCK_HASH_BYTES = 24
+PLACEMENT_HASH_BYTES = 8
+"""The end of a block's hash. Two blocks of a fleet with 4 million that share it cost one wrong estimate of an overlap."""
+DIGEST_BYTES = 16
+"""Of a root, and of a request digest."""
 _VERSION = b"pdserve.block.v1"
 
 
@@ -28,22 +35,22 @@ class BlockHasher:
         self._key = deployment_key.derive(BLOCK_HASHES)
         self.block_size = block_size
 
-    def _hash(self, data: bytes) -> bytes:
-        return hashlib.blake2b(data, key=self._key, digest_size=HASH_BYTES).digest()
+    def _digest(self, data: bytes) -> bytes:
+        return hashlib.blake2b(data, key=self._key, digest_size=DIGEST_BYTES).digest()
 
     def root(self, model_fingerprint: str, cache_salt: str | None = None, lora: str | None = None) -> bytes:
         """What the first block is chained to: requests with different roots never share a block."""
         parts = (_VERSION, model_fingerprint.encode(), (lora or "").encode(), (cache_salt or "").encode())
         # each part under its length, so that no two tuples read alike
-        return self._hash(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
+        return self._digest(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
 
     def extend(self, previous: bytes, token_ids: Sequence[int]) -> list[bytes]:
         """Hashes of the full blocks of `token_ids`, the first chained to `previous`; a partial tail has none."""
-        size = self.block_size * 4
+        size, key, blake2b = self.block_size * 4, self._key, hashlib.blake2b
         data = token_bytes(token_ids)
         hashes = []
         for start in range(0, len(data) - size + 1, size):
-            previous = self._hash(previous + data[start : start + size])
+            previous = blake2b(previous + data[start : start + size], key=key, digest_size=BLOCK_HASH_BYTES).digest()
             hashes.append(previous)
         return hashes
 
@@ -53,7 +60,12 @@ class BlockHasher:
         """What both legs of an attempt compare: equal only if they speak of the same prompt under the same root."""
         tail = token_bytes(token_ids[len(block_hashes) * self.block_size :])
         last = block_hashes[-1] if block_hashes else root
-        return self._hash(b"digest" + last + len(tail).to_bytes(4, "little") + tail + extras)
+        return self._digest(b"digest" + last + len(tail).to_bytes(4, "little") + tail + extras)
+
+
+def placement_hash(block_hash: bytes) -> bytes:
+    """What names a block to routers: enough to place by, and worth nothing at a worker."""
+    return block_hash[-PLACEMENT_HASH_BYTES:]
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:

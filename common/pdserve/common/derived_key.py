@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 
 BLOCK_HASHES = "block hashes"
 """Names of KV blocks in prefix caches, and request digests."""
-PLACEMENT_HASHES = "placement hashes"
-"""Names of KV blocks in what workers publish for placement."""
 SERVICE_CALLS = "service calls"
 """Authentication of gRPC calls between services."""
 WATCH_PROOFS = "watch proofs"

@@ -1,4 +1,4 @@
-"""What workers tell about the blocks they hold, as values, and the interface of whoever listens."""
+"""What workers publish about the blocks they hold, by placement hash, as values, and the interface of whoever listens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WorkerKey = tuple[str, int]
 """(worker_id, epoch): one life of one worker."""
 
 MAX_HASHES = 4096
-"""In one change; 64 KiB."""
+"""In one change; 32 KiB."""
 
 
 class BlocksChange(msgspec.Struct, frozen=True, kw_only=True):

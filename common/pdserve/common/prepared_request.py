@@ -55,7 +55,7 @@ class PreparedRequest(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...]
     block_hashes: list[bytes]
-    """16 bytes for each full block of `given_token_ids`."""
+    """24 bytes for each full block of `given_token_ids`. They do not travel: each service computes its own."""
     hash_root: bytes
     request_digest: bytes
     deadline: float
@@ -65,6 +65,8 @@ class PreparedRequest(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     """What the client calls it, for spans."""
     priority: int = 0
     """Lower runs first, where the worker's `scheduling_policy` is `priority`."""
+    placement_hashes: list[bytes] = []
+    """8 bytes for each of `block_hashes`, by which workers publish them. At the router alone."""
     pooling_params: PoolingParams | None = None
     """For an embedding; `sampling_params` mean nothing then."""
     resume: ResumeState | None = None

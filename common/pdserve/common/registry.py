@@ -2,7 +2,7 @@
 
     {ns}:workers                 sorted set   worker ids, by when they were last refreshed; so nobody scans a keyspace
     {ns}:worker:<id>             hash         one `WorkerRecord`; gone after `RECORD_TTL_S` without a refresh
-    {ns}:blocks:<id>:<epoch>     set          hashes of the blocks that this life of the worker holds
+    {ns}:blocks:<id>:<epoch>     set          placement hashes of the blocks that this life holds
     {ns}:events:<id>:<epoch>     stream       the numbered changes of that set, the last `EVENTS_KEPT` of them
 
 `{ns}` is the deployment's namespace in braces, a hash tag: all keys of one deployment lie in one slot of a Redis
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.common.block_hash import HASH_BYTES
+from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import MAX_HASHES, BlocksChange
 from pdserve.common.kv_layout import KvLayout
@@ -192,8 +192,8 @@ def read_entry_id(value: object) -> str:
 
 def read_hash(value: object) -> bytes:
     """A member of a set of blocks. Raises: InvalidRequest."""
-    if not isinstance(value, bytes) or len(value) != HASH_BYTES:
-        raise InvalidRequest(f"a block's hash is {_shown(value)}, {HASH_BYTES} bytes are needed", "blocks")
+    if not isinstance(value, bytes) or len(value) != PLACEMENT_HASH_BYTES:
+        raise InvalidRequest(f"a block's hash is {_shown(value)}, {PLACEMENT_HASH_BYTES} bytes are needed", "blocks")
     return value
 
 
@@ -213,10 +213,11 @@ def _address(value: object) -> str:
 
 
 def _hashes(field: str, value: object) -> tuple[bytes, ...]:
-    if not isinstance(value, bytes) or len(value) % HASH_BYTES or len(value) > MAX_HASHES * HASH_BYTES:
-        size = f"{len(value)} bytes" if isinstance(value, bytes) else "missing"
-        raise InvalidRequest(f"{field} is {size}, up to {MAX_HASHES} hashes of {HASH_BYTES} bytes are needed", field)
-    return tuple(value[at : at + HASH_BYTES] for at in range(0, len(value), HASH_BYTES))
+    size = PLACEMENT_HASH_BYTES
+    if not isinstance(value, bytes) or len(value) % size or len(value) > MAX_HASHES * size:
+        found = f"{len(value)} bytes" if isinstance(value, bytes) else "missing"
+        raise InvalidRequest(f"{field} is {found}, up to {MAX_HASHES} hashes of {size} bytes are needed", field)
+    return tuple(value[at : at + size] for at in range(0, len(value), size))
 
 
 def _text(field: str, value: object, pattern: re.Pattern[str]) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from pdserve.common.block_hash import HASH_BYTES
+from pdserve.common.block_hash import DIGEST_BYTES, BlockHasher
 from pdserve.common.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
-from pdserve.common.errors import InternalError, InvalidRequest
+from pdserve.common.errors import DigestMismatch, InternalError, InvalidRequest, PromptTooLong
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import PoolingParams, PoolingType
 from pdserve.common.prepared_request import PreparedRequest, ResumeState, verify_client_request_id
@@ -180,7 +180,6 @@ def prepared_to_wire(request: PreparedRequest) -> request_pb2.PreparedRequest:
         prompt_token_ids=request.prompt_token_ids,
         sampling=sampling_to_wire(request.sampling_params),
         eos_token_ids=request.eos_token_ids,
-        block_hashes=request.block_hashes,
         hash_root=request.hash_root,
         request_digest=request.request_digest,
         deadline_s=request.remaining_s,
@@ -202,36 +201,34 @@ def _resume_from_wire(message: request_pb2.PreparedRequest) -> ResumeState | Non
     return ResumeState(index=message.resume.index, output_token_ids=list(message.resume.output_token_ids))
 
 
-def prepared_from_wire(message: request_pb2.PreparedRequest, block_size: int) -> PreparedRequest:
-    """Raises: InvalidRequest when lengths do not fit together; a router never sends that, a stranger may."""
-    num_blocks = (len(message.prompt_token_ids) + len(message.resume.output_token_ids)) // block_size
-    if not message.request_id:
-        raise InvalidRequest("request.request_id is empty", "request_id")
-    if not message.prompt_token_ids:
-        raise InvalidRequest("request.prompt_token_ids is empty", "prompt_token_ids")
-    if len(message.block_hashes) != num_blocks or any(len(value) != HASH_BYTES for value in message.block_hashes):
-        raise InvalidRequest(
-            f"request.block_hashes has {len(message.block_hashes)} entries, {num_blocks} of {HASH_BYTES} bytes are needed",
-            "block_hashes",
-        )
-    if len(message.hash_root) != HASH_BYTES or len(message.request_digest) != HASH_BYTES:
-        raise InvalidRequest(f"request.hash_root and request.request_digest need {HASH_BYTES} bytes", "hash_root")
-    if not 0 < message.deadline_s <= 86_400:
-        raise InvalidRequest(
-            f"request.deadline_s is {message.deadline_s}, above 0 and at most 86400 is needed", "deadline_s"
-        )
-    verify_client_request_id(message.client_request_id)
+def prepared_from_wire(
+    message: request_pb2.PreparedRequest, hasher: BlockHasher, max_model_len: int
+) -> PreparedRequest:
+    """The request with block hashes of this worker's own making: what names cached KV is never taken from a caller.
+
+    Raises: InvalidRequest, PromptTooLong before anything is hashed; DigestMismatch when the request digest is not that
+    of these tokens under this root and deployment key.
+    """
+    _verify_prepared(message, max_model_len)
     params = sampling_from_wire(message.sampling)
     if message.resume.index >= params.n:
         raise InvalidRequest(
             f"request.resume.index is {message.resume.index}, below n ({params.n}) is needed", "resume"
         )
+    token_ids = list(message.prompt_token_ids)
+    given = [*token_ids, *message.resume.output_token_ids]
+    block_hashes = hasher.extend(message.hash_root, given)
+    if hasher.request_digest(message.hash_root, block_hashes, given) != message.request_digest:
+        raise DigestMismatch(
+            f"request.request_digest is {message.request_digest.hex()}, which is not that of the {len(given)} tokens "
+            "under request.hash_root and this worker's deployment key"
+        )
     return PreparedRequest(
         request_id=message.request_id,
-        prompt_token_ids=list(message.prompt_token_ids),
+        prompt_token_ids=token_ids,
         sampling_params=params,
         eos_token_ids=tuple(message.eos_token_ids),
-        block_hashes=list(message.block_hashes),
+        block_hashes=block_hashes,
         hash_root=message.hash_root,
         request_digest=message.request_digest,
         deadline=time.monotonic() + message.deadline_s,
@@ -241,6 +238,28 @@ def prepared_from_wire(message: request_pb2.PreparedRequest, block_size: int) ->
         pooling_params=pooling_from_wire(message.pooling) if message.HasField("pooling") else None,
         resume=_resume_from_wire(message),
     )
+
+
+def _verify_prepared(message: request_pb2.PreparedRequest, max_model_len: int) -> None:
+    """Sizes and lengths. Raises: InvalidRequest; a router never sends such a request, a stranger may."""
+    num_tokens = len(message.prompt_token_ids) + len(message.resume.output_token_ids)
+    if not message.request_id:
+        raise InvalidRequest("request.request_id is empty", "request_id")
+    if not message.prompt_token_ids:
+        raise InvalidRequest("request.prompt_token_ids is empty", "prompt_token_ids")
+    if num_tokens > max_model_len:
+        raise PromptTooLong(
+            f"request.prompt_token_ids and request.resume have {num_tokens} tokens, max_model_len is {max_model_len}",
+            "prompt_token_ids",
+        )
+    for field in ("hash_root", "request_digest"):
+        if (size := len(getattr(message, field))) != DIGEST_BYTES:
+            raise InvalidRequest(f"request.{field} has {size} bytes, {DIGEST_BYTES} are needed", field)
+    if not 0 < message.deadline_s <= 86_400:
+        raise InvalidRequest(
+            f"request.deadline_s is {message.deadline_s}, above 0 and at most 86400 is needed", "deadline_s"
+        )
+    verify_client_request_id(message.client_request_id)
 
 
 def layout_to_wire(layout: KvLayout) -> kv_source_pb2.KvLayout:

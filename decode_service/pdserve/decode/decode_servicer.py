@@ -40,7 +40,7 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         worker = self._worker
-        prepared = prepared_from_wire(request.request, worker.settings.block_size)
+        prepared = prepared_from_wire(request.request, worker.hasher, worker.model.max_model_len)
         if prepared.pooling_params is not None:
             raise InvalidRequest("request.pooling is given: prefill workers compute embeddings", "pooling")
         remote = request.HasField("source")

@@ -128,7 +128,7 @@ class _Session:
             raise InvalidRequest("a session's first message is `open`, and every later one is `next`", "turn")
         engine, stream = self._worker.engine, self._stream
         if self._request is None or stream is None:
-            prepared = prepared_from_wire(turn.open, self._worker.settings.block_size)
+            prepared = prepared_from_wire(turn.open, self._worker.hasher, self._worker.model.max_model_len)
             request = self._request = make_engine_request(prepared, 0, prefill_here=True, resumable=True)
             engine.core.verify(request)
             return request, lambda: engine.submit(request, self._take, self._stream_interval), self._metadata

@@ -43,7 +43,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         worker = self._worker
-        prepared = prepared_from_wire(request.request, worker.settings.block_size)
+        prepared = prepared_from_wire(request.request, worker.hasher, worker.model.max_model_len)
         if prepared.pooling_params is not None:
             raise InvalidRequest("request.pooling is given: embeddings are asked for with Embed", "pooling")
         if len(request.transfer_id) not in (0, TRANSFER_ID_BYTES):
@@ -85,7 +85,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PoolingRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.PoolingResponse:
         worker = self._worker
-        prepared = prepared_from_wire(request.request, worker.settings.block_size)
+        prepared = prepared_from_wire(request.request, worker.hasher, worker.model.max_model_len)
         if prepared.pooling_params is None:
             raise InvalidRequest("request.pooling is missing: it says which embedding is wanted", "pooling")
         engine_request = make_engine_request(prepared, request.attempt.number, prefill_here=True)

@@ -498,7 +498,6 @@ class PreparedRequest(google.protobuf.message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
-    BLOCK_HASHES_FIELD_NUMBER: builtins.int
     HASH_ROOT_FIELD_NUMBER: builtins.int
     REQUEST_DIGEST_FIELD_NUMBER: builtins.int
     DEADLINE_S_FIELD_NUMBER: builtins.int
@@ -510,9 +509,9 @@ class PreparedRequest(google.protobuf.message.Message):
     request_id: builtins.str
     """made by the router"""
     hash_root: builtins.bytes
-    """16 bytes: what the first block's hash is chained to"""
+    """16 bytes: the first block's hash is chained to it; workers compute all further hashes"""
     request_digest: builtins.bytes
-    """16 bytes: covers the last full block's hash and the tokens after it"""
+    """16 bytes: covers root and tokens; workers compute it and refuse another"""
     deadline_s: builtins.float
     """what is left of the request's deadline, a duration in seconds"""
     priority: builtins.int
@@ -525,10 +524,6 @@ class PreparedRequest(google.protobuf.message.Message):
     def sampling(self) -> Global___SamplingParams: ...
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
-    @property
-    def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """16 bytes each: keyed chained hash of every full block of prompt and resumed output"""
-
     @property
     def trace_headers(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """W3C trace context, passed on even when tracing is off"""
@@ -548,7 +543,6 @@ class PreparedRequest(google.protobuf.message.Message):
         prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         sampling: Global___SamplingParams | None = ...,
         eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        block_hashes: collections.abc.Iterable[builtins.bytes] | None = ...,
         hash_root: builtins.bytes = ...,
         request_digest: builtins.bytes = ...,
         deadline_s: builtins.float = ...,
@@ -560,7 +554,7 @@ class PreparedRequest(google.protobuf.message.Message):
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["pooling", b"pooling", "resume", b"resume", "sampling", b"sampling"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hashes", b"block_hashes", "client_request_id", b"client_request_id", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "hash_root", b"hash_root", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_digest", b"request_digest", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "trace_headers", b"trace_headers"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["client_request_id", b"client_request_id", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "hash_root", b"hash_root", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_digest", b"request_digest", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "trace_headers", b"trace_headers"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PreparedRequest: typing_extensions.TypeAlias = PreparedRequest

@@ -90,7 +90,7 @@ Global___WatchEvent: typing_extensions.TypeAlias = WatchEvent
 @typing.final
 class Blocks(google.protobuf.message.Message):
     """A step from what the prefix cache held to what it holds: first what is held when the watch begins, then changes, at
-    most every 20 ms. Hashes of 16 bytes, one after the other.
+    most every 20 ms. Placement hashes of 8 bytes, one after the other.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -160,7 +160,7 @@ class EmbeddingRun:
 
     def _known_hashes(self, request: TokenizedRequest, layout: KvLayout) -> list[bytes]:
         """What of the prompt a cache may serve: nothing of a mean."""
-        return self._hashed(request, layout).block_hashes if self._request.pooling.reads_prefix_cache else []
+        return self._hashed(request, layout).placement_hashes if self._request.pooling.reads_prefix_cache else []
 
     def _hashed(self, request: TokenizedRequest, layout: KvLayout) -> PreparedRequest:
         key = (layout.model_fingerprint, layout.block_size)

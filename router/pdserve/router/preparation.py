@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pdserve.common.block_hash import BlockHasher
+from pdserve.common.block_hash import BlockHasher, placement_hash
 from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import Overloaded
 from pdserve.common.kv_layout import KvLayout
@@ -242,6 +242,7 @@ class Preparation:
             sampling_params=request.sampling,
             eos_token_ids=self.tokenizer.eos_token_ids,
             block_hashes=hashes,
+            placement_hashes=[placement_hash(block_hash) for block_hash in hashes],
             hash_root=root,
             request_digest=hasher.request_digest(root, hashes, token_ids),
             resume=resume,

@@ -322,7 +322,7 @@ class RequestRun:
                 attempt,
                 num_tokens=len(request.token_ids) + num_resumed,
                 max_tokens=request.sampling.max_tokens - num_resumed,
-                hashes=lambda layout: self._hashed(request, layout, resume).block_hashes,
+                hashes=lambda layout: self._hashed(request, layout, resume).placement_hashes,
                 wish=course.wish,
                 blamed=course.blamed,
                 dead=self._casualties.workers,

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 import grpc.aio
 
-from pdserve.common.block_hash import HASH_BYTES
+from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.errors import WorkerLost
 from pdserve.common.held_blocks import BlocksChange
 from pdserve.common.rpc import PROTOCOL_VERSION, from_rpc_error
@@ -102,6 +102,8 @@ def _blocks(blocks: worker_pb2.Blocks, sequence: int) -> BlocksChange:
 
 
 def _hashes(joined: bytes) -> tuple[bytes, ...]:
-    if len(joined) % HASH_BYTES:
-        raise WorkerLost(f"its change of blocks has {len(joined)} bytes of hashes, not a multiple of {HASH_BYTES}")
-    return tuple(joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES))
+    if len(joined) % PLACEMENT_HASH_BYTES:
+        raise WorkerLost(
+            f"its change of blocks has {len(joined)} bytes of hashes, not a multiple of {PLACEMENT_HASH_BYTES}"
+        )
+    return tuple(joined[at : at + PLACEMENT_HASH_BYTES] for at in range(0, len(joined), PLACEMENT_HASH_BYTES))

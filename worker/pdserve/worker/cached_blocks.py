@@ -1,4 +1,4 @@
-"""`CachedBlocks`: the hashes in this worker's prefix cache, and followers who are told what changes."""
+"""`CachedBlocks`: placement hashes of the blocks in this worker's prefix cache, and followers of their changes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from pdserve.common.block_hash import placement_hash
 from pdserve.common.held_blocks import MAX_HASHES, BlocksChange
 
 
@@ -17,8 +18,8 @@ class CachedBlocks:
         self._followers: set[BlocksFollower] = set()
 
     def apply(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """What an engine step changed."""
-        stored, removed = set(stored), set(removed)
+        """What an engine step changed, by block hash."""
+        stored, removed = set(map(placement_hash, stored)), set(map(placement_hash, removed))
         self.hashes -= removed
         self.hashes |= stored
         for follower in self._followers:

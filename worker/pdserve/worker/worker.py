@@ -82,12 +82,12 @@ class Worker:
         pool = host_memory(model.kv_cache) if staged is None else staged.memory
         connectors.serve(pool)
         self.adapter = SeamAdapter(connectors, pool, staged)
-        hasher = BlockHasher(deployment_key, settings.block_size)
+        self.hasher = BlockHasher(deployment_key, settings.block_size)
         core = EngineCore(
             model.engine_config(settings),
             model.decoder,
             model.kv_cache,
-            hasher,
+            self.hasher,
             model.decoder.config.vocab_size,
             self.adapter,
             model.grammar_compiler(),
