@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -36,6 +37,7 @@ from raw_reads import BareSockets, Memcpy, RawNixl, SocketSource
 from pdserve.common.errors import TransferFailed
 from pdserve.common.tls import TlsFile, TlsIdentity, load_identity
 from pdserve.kv_transfer import lanes
+from pdserve.kv_transfer.block_digest import KEY_BYTES, XXH3, BlockDigest, Gmac
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, PoolMemory, ReadOutcome
 from pdserve.kv_transfer.digest import block_digests
 from pdserve.kv_transfer.nixl import NixlConnector
@@ -52,6 +54,7 @@ ROUND_BYTES = 4 << 30
 FEWEST_ROUNDS = 7
 ORDERS = ("in order", "scattered")
 FILES = ("cert.pem", "key.pem", "ca.pem")
+GMAC = Gmac(bytes(KEY_BYTES))
 Way = Callable[[], None]
 
 
@@ -130,7 +133,7 @@ def serve(block_bytes: int, folder: Path, with_tls: bool) -> None:
 @contextmanager
 def unverified() -> Iterator[None]:
     """Lanes take every block for the right one. pdserve has no such setting, and must not."""
-    with mock.patch.object(lanes, "matching", lambda pool, blocks: [True] * len(blocks)):
+    with mock.patch.object(lanes, "matching", lambda pool, blocks, digest: [True] * len(blocks)):
         yield
 
 
@@ -174,11 +177,14 @@ class Receiver:
             ways[name] = partial(self._over, name, token(order), blocks)
             if name != "tcp with tls":
                 ways[f"{name} unverified"] = partial(self._over_unverified, name, token(order), blocks)
+        content = make_pool(self._pool.block_bytes)  # this side's own has been read into
+        signed = [replace(block, digest=GMAC.of(content.block(block.location), block.index)) for block in blocks]
+        ways["tcp with gmac"] = partial(self._over, "tcp", token(order), signed, GMAC)
         return ways
 
-    def _over(self, name: str, token: bytes, blocks: list[BlockToRead]) -> None:
+    def _over(self, name: str, token: bytes, blocks: list[BlockToRead], digest: BlockDigest = XXH3) -> None:
         arrival = Arrival()
-        self._connectors[name].read(self._metadata[name], token, blocks, arrival)
+        self._connectors[name].read(self._metadata[name], token, blocks, arrival, digest)
         arrival.wait()
 
     def _over_unverified(self, name: str, token: bytes, blocks: list[BlockToRead]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.common.errors import PdServeError, TransferFailed
+from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadListener, ReadOutcome
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.source_transfer import (
@@ -23,6 +24,7 @@ from pdserve.kv_transfer.transfer_view import TransferView
 RECEIVER = PeerId("decode-1", 11)
 DIGEST = b"d" * 16
 TRANSFER_ID = b"t" * 16
+NUM_PROMPT_BLOCKS = 64
 LIMITS = LeaseLimits(attach_timeout_s=0.15, grace_s=0.1, max_s=5.0)
 Heard = list[tuple[Any, ...]]
 
@@ -55,7 +57,8 @@ class FakeGrant:
 class FakeRead:
     """A read that does what the test tells it."""
 
-    def __init__(self, token: bytes, blocks: list[BlockToRead], listener: ReadListener) -> None:
+    def __init__(self, token: bytes, blocks: list[BlockToRead], listener: ReadListener, digest: BlockDigest) -> None:
+        self.digest = digest
         self.token, self.blocks, self.listener = token, blocks, listener
         self.num_cancels = 0
 
@@ -88,8 +91,10 @@ class FakeConnector:
         grant = self.grants[token] = FakeGrant(self._fence_at_once)
         return grant
 
-    def read(self, metadata: bytes, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> FakeRead:
-        read = FakeRead(token, list(blocks), listener)
+    def read(
+        self, metadata: bytes, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener, digest: BlockDigest
+    ) -> FakeRead:
+        read = FakeRead(token, list(blocks), listener, digest)
         self.reads.append(read)
         return read
 
@@ -174,7 +179,7 @@ class ReceiverEnd:
 
 
 def expected(transfer_id: bytes = TRANSFER_ID, lease_s: float = 5.0, request_id: str = "r.0.0") -> ExpectedTransfer:
-    return ExpectedTransfer(transfer_id, request_id, RECEIVER, DIGEST, lease_s)
+    return ExpectedTransfer(transfer_id, request_id, RECEIVER, DIGEST, lease_s, NUM_PROMPT_BLOCKS)
 
 
 def source_ref() -> SourceRef:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pdserve.common.errors import TransferFailed
+from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, Grant, PoolMemory, ReadOutcome
-from pdserve.kv_transfer.digest import block_digest
 
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 256
@@ -114,7 +114,7 @@ class Transfer:
         """What a receiver asks for who wants these indexes in these blocks of its own."""
         return [
             BlockToRead(
-                index, block_digest(self.pool.block(self.source_blocks[index])), local, self.source_blocks[index]
+                index, XXH3.of(self.pool.block(self.source_blocks[index]), index), local, self.source_blocks[index]
             )
             for index, local in zip(indexes, local_blocks, strict=True)
         ]

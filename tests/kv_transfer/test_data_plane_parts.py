@@ -9,9 +9,10 @@ import pytest
 import xxhash
 
 from pdserve.common.errors import InternalError, TransferFailed
+from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.block_runs import block_runs
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
-from pdserve.kv_transfer.digest import XXH3_64, block_digest, block_digests
+from pdserve.kv_transfer.digest import block_digests
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.read_queue import LEGAL_MOVES, QUICK_S, SLOW_S, QueuedRead, ReadQueue, ReadState, Window
 
@@ -20,8 +21,8 @@ from .recorded_read import PATIENCE_S, RecordedRead, make_pool
 
 def test_digest_is_xxh3_64() -> None:
     pool = make_pool(seed=1)
-    assert XXH3_64 == "xxh3_64"
-    assert block_digest(memoryview(b"")) == 0x2D06800538D394C2
+    assert XXH3.name == "xxh3_64"
+    assert XXH3.of(memoryview(b""), 0) == 0x2D06800538D394C2
     assert block_digests(pool, [3, 1]) == [xxhash.xxh3_64(pool.block(n)).intdigest() for n in (3, 1)]
     with pytest.raises(IndexError):
         block_digests(pool, [pool.num_blocks])
@@ -41,7 +42,7 @@ def test_digest_holds_no_gil() -> None:
     counter.start()
     before = turns
     for _ in range(4):
-        block_digest(data)
+        XXH3.of(data, 0)
     during = turns - before
     hashed.set()
     counter.join()

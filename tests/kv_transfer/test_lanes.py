@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
-from pdserve.kv_transfer.digest import block_digest
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.lanes import LaneLimits, PeerLanes, ReadCounters
 from pdserve.kv_transfer.nixl_agent import AgentRead, ReadStatus, Region
@@ -57,7 +57,7 @@ class Lanes:
 
     def read(self, block: int) -> RecordedRead:
         heard = RecordedRead(1)
-        blocks = [BlockToRead(block, block_digest(POOL.block(block)), block)]
+        blocks = [BlockToRead(block, XXH3.of(POOL.block(block), block), block)]
         self.lanes.read(bytes(16), blocks, heard)
         return heard
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from pdserve.common.errors import ConfigError
+from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.digest import block_digest
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.lanes import LaneLimits
 from pdserve.kv_transfer.nixl_settings import NixlSettings
@@ -87,7 +87,7 @@ class Desk:
         self.desk = ReadDesk[str]("test-read", self.pool, limits, self.events, self.world.connect, max_resting)
 
     def begin(self, address: str) -> RecordedRead:
-        blocks = [BlockToRead(index, block_digest(self.pool.block(0)), index) for index in range(4)]
+        blocks = [BlockToRead(index, XXH3.of(self.pool.block(0), index), index) for index in range(4)]
         recorded = RecordedRead(len(blocks))
         recorded.read = self.desk.read(lambda: address, TOKEN, blocks, recorded)
         return recorded

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
-from pdserve.kv_transfer.digest import block_digest
 from pdserve.kv_transfer.grant_book import Refusal
 from pdserve.kv_transfer.tcp import TcpConnector
 from pdserve.kv_transfer.tcp_frames import ReadAnswer, ReadRequest
@@ -18,7 +18,7 @@ from .hostile_source import HostileSource, Script, honest_answer
 from .recorded_read import BLOCK_BYTES, PATIENCE_S, RecordedRead, make_pool, start_read
 from .tcp_link import small_settings
 
-ZERO_DIGEST = block_digest(memoryview(bytes(BLOCK_BYTES)))
+ZERO_DIGEST = XXH3.of(memoryview(bytes(BLOCK_BYTES)), 0)
 
 
 @pytest.fixture

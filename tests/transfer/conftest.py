@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from pdserve.kv_transfer.attach_servicer import AttachServicer
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.digest import block_digests
+from pdserve.kv_transfer.digest_rule import DigestRule
 from pdserve.kv_transfer.local import LocalConnector, LocalNetwork
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.source_transfer import ExpectedTransfer, LeaseLimits, SourceResult, SourceTransfer
@@ -30,6 +32,11 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4, dtype=
 SOURCE_EPOCH = 7
 ALIVE_EVERY_S, TICK_STALLED_S, GRACE_S, REATTACH_EVERY_S, ATTACH_TIMEOUT_S = 0.1, 0.8, 1.0, 0.05, 2.0
 """Several times faster than in service; a stream breaks within two of the second."""
+
+
+def sub_key(context: bytes) -> bytes:
+    """Of a deployment that all ends share."""
+    return hashlib.blake2b(context, digest_size=32).digest()
 
 
 def pool(first_byte: int) -> PoolMemory:
@@ -59,6 +66,7 @@ class Rig:
         self.ticks = {"source": 0, "receiver": 0}
         self.tick_runs = {"source": True, "receiver": True}
         self.server: grpc.aio.Server | None = None
+        self.source_digests = self.digests = DigestRule("auto", sub_key, clear=True)
         self.num_streams = 0
         self.port = 0
         self.tasks: list[asyncio.Task[None]] = []
@@ -81,7 +89,12 @@ class Rig:
 
         self.server = make_server()
         servicer = Counting(
-            self.transfers, ConnectorSet([self.source_connector]), LAYOUT, SOURCE_EPOCH, lambda: self._tick("source")
+            self.transfers,
+            ConnectorSet([self.source_connector]),
+            LAYOUT,
+            SOURCE_EPOCH,
+            lambda: self._tick("source"),
+            self.source_digests,
         )
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         self.port = bind(self.server, "127.0.0.1", port)
@@ -125,7 +138,7 @@ class Rig:
     # ---- the two legs
 
     def expect(self) -> SourceTransfer:
-        expected = ExpectedTransfer(TRANSFER_ID, "r.0.0", RECEIVER, DIGEST, 20.0)
+        expected = ExpectedTransfer(TRANSFER_ID, "r.0.0", RECEIVER, DIGEST, 20.0, NUM_BLOCKS)
         return self.transfers.expect(expected)
 
     def receive(self, **changes: Any) -> ReceiverTransfer:
@@ -141,12 +154,14 @@ class Rig:
             engine_tick=lambda: self._tick("receiver"),
             attach_timeout_s=changes.get("attach_timeout_s", ATTACH_TIMEOUT_S),
             grace_s=changes.get("grace_s", GRACE_S),
+            digests=changes.get("digests", self.digests),
         )
         self.tasks.append(asyncio.create_task(attach(transfer, receiving, self.channel)))
         return transfer
 
     def settle(self, transfer: SourceTransfer, first_index: int, *blocks: int) -> None:
-        transfer.settled(first_index, blocks, block_digests(self.source_pool, blocks))
+        assert transfer.digest is not None
+        transfer.settled(first_index, blocks, block_digests(self.source_pool, blocks, transfer.digest, first_index))
 
     def compute(self, transfer: SourceTransfer) -> None:
         transfer.computed(SourceResult(22, (5,)))

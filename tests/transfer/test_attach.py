@@ -13,7 +13,7 @@ from transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID
 from pdserve.common.errors import LayoutMismatch, TransferFailed
 from pdserve.common.wire import layout_to_wire
 from pdserve.kv_transfer import attach_servicer
-from pdserve.kv_transfer.digest import XXH3_64
+from pdserve.kv_transfer.block_digest import GMAC, XXH3_64
 from pdserve.kv_transfer.source_transfer import PeerId, PublishedRange, SourceResult
 from pdserve.kv_transfer.transfer_state import ReceiverState, SourceState
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc
@@ -279,7 +279,7 @@ async def test_a_stream_that_an_older_one_replaces_attaches_again(rig: Any, unti
         receiver={"worker_id": RECEIVER.worker_id, "epoch": RECEIVER.epoch},
         request_digest=DIGEST,
         layout=layout_to_wire(LAYOUT),
-        digest_algorithms=[XXH3_64],
+        digest_algorithms=[XXH3_64, GMAC],
         connectors=["local"],
     )
     call = kv_source_pb2_grpc.KvSourceServiceStub(rig.channel).Attach(iter([kv_source_pb2.AttachRequest(open=late)]))
@@ -308,7 +308,9 @@ async def test_many_streams_that_leave_at_any_moment_leave_no_lease_behind(rig: 
         from pdserve.kv_transfer.source_transfer import ExpectedTransfer
 
         transfer_id = bytes([number]) * 16
-        made.append(rig.transfers.expect(ExpectedTransfer(transfer_id, f"r{number}", RECEIVER, DIGEST, 20.0)))
+        made.append(
+            rig.transfers.expect(ExpectedTransfer(transfer_id, f"r{number}", RECEIVER, DIGEST, 20.0, NUM_BLOCKS))
+        )
         rig.receive(transfer_id=transfer_id)
     for number, task in enumerate(rig.tasks):
         await asyncio.sleep(0.002 * (number % 3))

@@ -12,6 +12,7 @@ import pytest
 from transfer_fakes import DIGEST, FakeConnector, FakeRead
 
 from pdserve.common.errors import InternalError, TransferFailed
+from pdserve.kv_transfer.block_digest import GMAC, BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.transfer_state import ReceiverState
@@ -20,9 +21,11 @@ from pdserve.v1 import kv_source_pb2, request_pb2
 from .conftest import ATTACH_TIMEOUT_S, GRACE_S, REATTACH_EVERY_S, TICK_STALLED_S
 
 
-def accepted(connector: str = "fake") -> kv_source_pb2.AttachEvent:
+def accepted(connector: str = "fake", digest_algorithm: str = GMAC) -> kv_source_pb2.AttachEvent:
     return kv_source_pb2.AttachEvent(
-        accepted=kv_source_pb2.Accepted(connector=connector, metadata=b"where", token=b"k" * 16)
+        accepted=kv_source_pb2.Accepted(
+            connector=connector, metadata=b"where", token=b"k" * 16, digest_algorithm=digest_algorithm
+        )
     )
 
 
@@ -199,7 +202,12 @@ async def test_what_a_source_has_to_say_of_its_failure_is_cut(rig: Any, until: A
 async def test_i6_a_connector_that_breaks_its_promise_fails_the_transfer(rig: Any, until: Any) -> None:
     class Raising(FakeConnector):
         def read(
-            self, metadata: bytes, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener
+            self,
+            metadata: bytes,
+            token: bytes,
+            blocks: Sequence[BlockToRead],
+            listener: ReadListener,
+            digest: BlockDigest,
         ) -> FakeRead:
             raise RuntimeError("a bug")
 

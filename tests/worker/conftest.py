@@ -15,6 +15,7 @@ from engine_harness import KEY
 from hash_model import VOCAB_SIZE, HashModel, make_hash_cache
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.derived_key import DATA_PLANE
 from pdserve.common.engine_types import EngineCoreRequest, FinishReason
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.rpc import bind, make_channel, make_server
@@ -25,6 +26,7 @@ from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.attach_client import Receiving
 from pdserve.kv_transfer.attach_servicer import AttachServicer
 from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.kv_transfer.digest_rule import DigestRule
 from pdserve.kv_transfer.local import LocalConnector, LocalNetwork
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.source_transfer import ExpectedTransfer, LeaseLimits, PeerId, SourceTransfer
@@ -40,6 +42,7 @@ BLOCK_SIZE = 4
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model_fingerprint="f" * 32)
 HASHER = BlockHasher(KEY, BLOCK_SIZE)
 ROOT = HASHER.root("fingerprint")
+DIGESTS = DigestRule("auto", lambda context: KEY.derive(DATA_PLANE, context), clear=True)
 _numbers = itertools.count()
 
 
@@ -69,7 +72,9 @@ class Node:
         self.peer = PeerId(name, secrets.randbits(64))
         self.transfers = SourceTransfers(self.connectors, LeaseLimits(2.0, 0.4, 20.0), self.adapter)
         self.server: grpc.aio.Server | None = make_server()
-        servicer = AttachServicer(self.transfers, self.connectors, LAYOUT, self.peer.epoch, lambda: self.engine.tick)
+        servicer = AttachServicer(
+            self.transfers, self.connectors, LAYOUT, self.peer.epoch, lambda: self.engine.tick, DIGESTS
+        )
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         self.port = bind(self.server, "127.0.0.1", 0)
         self.must_be_idle = True
@@ -142,10 +147,12 @@ class Pair:
         digest = HASHER.request_digest(ROOT, request.block_hashes, prompt)
         transfer_id = secrets.token_bytes(16)
         ref = SourceRef(self.p.peer.worker_id, self.p.peer.epoch, "", transfer_id, digest)
-        receiving = Receiving(self.d.peer, LAYOUT, self.d.connectors.names, lambda: self.d.engine.tick, 2.0, 0.4)
+        receiving = Receiving(
+            self.d.peer, LAYOUT, self.d.connectors.names, lambda: self.d.engine.tick, 2.0, 0.4, DIGESTS
+        )
         landed = self.d.adapter.receive(request_id, ref, receiving, self.channel)
         decode = self.d.engine.submit(_replace(request, remote_prefill=True))
-        expected = ExpectedTransfer(transfer_id, request_id, self.d.peer, digest, 20.0)
+        expected = ExpectedTransfer(transfer_id, request_id, self.d.peer, digest, 20.0, -(-len(prompt) // BLOCK_SIZE))
         transfer = self.p.transfers.expect(expected)
         source = _replace(request, transfer_source=True)
         self.p.adapter.source(source, transfer)

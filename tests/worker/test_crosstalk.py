@@ -129,7 +129,7 @@ async def test_crossed_transfers_are_caught_by_verification_alone(
     pair = await make_pair("tcp", p={"num_blocks": 400}, d={"num_blocks": 400})
     Crossing(monkeypatch)
     if not verified:
-        monkeypatch.setattr(lanes, "matching", lambda _, blocks: [True] * len(blocks))
+        monkeypatch.setattr(lanes, "matching", lambda _, blocks, digest: [True] * len(blocks))
     outcome = Outcome()
     for prompt in PROMPTS[:12]:
         other = [(token + 1) % 60 for token in prompt]  # nothing in common, so nothing is cached

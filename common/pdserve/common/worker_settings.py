@@ -16,6 +16,8 @@ GPU_STEP_TOKENS = 2048
 """A GPU needs more in a step to be busy."""
 MAX_STREAM_INTERVAL = 1024
 
+KvDigestName = Literal["auto", "xxh3_64", "gmac"]
+
 
 class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """A prefill or decode worker."""
@@ -59,6 +61,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
     nixl_plaintext: bool = False
     """With TLS: KV blocks may move over NIXL, which encrypts nothing. For fabrics that nobody else reaches."""
+    kv_digest: KvDigestName = "auto"
+    """How a block's bytes are verified: `xxh3_64` finds damage, `gmac` forgery too; `auto`: `gmac` with peers beyond loopback
+    to which blocks may travel without TLS, else `xxh3_64`."""
     max_local_prefill_tokens: int | None = None
     """Longest uncached prompt that decode prefills itself; default: no limit."""
     run_ahead_share: float = 0.5

@@ -16,7 +16,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.rpc import from_rpc_error
 from pdserve.common.wire import layout_to_wire
 from pdserve.kv_transfer.attach_servicer import MAX_CAUSE_CHARS, TICK_STALLED_S, Heartbeat, TickWatch
-from pdserve.kv_transfer.digest import XXH3_64
+from pdserve.kv_transfer.digest_rule import DigestRule
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer
 from pdserve.kv_transfer.source_transfer import PeerId
 from pdserve.kv_transfer.transfer_state import ReceiverState
@@ -42,6 +42,7 @@ class Receiving:
     """How long the source may take to accept."""
     grace_s: float
     """How long a broken stream is opened again and again."""
+    digests: DigestRule
 
 
 class _Requests:
@@ -157,7 +158,12 @@ async def _one_stream(
                         what = f"the connector {answer.connector[:64]!r}, which was not asked for"
                         transfer.fail(TransferFailed(f"the source chose {what}"))
                         return
-                    transfer.attached(requests, answer.connector, answer.metadata, answer.token)
+                    if answer.digest_algorithm not in opening.digest_algorithms:
+                        what = f"the digest algorithm {answer.digest_algorithm[:64]!r}, which was not asked for"
+                        transfer.fail(TransferFailed(f"the source chose {what}"))
+                        return
+                    digest = receiving.digests.make(answer.digest_algorithm, transfer.source.transfer_id, answer.token)
+                    transfer.attached(requests, answer.connector, answer.metadata, answer.token, digest)
                 case "published":
                     transfer.published(event.published.first_index, event.published.digests, event.published.locations)
                     if event.published.HasField("finished"):
@@ -207,7 +213,7 @@ def _open(transfer: ReceiverTransfer, receiving: Receiving) -> kv_source_pb2.Ope
         receiver=receiver,
         request_digest=transfer.source.request_digest,
         layout=layout_to_wire(receiving.layout),
-        digest_algorithms=[XXH3_64],
+        digest_algorithms=receiving.digests.allowed(transfer.source.address),
         connectors=[name for name in receiving.connectors if name not in transfer.given_up],
         have=transfer.num_landed,
     )

@@ -13,10 +13,11 @@ import grpc
 
 from pdserve.common.errors import LayoutMismatch, PdServeError, TransferFailed
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.peer_host import peer_host
 from pdserve.common.wire import layout_from_wire
 from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.digest import XXH3_64
+from pdserve.kv_transfer.digest_rule import DigestRule
 from pdserve.kv_transfer.source_transfer import PeerId, PublishedRange, SourceResult, SourceTransfer
 from pdserve.kv_transfer.source_transfers import AttachedTooLate, SourceTransfers
 from pdserve.kv_transfer.transfer_state import SourceState
@@ -132,12 +133,14 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         layout: KvLayout,
         epoch: int,
         engine_tick: Callable[[], int],
+        digests: DigestRule,
     ) -> None:
         self._transfers = transfers
         self._connectors = connectors
         self._layout = layout
         self._epoch = epoch
         self._engine_tick = engine_tick
+        self._digests = digests
 
     async def Attach(
         self,
@@ -147,7 +150,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         stream = _EventQueue()
         incoming = aiter(requests)
         try:
-            transfer, connector = await self._open(incoming, stream)
+            transfer, connector = await self._open(incoming, stream, peer_host(context.peer()))
         except PdServeError as error:
             level = logging.DEBUG if isinstance(error, AttachedTooLate) else logging.WARNING
             log.log(level, "an attach was refused: %s", error.message[:MAX_CAUSE_CHARS])
@@ -167,7 +170,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             transfer.detach(stream, "it was closed")
 
     async def _open(
-        self, requests: AsyncIterator[kv_source_pb2.AttachRequest], stream: _EventQueue
+        self, requests: AsyncIterator[kv_source_pb2.AttachRequest], stream: _EventQueue, peer: str
     ) -> tuple[SourceTransfer, BlockConnector]:
         """Check the first message, find its transfer, choose its connector. Raises: PdServeError."""
         try:
@@ -185,8 +188,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             raise TransferFailed("the transfer belongs to another life of this worker")
         if differences := self._layout.differences(layout_from_wire(request.layout)):
             raise LayoutMismatch(f"KV layouts differ (source != receiver): {'; '.join(differences)}")
-        if XXH3_64 not in request.digest_algorithms:
-            raise TransferFailed(f"no common digest algorithm: {XXH3_64} here, {list(request.digest_algorithms)} there")
+        algorithm = self._digests.choose(request.digest_algorithms, peer)
         connector = self._connectors.choose(request.connectors)
         if connector is None:
             here, there = ", ".join(self._connectors.names), ", ".join(request.connectors)
@@ -195,7 +197,18 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         transfer = await self._transfers.attach(
             request.transfer_id, receiver, request.request_digest, stream, request.have
         )
+        self._agree_on_digest(transfer, algorithm, request, stream)
         return transfer, connector
+
+    def _agree_on_digest(
+        self, transfer: SourceTransfer, algorithm: str, request: kv_source_pb2.Open, stream: _EventQueue
+    ) -> None:
+        """What is published already keeps its digests, so the first stream's algorithm stays. Raises: TransferFailed."""
+        if transfer.digest is None:
+            transfer.digest = self._digests.make(algorithm, request.transfer_id, transfer.token)
+        elif transfer.digest.name not in request.digest_algorithms:
+            transfer.detach(stream, "it wants another digest algorithm")
+            raise TransferFailed(f"the transfer's digests are {transfer.digest.name}, which this stream did not offer")
 
     def _alive(self) -> kv_source_pb2.AttachEvent:
         return kv_source_pb2.AttachEvent(alive=kv_source_pb2.Alive(engine_tick=self._engine_tick()))
@@ -204,7 +217,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         transfer.connector_name = connector.name
         accepted = kv_source_pb2.Accepted(
             connector=connector.name,
-            digest_algorithm=XXH3_64,
+            digest_algorithm=transfer.digest.name if transfer.digest is not None else "",
             metadata=connector.metadata,
             token=transfer.token,
         )

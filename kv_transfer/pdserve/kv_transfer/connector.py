@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.common.errors import TransferFailed
+from pdserve.kv_transfer.block_digest import BlockDigest
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class BlockToRead:
     index: int
     """Its place in the transfer, counted in blocks from the start of the prompt."""
     digest: int
-    """`xxh3_64` of its bytes, as the source published it."""
+    """The digest of its bytes, as the source published it."""
     local_block: int
     """Where its bytes go in the receiver's pool."""
     location: int = 0
@@ -108,8 +109,15 @@ class BlockConnector(Protocol):
         Raises: ValueError when the token is already granted.
         """
 
-    def read(self, metadata: bytes, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> BlockRead:
-        """Begin to pull blocks from the peer that `metadata` describes; returns at once.
+    def read(
+        self,
+        metadata: bytes,
+        token: bytes,
+        blocks: Sequence[BlockToRead],
+        listener: ReadListener,
+        digest: BlockDigest,
+    ) -> BlockRead:
+        """Begin to pull blocks from the peer that `metadata` describes; returns at once. digest: how they are verified.
 
         Everything that goes wrong, malformed metadata too, comes through `listener.ended`.
         """

@@ -1,31 +1,27 @@
-"""Digests of a block's bytes in host memory: what a source publishes and a receiver checks."""
+"""Digests of blocks in host memory: what a source publishes and a receiver checks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import xxhash
-
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
 
-XXH3_64 = "xxh3_64"
-"""The algorithm's name, as `Open.digest_algorithms` and `Accepted.digest_algorithm` carry it."""
+
+def block_digests(
+    pool: PoolMemory, blocks: Sequence[int], digest: BlockDigest = XXH3, first_index: int = 0
+) -> list[int]:
+    """The digests of the pool's blocks, in the order given; `blocks[0]` is the block `first_index` of its transfer.
+
+    Raises: IndexError for a number outside the pool.
+    """
+    return [digest.of(pool.block(number), index) for index, number in enumerate(blocks, first_index)]
 
 
-def block_digest(view: memoryview) -> int:
-    """`xxh3_64` of the bytes, as an unsigned 64-bit number. Holds no GIL while it hashes."""
-    return xxhash.xxh3_64_intdigest(view)
-
-
-def block_digests(pool: PoolMemory, blocks: Sequence[int]) -> list[int]:
-    """The digests of the pool's blocks, in the order given. Raises `IndexError` for a number outside the pool."""
-    return [block_digest(pool.block(number)) for number in blocks]
-
-
-def matching(pool: PoolMemory, blocks: Sequence[BlockToRead]) -> list[bool]:
+def matching(pool: PoolMemory, blocks: Sequence[BlockToRead], digest: BlockDigest = XXH3) -> list[bool]:
     """Whether the bytes in each `local_block`, a number within the pool, are those that were published."""
     view, size = pool.view, pool.block_bytes
     return [
-        block_digest(view[block.local_block * size : (block.local_block + 1) * size]) == block.digest
+        digest.of(view[block.local_block * size : (block.local_block + 1) * size], block.index) == block.digest
         for block in blocks
     ]

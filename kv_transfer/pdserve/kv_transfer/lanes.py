@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.common.errors import TransferFailed
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadListener
 from pdserve.kv_transfer.digest import matching
 from pdserve.kv_transfer.read_queue import QueuedRead, ReadQueue, Window
@@ -130,11 +131,13 @@ class PeerLanes:
             self.is_retired = True
             self.queue.changed.notify_all()
 
-    def read(self, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> QueuedRead:
+    def read(
+        self, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener, digest: BlockDigest = XXH3
+    ) -> QueuedRead:
         """Begin a read of at least one block, all within the pool. Not after `close`."""
         with self.queue.changed:
             self.is_retired, self.used_at = False, time.monotonic()
-            read = self.queue.add(token, blocks, listener)
+            read = self.queue.add(token, blocks, listener, digest)
             num_free = sum(lane.is_free for lane in self.lanes)
             room = self.limits.max_lanes - len(self.lanes)
             for _ in range(min(room, self.queue.num_pending - num_free)):
@@ -246,7 +249,7 @@ class _Lane:
         began = time.monotonic()
         try:
             for received in fetching:
-                verdicts += matching(self._lanes.pool, blocks[len(verdicts) : received])
+                verdicts += matching(self._lanes.pool, blocks[len(verdicts) : received], window.read.digest)
             self._queue.pace(window, time.monotonic() - began)
         except TransferFailed as error:
             cause = error

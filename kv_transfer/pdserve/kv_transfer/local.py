@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from pdserve.common.errors import TransferFailed
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.grant_book import GrantBook, Refusal, Sending
@@ -113,9 +114,16 @@ class LocalConnector:
         """As `BlockConnector.grant`."""
         return self._require_started()[1].grants.open(token)
 
-    def read(self, metadata: bytes, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> BlockRead:
+    def read(
+        self,
+        metadata: bytes,
+        token: bytes,
+        blocks: Sequence[BlockToRead],
+        listener: ReadListener,
+        digest: BlockDigest = XXH3,
+    ) -> BlockRead:
         """As `BlockConnector.read`."""
-        return self._require_started()[2].read(lambda: _address(metadata), token, blocks, listener)
+        return self._require_started()[2].read(lambda: _address(metadata), token, blocks, listener, digest)
 
     def close(self) -> None:
         """As `BlockConnector.close`."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.common.errors import ConfigError, TransferFailed
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.grant_book import GrantBook
@@ -137,11 +138,18 @@ class NixlConnector:
         """As `BlockConnector.grant`; it is fenced as soon as it is closed, see the head of this file."""
         return self._require_started().grants.open(token)
 
-    def read(self, metadata: bytes, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> BlockRead:
+    def read(
+        self,
+        metadata: bytes,
+        token: bytes,
+        blocks: Sequence[BlockToRead],
+        listener: ReadListener,
+        digest: BlockDigest = XXH3,
+    ) -> BlockRead:
         """As `BlockConnector.read`."""
         started = self._require_started()
         return started.reads.read(
-            lambda: NixlAddress.from_metadata(metadata, started.address.block_bytes), token, blocks, listener
+            lambda: NixlAddress.from_metadata(metadata, started.address.block_bytes), token, blocks, listener, digest
         )
 
     def close(self) -> None:

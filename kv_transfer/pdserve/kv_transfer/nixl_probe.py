@@ -19,8 +19,8 @@ import msgspec
 
 from pdserve.common.child_answers import ChildAnswers
 from pdserve.common.errors import TransferFailed
+from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
-from pdserve.kv_transfer.digest import block_digest
 from pdserve.kv_transfer.nixl import NixlConnector
 from pdserve.kv_transfer.nixl_agent import why_no_nixl
 from pdserve.kv_transfer.ucx_transports import Ucx, UcxTransport
@@ -117,7 +117,7 @@ def read_source(answers: ChildAnswers) -> None:
     connector = NixlConnector()
     connector.serve(_pool())
     blocks = [
-        BlockToRead(index, block_digest(memoryview(_content(index))), index, index) for index in range(NUM_BLOCKS)
+        BlockToRead(index, XXH3.of(memoryview(_content(index)), index), index, index) for index in range(NUM_BLOCKS)
     ]
     listener = _Listener()
     started = time.monotonic()

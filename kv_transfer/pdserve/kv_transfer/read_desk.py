@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 from pdserve.common.errors import TransferFailed
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, PoolMemory, ReadListener, ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.grant_book import TOKEN_BYTES
@@ -55,7 +56,12 @@ class ReadDesk(Generic[Address]):
         self._peers: dict[Address, PeerLanes] = {}
 
     def read(
-        self, find_address: Callable[[], Address], token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener
+        self,
+        find_address: Callable[[], Address],
+        token: bytes,
+        blocks: Sequence[BlockToRead],
+        listener: ReadListener,
+        digest: BlockDigest = XXH3,
     ) -> BlockRead:
         """As `BlockConnector.read`. find_address: reads the peer's metadata, or raises TransferFailed."""
         try:
@@ -70,7 +76,7 @@ class ReadDesk(Generic[Address]):
                 return self._ended(listener, ReadOutcome.CANCELLED)
             lanes = self._lanes(address)
             self._trim(lanes)
-            return lanes.read(token, tuple(blocks), listener)
+            return lanes.read(token, tuple(blocks), listener, digest)
 
     def retire(self, address: Address) -> None:
         """Keep nothing for this peer that has nothing to do; a read that comes later begins anew. Returns at once."""

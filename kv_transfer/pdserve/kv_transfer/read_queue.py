@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.common.errors import InternalError, TransferFailed
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOutcome
 from pdserve.kv_transfer.event_thread import run_guarded
 
@@ -58,11 +59,19 @@ class Window:
 class QueuedRead:
     """A `BlockRead` of a `ReadQueue`. Its fields change under the queue's lock only."""
 
-    def __init__(self, queue: ReadQueue, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> None:
+    def __init__(
+        self,
+        queue: ReadQueue,
+        token: bytes,
+        blocks: Sequence[BlockToRead],
+        listener: ReadListener,
+        digest: BlockDigest,
+    ) -> None:
         self._queue = queue
         self.token = token
         self.blocks = blocks
         self.listener = listener
+        self.digest = digest
         self.state = ReadState.READING
         self.outcome = ReadOutcome.DONE
         self.cause: TransferFailed | None = None
@@ -118,9 +127,11 @@ class ReadQueue:
         """Reads that have not ended. Asked under the lock."""
         return len(self._reads)
 
-    def add(self, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> QueuedRead:
+    def add(
+        self, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener, digest: BlockDigest = XXH3
+    ) -> QueuedRead:
         """Begin a read of at least one block. Called under the lock."""
-        read = QueuedRead(self, token, blocks, listener)
+        read = QueuedRead(self, token, blocks, listener, digest)
         read.pending.extend(_successive(read))
         self._reads.add(read)
         self._turns.append(read)

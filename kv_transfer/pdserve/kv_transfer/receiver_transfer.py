@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.common.errors import DigestMismatch, PdServeError, TransferFailed
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.transfer_state import RECEIVER_MOVES, ReceiverState, has_ended, move
@@ -88,6 +89,7 @@ class ReceiverTransfer:
         self._stream: ControlStream | None = None
         self._metadata = b""
         self._token = b""
+        self._digest: BlockDigest = XXH3
         self._first_index = 0
         self._local_blocks: tuple[int, ...] | None = None
         self._landed: list[bool] = []
@@ -163,8 +165,10 @@ class ReceiverTransfer:
 
     # ---- the control stream
 
-    def attached(self, stream: ControlStream, connector: str, metadata: bytes, token: bytes) -> None:
-        """The source has accepted, for the first time or again after a break, and has chosen the connector."""
+    def attached(
+        self, stream: ControlStream, connector: str, metadata: bytes, token: bytes, digest: BlockDigest
+    ) -> None:
+        """The source has accepted, for the first time or again after a break, and has chosen connector and digest."""
         if self.is_ending:
             stream.close()
             return
@@ -182,6 +186,7 @@ class ReceiverTransfer:
         if not self._falls_back or self.wants_attach:
             self._connector, self._falls_back = chosen, False
         self._stream, self._metadata, self._token = stream, metadata, token
+        self._digest = digest
         self._connectors.reached(self.source.worker_id, self.source.epoch, connector, metadata)
         if self.state is ReceiverState.ATTACHING:
             self.state = move(RECEIVER_MOVES, self.state, ReceiverState.ATTACHED)
@@ -220,7 +225,7 @@ class ReceiverTransfer:
             number = self._num_reads
             self._num_reads += 1
             listener = _ReadToLoop(self, number, [block.index - self._first_index for block in blocks])
-            self._reads[number] = self._connector.read(self._metadata, self._token, blocks, listener)
+            self._reads[number] = self._connector.read(self._metadata, self._token, blocks, listener, self._digest)
 
     def finished(self, num_tokens: int, request_digest: bytes, token_ids: tuple[int, ...]) -> None:
         """The source is done."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.common.errors import PdServeError, TransferFailed
+from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import Grant
 from pdserve.kv_transfer.connector_set import Granting
 from pdserve.kv_transfer.transfer_state import SOURCE_MOVES, SourceState, has_ended, move
@@ -54,6 +55,8 @@ class ExpectedTransfer:
     receiver: PeerId
     request_digest: bytes
     lease_s: float
+    num_blocks: int
+    """Blocks of the request's prompt, the last of which may be partial: nobody can want one beyond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,8 @@ class SourceTransfer:
         self.num_landed = 0
         self.connector_name = ""
         """What the receiver was told to use, the last if there were several."""
+        self.digest: BlockDigest | None = None
+        """How its blocks are digested; agreed upon with the first stream, and kept."""
         self.began_at = time.monotonic()
         self._limits = limits
         self._events = events
@@ -165,8 +170,17 @@ class SourceTransfer:
             )
 
     def want(self, first_index: int, num_blocks: int) -> None:
-        """The receiver has room for these. A repeated or changed wish is dropped: the first one stands."""
+        """The receiver has room for these. A repeated or changed wish is dropped: the first one stands.
+
+        One that goes beyond the prompt ends the transfer: no block that it names would ever come.
+        """
         if self._wanted is None and not self.has_ended:
+            if first_index + num_blocks > self.expected.num_blocks:
+                limit = f"together at most {self.expected.num_blocks}, the prompt's blocks, are possible"
+                self.fail(
+                    TransferFailed(f"Want.first_index is {first_index}, Want.num_blocks is {num_blocks}: {limit}")
+                )
+                return
             self._wanted = (first_index, num_blocks)
             self._events.wanted(self, first_index)
             self._complete_if_done()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.lanes import LaneLimits, ReadCounters
@@ -74,9 +75,16 @@ class TcpConnector:
         """As `BlockConnector.grant`."""
         return self._source.grant(token)
 
-    def read(self, metadata: bytes, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener) -> BlockRead:
+    def read(
+        self,
+        metadata: bytes,
+        token: bytes,
+        blocks: Sequence[BlockToRead],
+        listener: ReadListener,
+        digest: BlockDigest = XXH3,
+    ) -> BlockRead:
         """As `BlockConnector.read`."""
-        return self._reads.read(lambda: TcpAddress.from_metadata(metadata), token, blocks, listener)
+        return self._reads.read(lambda: TcpAddress.from_metadata(metadata), token, blocks, listener, digest)
 
     def close(self) -> None:
         """As `BlockConnector.close`. May take `connect_timeout_s` when a connection is just being made, and as long again

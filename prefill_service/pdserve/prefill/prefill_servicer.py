@@ -118,6 +118,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             receiver=PeerId(request.receiver.worker_id, request.receiver.epoch),
             request_digest=prepared.request_digest,
             lease_s=prepared.remaining_s,
+            num_blocks=-(-len(prepared.given_token_ids) // self._worker.settings.block_size),
         )
         transfer = self._worker.transfers.expect(expected)
         self._worker.adapter.source(engine_request, transfer)

@@ -15,7 +15,7 @@ import grpc
 import msgspec
 
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
-from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
+from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
 from pdserve.engine.block_pool import BlockHold
 from pdserve.engine.output_stream import engine_error
 from pdserve.engine.remote_kv import (
@@ -32,6 +32,7 @@ from pdserve.engine.remote_kv import (
     Want,
 )
 from pdserve.kv_transfer.attach_client import Receiving, attach
+from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.digest import block_digests
@@ -231,8 +232,12 @@ class SeamAdapter:
             self._return(message.request_id, [message.hold])
             return
         source.holds.append(message.hold)
+        if (digest := source.transfer.digest) is None:
+            # nothing is published before Want, which comes over a stream
+            source.transfer.fail(InternalError("blocks are settled before a stream has agreed on their digest"))
+            return
         if self._staged is None and len(message.hold) * self._pool.block_bytes <= DIGEST_HERE_BYTES:
-            source.transfer.settled(message.first_index, message.hold.block_ids, self._digest(message))
+            source.transfer.settled(message.first_index, message.hold.block_ids, self._digest(message, digest))
             return
 
         def publish(done: asyncio.Future[list[int]]) -> None:
@@ -243,13 +248,13 @@ class SeamAdapter:
             else:
                 source.transfer.settled(message.first_index, message.hold.block_ids, done.result())
 
-        self._loop.run_in_executor(self._block_work, self._digest, message).add_done_callback(publish)
+        self._loop.run_in_executor(self._block_work, self._digest, message, digest).add_done_callback(publish)
 
-    def _digest(self, message: Settled) -> list[int]:
+    def _digest(self, message: Settled, digest: BlockDigest) -> list[int]:
         """Bring blocks to where connectors read them, and digest them there; in the block thread where that takes long."""
         if self._staged is not None:
             self._staged.to_host(message.hold.block_ids, message.device_event)
-        return block_digests(self._pool, message.hold.block_ids)
+        return block_digests(self._pool, message.hold.block_ids, digest, message.first_index)
 
     # ---- receiver
 

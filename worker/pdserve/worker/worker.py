@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.derived_key import DeploymentKey
+from pdserve.common.derived_key import DATA_PLANE, DeploymentKey
 from pdserve.common.errors import Draining
 from pdserve.common.first_done import first_done
 from pdserve.common.host_address import host_and_port
@@ -31,6 +31,7 @@ from pdserve.engine.logits_processors import LogitsProcessors
 from pdserve.kv_transfer.attach_client import Receiving
 from pdserve.kv_transfer.attach_servicer import AttachServicer
 from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.kv_transfer.digest_rule import DigestRule
 from pdserve.kv_transfer.source_transfer import LeaseLimits, PeerId
 from pdserve.kv_transfer.source_transfers import SourceTransfers
 from pdserve.kv_transfer.staged_pool import StagedPool, host_memory
@@ -81,6 +82,11 @@ class Worker:
         staged = None if model.kv_cache.is_cpu else StagedPool(model.kv_cache)
         pool = host_memory(model.kv_cache) if staged is None else staged.memory
         connectors.serve(pool)
+        self.digests = DigestRule(
+            settings.kv_digest,
+            lambda context: deployment_key.derive(DATA_PLANE, context),
+            clear=tls is None or any(name != "tcp" for name in connectors.names),
+        )
         self.adapter = SeamAdapter(connectors, pool, staged)
         self.hasher = BlockHasher(deployment_key, settings.block_size)
         core = EngineCore(
@@ -140,7 +146,12 @@ class Worker:
         """Add `KvSourceService`, for roles whose blocks others read; returns its name."""
         self._is_source = True
         servicer = AttachServicer(
-            self.transfers, self.connectors, self.model.layout, self.identity.peer.epoch, lambda: self.engine.tick
+            self.transfers,
+            self.connectors,
+            self.model.layout,
+            self.identity.peer.epoch,
+            lambda: self.engine.tick,
+            self.digests,
         )
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         return "pdserve.v1.KvSourceService"
@@ -160,6 +171,7 @@ class Worker:
             engine_tick=lambda: self.engine.tick,
             attach_timeout_s=self.settings.attach_timeout_s,
             grace_s=self.settings.lease_grace_s,
+            digests=self.digests,
         )
 
     async def start(self) -> None:
