@@ -54,7 +54,12 @@ REFUSED = [
         400,
         "leave no token for output position 0",
     ),
-    ([{"name": "broken", "args": {"how": "raise"}}], {}, 500, "failed: RuntimeError: this rule has a bug"),
+    (
+        [{"name": "broken", "args": {"how": "raise"}}],
+        {},
+        500,
+        "failed with RuntimeError; the worker's log has the traceback",
+    ),
     ([{"name": "broken", "args": {"how": "nan", "at": 2}}], {}, 500, "made a logit that is no number"),
 ]
 """Processors, other fields, status, a part of the message; through prefill at position 0, through decode later."""

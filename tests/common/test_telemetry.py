@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from otlp_receiver import otlp_receiver
 
-from pdserve.common.errors import ConfigError, TransferFailed
+from pdserve.common.errors import ConfigError, InvalidRequest, TransferFailed
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.settings import describe, load_settings
 from pdserve.common.span_export import SHUTDOWN_TIMEOUT_S, SpanExport
@@ -163,6 +163,15 @@ def test_spans_with_events_status_and_the_callers_trace() -> None:
     assert work.status.description == "transfer_failed: the wire broke"
     assert request.status.is_unset
     assert child.headers["tracestate"] == "a=b"
+
+
+def test_the_status_of_a_bad_request_repeats_nothing_that_the_client_sent() -> None:
+    kept = KeptSpans()
+    tracing, _ = tracing_into(kept)
+    for field in ("messages", None):
+        tracing.root("request", CALLER, 1000, {}).end(1500, error=InvalidRequest("the secret of the client", field))
+    tracing.close()
+    assert [span.status.description for span in kept.spans] == ["invalid_request: messages", "invalid_request: "]
 
 
 def test_a_trace_that_is_not_sampled_goes_on_as_such() -> None:

@@ -302,7 +302,9 @@ def test_plug_ins(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch)
     assert same == other
     with pytest.raises(InvalidRequest, match="loaded here: ban, broken, only"):
         ask(llm, TEXT, greedy(logits_processors=[{"name": "nobody"}]))
-    with pytest.raises(InternalError, match="logits processor 'broken' failed: RuntimeError: this rule has a bug"):
+    with pytest.raises(
+        InternalError, match="logits processor 'broken' failed with RuntimeError; the worker's log has the traceback"
+    ):
         ask(llm, TEXT, greedy(logits_processors=[{"name": "broken", "args": {"how": "raise"}}]))
 
 

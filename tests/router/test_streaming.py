@@ -81,8 +81,9 @@ async def test_an_error_in_mid_stream_is_an_event_and_there_is_no_done(cluster, 
     received = await cluster.streamed(go_on.set, path, **PATHS[path])
     *chunks, last = events(received)
     assert "[DONE]" not in received
+    request_id = json.loads(chunks[0])["id"].partition("-")[2]
     assert json.loads(last)["error"] == {
-        "message": "the engine broke",
+        "message": f"internal error; the router's log has the details under request {request_id}",
         "type": "server_error",
         "param": None,
         "code": "internal_error",

@@ -19,6 +19,7 @@
       NeedsPrefill            decode asks for a prefill worker first
       Draining                the worker is leaving
       InternalError           a bug of ours
+        LogitsProcessorFailed a bug of a plug-in that the request named
       ConfigError             settings, a model folder or a port that cannot be used; raised before serving
         UnsupportedModel
 
@@ -27,7 +28,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import grpc
 
@@ -39,6 +40,13 @@ class PdServeError(Exception):
     grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
+    is_for_clients: bool = False
+    """The message was written for clients: it names no address, worker or connection. Not sent between services."""
+
+    def for_clients(self) -> Self:
+        """Mark the message as fit for clients. Returns the error itself."""
+        self.is_for_clients = True
+        return self
 
     @property
     def message(self) -> str:
@@ -201,6 +209,12 @@ class Draining(PdServeError):
 
 class InternalError(PdServeError):
     """A bug of ours; the log has the traceback."""
+
+
+class LogitsProcessorFailed(InternalError):
+    """A plug-in raised, or made a NaN, on a row of this request; the worker's log has the traceback."""
+
+    code = "logits_processor_failed"
 
 
 class ConfigError(PdServeError):

@@ -34,7 +34,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from pdserve.common.errors import PdServeError
+from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.common.service_settings import SamplerName
 from pdserve.common.trace_headers import TRACEPARENT, TRACESTATE, valid_trace_headers
 
@@ -107,8 +107,13 @@ class OpenSpan:
                 span.add_event(event.name, event.attributes, event.unix_ns)
             if error is not None:
                 span.set_attribute("error.type", error.code)
-                span.set_status(Status(StatusCode.ERROR, f"{error.code}: {error.message}"))
+                span.set_status(Status(StatusCode.ERROR, _status_text(error)))
         span.end(end_unix_ns)
+
+
+def _status_text(error: PdServeError) -> str:
+    """Of a bad request only its field: the message repeats what the client sent."""
+    return f"{error.code}: {(error.field or '') if isinstance(error, InvalidRequest) else error.message}"
 
 
 class Tracing:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.common.errors import InternalError
+from pdserve.common.errors import InternalError, LogitsProcessorFailed
 from pdserve.common.sampling_params import NamedLogitsProcessor
 from pdserve.engine.logits_processors import LogitsProcessor, LogitsProcessors, LogitsRow
 
@@ -45,12 +45,14 @@ class PluginTurn:
                     PluginTurn(self.name, self.processor, [place], [row]).run(logits, failed)
                 return
             log.exception("logits processor %s failed", self.name)
-            failed[places[0]] = InternalError(f"logits processor {self.name!r} failed: {type(error).__name__}: {error}")
+            failed[places[0]] = LogitsProcessorFailed(
+                f"logits processor {self.name!r} failed with {type(error).__name__}; the worker's log has the traceback"
+            )
             return
         after.masked_fill_(before.isneginf(), -torch.inf)
         broken = after.isnan().any(-1).cpu().numpy()
         for place in np.array(places)[broken].tolist():
-            failed[place] = InternalError(f"logits processor {self.name!r} made a logit that is no number")
+            failed[place] = LogitsProcessorFailed(f"logits processor {self.name!r} made a logit that is no number")
         logits[index] = torch.where(after.isnan(), before, after)
 
 

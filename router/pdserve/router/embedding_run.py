@@ -11,6 +11,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.attempt_failure import AttemptFailed, backoff_s
+from pdserve.router.client_error import as_client_sees
 from pdserve.router.embed_leg import Embedded, embed
 from pdserve.router.legs import LegFailed
 from pdserve.router.placement import WorkerKey
@@ -64,7 +65,7 @@ class EmbeddingRun:
             log.exception("request %s failed in the router", self.request_id)
             error = InternalError("internal error; the router's log has the details")
         self._record.error = error
-        raise error
+        raise as_client_sees(error, self.request_id)
 
     async def _serve(self) -> list[float]:
         token_ids = await self._services.preparation.tokenize(self._request, Limits.of(self._workers()))
@@ -187,4 +188,4 @@ class EmbeddingRun:
         return WorkerLost(
             f"embeddings are computed by prefill workers, and none could serve this: "
             f"{self._services.fleet.describe(WorkerRole.PREFILL)}"
-        )
+        ).for_clients()

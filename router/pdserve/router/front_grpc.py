@@ -71,7 +71,8 @@ class InferenceServicer(EmbedServicer):
         with refusals():
             metadata = metadata_of(context)
             client = await self._client(context)
-        session, session_id = StreamingSession(), uuid.uuid4().hex
+        session_id = uuid.uuid4().hex
+        session = StreamingSession(session_id)
         turns: list[Generation] = []
 
         def cancel(_: object) -> None:

@@ -40,7 +40,8 @@ class PoisonList:
         if left <= 0 or not holds():
             del self._entries[request_digest]
             return
-        raise WorkerLost(f"workers died while they served this prompt; it is refused for another {left:.0f} s")
+        text = f"workers died while they served this prompt; it is refused for another {left:.0f} s"
+        raise WorkerLost(text).for_clients()
 
 
 class Casualties:
@@ -71,9 +72,8 @@ class Casualties:
             self._admitted.add(failure.blamed.key)
         if self._are_too_many():
             self._poison.add(prompt_digest, self._are_too_many)
-            raise WorkerLost(
-                f"{len(self._dead)} workers died while they served this request; last: {failure.error.message}"
-            ) from failure
+            text = f"{len(self._dead)} workers died while they served this request"
+            raise WorkerLost(text).for_clients() from failure
 
     @property
     def _dead(self) -> set[WorkerKey]:

@@ -23,6 +23,7 @@ from pdserve.common.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.attempt import Attempt
 from pdserve.router.attempt_failure import AttemptFailed, PrefillNeeded, backoff_s
+from pdserve.router.client_error import as_client_sees
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.legs import Outputs, PromptLogprobs
 from pdserve.router.placement import Wish, WorkerKey
@@ -114,7 +115,7 @@ class RequestRun:
 
     def _fail(self, error: PdServeError) -> None:
         self._record.error = error
-        self._stream.fail(error)
+        self._stream.fail(as_client_sees(error, self.request_id))
 
     def _in_the_clients_words(self, error: PdServeError) -> PdServeError:
         """Workers know the form of an output as `structured_outputs`, by whatever field it was asked for."""
@@ -353,7 +354,7 @@ class RequestRun:
     def _no_worker(self) -> WorkerLost:
         roles = "; ".join(self._services.fleet.describe(role) for role in WorkerRole)
         never = ", and local_prefill is never" if self._services.settings.local_prefill == "never" else ""
-        return WorkerLost(f"no worker could serve this within {WAIT_FOR_WORKER_S:g} s: {roles}{never}")
+        return WorkerLost(f"no worker could serve this within {WAIT_FOR_WORKER_S:g} s: {roles}{never}").for_clients()
 
     def _hashed(
         self, request: TokenizedRequest, layout: KvLayout, resume: ResumeState | None = None

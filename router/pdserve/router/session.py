@@ -14,6 +14,7 @@ from pdserve.common import timeline as moments
 from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import InternalError, PdServeError, WorkerLost
 from pdserve.common.timeline import now_unix_ns
+from pdserve.router.client_error import as_client_sees
 from pdserve.router.legs import Admitted, DecodeLegEvent, LegFailed, Outputs, SessionLeg
 from pdserve.router.placement import Placement, Wish
 from pdserve.router.preparation import TokenizedRequest
@@ -25,7 +26,9 @@ from pdserve.text.output_processor import OutputProcessor
 class StreamingSession:
     """Lives as long as the client's call; `close` it. No turn may begin before the last one has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, session_id: str = "") -> None:
+        """session_id: for the log."""
+        self._session_id = session_id
         self.token_ids: list[int] = []
         """Everything so far, prompts and answers."""
         self.worker: Worker | None = None
@@ -58,9 +61,12 @@ class StreamingSession:
         return event
 
     async def ended(self) -> None:
-        """Between turns: waits for the worker to end the session. Raises: why it did."""
-        while True:
-            await self.next()
+        """Between turns: wait for the worker to end the session. Raises: why it did, as the client sees it."""
+        try:
+            while True:
+                await self.next()
+        except PdServeError as error:
+            raise as_client_sees(error, self._session_id) from None
 
     def close(self) -> None:
         """End the call at both ends."""
