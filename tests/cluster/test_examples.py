@@ -120,6 +120,15 @@ def test_up_once_answers_and_ends() -> None:
     assert {"prefill", "kv transfer", "decode"} <= phases(lines)
 
 
+def test_up_takes_a_file_with_settings_and_secrets(tmp_path: Path) -> None:
+    file = tmp_path / "up.toml"
+    file.write_text(
+        'deployment_key = "a secret of many characters"\n[router]\nport = 0\ngrpc_port = 0\n'
+        'api_keys = ["a-key-of-many-characters"]\n[decode]\nnum_blocks = 99\n'
+    )
+    assert ANSWER in output_of(*PDSERVE, "up", "--once", "--config", str(file)).splitlines()
+
+
 def phases(lines: list[str]) -> set[str]:
     """Names in the first column of the timeline, those with a time in the second."""
     return {match[1] for line in lines if (match := re.match(r"([a-z ]+?) +\d+\.\d\d\b", line))}

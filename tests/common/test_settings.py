@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdserve.common.deployment_key import DEVELOPMENT_KEY, is_loopback
 from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import ConfigError
 from pdserve.common.router_settings import RouterSettings
-from pdserve.common.settings import describe, load_settings
+from pdserve.common.settings import SECRETS, describe, load_settings
 from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 
 SECRET = "a secret of many characters"
@@ -124,6 +126,14 @@ def test_listening_beyond_loopback_needs_to_be_said() -> None:
     with pytest.raises(ConfigError, match="--insecure"):
         load_settings(PrefillSettings, flags={"host": "0.0.0.0"}, environ={})
     load_settings(PrefillSettings, flags={"host": "0.0.0.0", "insecure": True}, environ={})
+
+
+def test_every_text_setting_that_sounds_like_a_secret_is_treated_as_one() -> None:
+    for kind in (RouterSettings, PrefillSettings, DecodeSettings):
+        fields = [field for field in msgspec.structs.fields(kind) if "str" in str(field.type)]
+        sounding = {field.name for field in fields if re.search(r"key|secret|password|token|header", field.name)}
+        assert {name for name in sounding if not name.endswith("_file")} <= set(SECRETS)
+        assert "deployment_key" in sounding
 
 
 def test_secrets_are_not_in_the_log_line() -> None:

@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from otlp_receiver import otlp_receiver
 
 from pdserve.common.errors import ConfigError, InvalidRequest, TransferFailed
+from pdserve.common.masked_url import masked_url
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.settings import describe, load_settings
 from pdserve.common.span_export import SHUTDOWN_TIMEOUT_S, SpanExport
@@ -80,8 +81,49 @@ def test_the_url_decides_the_protocol(url: str, protocol: str | None, expected: 
     ],
 )
 def test_a_url_that_cannot_be_used_is_named(url: str, protocol: str | None) -> None:
-    with pytest.raises(ConfigError, match="otlp is"):
+    with pytest.raises(ConfigError, match=r"otlp (has|begins)"):
         parse_endpoint(url, protocol)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "grpc", "grpcs", "ftp", "http://[::1", "x"])
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf", None])
+def test_a_password_in_the_url_stands_in_no_text(scheme: str, protocol: str | None) -> None:
+    url = f"{scheme}://someone:s3cr3t@host:4318/path?token=t0k3n#fr4g"
+    try:
+        texts = [str(parse_endpoint(url, protocol))]
+    except ConfigError as error:
+        texts = [error.message]
+    texts += [masked_url(url), masked_url(url.replace("://", ":")), describe(RouterSettings(otlp=url))]
+    for text in texts:
+        assert not any(part in text for part in ("s3cr3t", "someone", "t0k3n", "fr4g"))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://host:4318/path", "http://host:4318/path"),
+        ("https://user@[::1]:1", "https://***@[::1]:1"),
+        ("grpc://host?x=1", "grpc://host?***"),
+        ("host:4317", "***"),
+        ("http://host:port", "***"),
+    ],
+)
+def test_what_is_shown_of_a_url(url: str, shown: str) -> None:
+    assert masked_url(url) == shown
+
+
+def test_neither_the_log_nor_a_failing_export_shows_the_password(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        settings = RouterSettings(otlp=f"http://someone:s3cr3t@127.0.0.1:{silent.getsockname()[1]}/?token=t0k3n")
+        telemetry = make_telemetry(settings, "router", "one")
+        assert telemetry is not None
+        telemetry.tracing.root("request", CALLER, 1000, {}).end(1500)
+        telemetry.tracing.close()
+    assert "spans go to http://***@127.0.0.1:" in caplog.text
+    assert "spans cannot be exported to http://***@127.0.0.1:" in caplog.text
+    assert not any(part in caplog.text for part in ("s3cr3t", "someone", "t0k3n"))
 
 
 def test_pairs_are_decoded_and_never_shown() -> None:

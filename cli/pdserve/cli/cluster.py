@@ -20,7 +20,7 @@ from pdserve.cli.worker_child import ChildPlan, WorkerChild
 from pdserve.common.deployment_key import new_deployment_key, resolve_deployment_key
 from pdserve.common.errors import ConfigError
 from pdserve.common.router_settings import RouterSettings
-from pdserve.common.settings import load_settings
+from pdserve.common.settings import ENV_PREFIX, from_toml, load_settings
 from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.router.service import run_router
 
@@ -45,6 +45,8 @@ class ClusterPlan:
     """Of the workers of each role, beside what `child_plans` gives them."""
     quiet_children: bool = True
     redis: str | None = None
+    config: Path | None = None
+    """TOML file with settings, for every service."""
 
 
 @dataclass(slots=True)
@@ -77,10 +79,12 @@ WhenReady = Callable[[Addresses], Awaitable[bool]]
 
 async def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady) -> None:
     """Start everything, call `when_ready`, serve until SIGINT or SIGTERM, drain. Raises: ConfigError."""
-    if load_settings(RouterSettings, flags=plan.router_flags).front_tls_cert_file is not None:
+    given = load_settings(RouterSettings, flags=plan.router_flags, toml=plan.config)
+    if given.front_tls_cert_file is not None:
         raise ConfigError("front_tls_cert_file is for `pdserve router`: `up` asks its own front ends, in the clear")
-    key = os.environ.get("PDSERVE_DEPLOYMENT_KEY", new_deployment_key())
-    resolve_deployment_key(key, None, [])
+    key = new_deployment_key() if given.deployment_key is None else given.deployment_key
+    key_file = None if given.deployment_key_file is None else Path(given.deployment_key_file)
+    resolve_deployment_key(key, key_file, [])
     workers = [WorkerChild(child, lambda name, load: None) for child in child_plans(plan, key)]
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -97,7 +101,7 @@ async def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady
         decode = [worker.address for worker in workers if worker.plan.role == "decode"]
         flags = plan.router_flags | {"model": plan.model, "prefill": prefill, "decode": decode, "deployment_key": key}
         flags["redis"] = plan.redis
-        settings = load_settings(RouterSettings, flags=flags)
+        settings = load_settings(RouterSettings, flags=flags, toml=plan.config)
         api_key = settings.api_keys[0] if settings.api_keys else os.environ.get("PDSERVE_API_KEY")
         addresses = Addresses("", "", prefill, decode, api_key)
         await _route(settings, plan.folder, addresses, when_ready, leave)
@@ -159,7 +163,10 @@ async def _until(leave: asyncio.Event, work: asyncio.Future[list[None]]) -> None
 
 
 def child_plans(plan: ClusterPlan, key: str) -> list[ChildPlan]:
-    """One plan a worker: a core of its own for each, when there are enough."""
+    """One plan per worker: a core of its own for each, when there are enough. key: the deployment's.
+
+    Settings go into the child's environment: any may be a secret, and every user of a machine can read command lines.
+    """
     names = [("prefill", i) for i in range(plan.num_prefill)] + [("decode", i) for i in range(plan.num_decode)]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     threads = max(1, len(cores) // len(names))
@@ -167,18 +174,21 @@ def child_plans(plan: ClusterPlan, key: str) -> list[ChildPlan]:
     pin = len(cores) >= max(MIN_CORES_FOR_PINNING, len(names)) and cores[-1] - cores[0] == len(cores) - 1
     plans = []
     for place, (role, index) in enumerate(names):
-        flags = ["--model", plan.model, "--worker-id", f"{role}-{index}", "--set", f"num_threads={threads}"]
+        settings: dict[str, object] = {"num_threads": threads}
         if pin:
-            flags += ["--set", f"cpu_core={cores[0] + place * threads}"]
+            settings["cpu_core"] = cores[0] + place * threads
         if plan.quiet_children:
-            flags += ["--set", "log_level=warning"]
-        for name, value in plan.worker_settings.get(role, {}).items():
-            flags += ["--set", f"{name}={value}"]
-        environ = os.environ | {"PDSERVE_DEPLOYMENT_KEY": key}
+            settings["log_level"] = "warning"
+        in_file = from_toml(PrefillSettings if role == "prefill" else DecodeSettings, plan.config)
+        # the environment counts more than the file, so what `up` chooses by itself stands back where the file chose
+        settings = {name: value for name, value in settings.items() if name not in in_file}
+        settings |= {"model": plan.model, "worker_id": f"{role}-{index}", "deployment_key": key}
         if plan.redis is not None:
-            # it may hold a password, which has no place in a list of processes
-            environ["PDSERVE_REDIS"] = plan.redis
-        plans.append(ChildPlan(role, f"{role}-{index}", tuple(flags), environ))
+            settings["redis"] = plan.redis
+        settings |= plan.worker_settings.get(role, {})
+        environ = os.environ | {f"{ENV_PREFIX}{name.upper()}": str(value) for name, value in settings.items()}
+        flags = () if plan.config is None else ("--config", str(plan.config))
+        plans.append(ChildPlan(role, f"{role}-{index}", flags, environ))
     return plans
 
 

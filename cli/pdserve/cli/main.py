@@ -80,9 +80,10 @@ def up(
     local_prefill: LocalPrefill = None,
     policy: Policy = None,
     otlp: Otlp = None,
-    port: Annotated[int, typer.Option(help="OpenAI HTTP port.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 50051,
+    port: Annotated[int | None, typer.Option(help="OpenAI HTTP port; default: 8000.", show_default=False)] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; default: 50051.", show_default=False)] = None,
     redis: RedisUrl = None,
+    config: Config = None,
     ask: Annotated[str, typer.Option(help="Asked once when ready; empty asks nothing.")] = SAMPLE_QUESTION,
     once: Annotated[bool, typer.Option("--once", help="Stop after the question was answered.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the workers' INFO lines.")] = False,
@@ -94,12 +95,14 @@ def up(
     from pdserve.cli.cluster import ClusterPlan, run_cluster, settings_by_role
     from pdserve.cli.greeting import Greeting
     from pdserve.cli.service_commands import parse_assignments
+    from pdserve.cli.visible_secrets import warn_of_secrets
     from pdserve.common.logging_setup import configure_logging
-    from pdserve.models.model_folder import DEMO, model_folder
+    from pdserve.common.router_settings import RouterSettings
+    from pdserve.common.settings import load_settings
+    from pdserve.models.model_folder import model_folder
 
     configure_logging("router", "info" if verbose else "warning")
     console = Console()
-    name = model or DEMO
     of_workers = {"connector": connector, "otlp": otlp}
     router_flags: dict[str, object] = {
         "port": port, "grpc_port": grpc_port, "local_prefill": local_prefill, "policy": policy, "otlp": otlp,
@@ -107,8 +110,10 @@ def up(
     assignments = parse_assignments(set_ or [])
     assigned = assignments.pop("redis", None)
     redis = redis or assigned
+    warn_of_secrets(assignments | {"redis": redis, "otlp": otlp})
     by_role = settings_by_role(assignments)
     router_flags |= by_role.pop("router")
+    name = model or load_settings(RouterSettings, flags=router_flags, toml=config).model
     given = {name: value for name, value in of_workers.items() if value}
     plan = ClusterPlan(
         model=name,
@@ -119,6 +124,7 @@ def up(
         worker_settings={role: settings | given for role, settings in by_role.items()},
         quiet_children=not verbose,
         redis=redis,
+        config=config,
     )
     greeting = Greeting(console, ask, once, DEFAULT_URL)
     asyncio.run(run_cluster(plan, console, greeting))
@@ -146,6 +152,7 @@ def router(
 ) -> None:
     """One router: OpenAI HTTP and gRPC for clients, in front of any number of workers."""
     from pdserve.cli.service_commands import parse_assignments, serve_router
+    from pdserve.cli.visible_secrets import warn_of_secrets
 
     flags = {
         "prefill": prefill, "decode": decode, "model": model, "host": host, "port": port, "grpc_port": grpc_port,
@@ -153,17 +160,21 @@ def router(
         "no_auth": no_auth, "deployment_key_file": deployment_key_file,
     }  # fmt: skip
     given = {name: value for name, value in flags.items() if value is not None}
-    serve_router(parse_assignments(set_ or []) | given, config)
+    given = parse_assignments(set_ or []) | given
+    warn_of_secrets(given)
+    serve_router(given, config)
 
 
 def _worker(role: Literal["prefill", "decode"], set_: list[str] | None, config: Path | None, **flags: Any) -> None:
     from pdserve.cli.service_commands import parse_assignments, serve_worker
+    from pdserve.cli.visible_secrets import warn_of_secrets
     from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 
     report_fd, lifeline_fd = flags.pop("report_fd"), flags.pop("lifeline_fd")
     kind = PrefillSettings if role == "prefill" else DecodeSettings
-    given = {name: value for name, value in flags.items() if value is not None}
-    if not serve_worker(kind, parse_assignments(set_ or []) | given, config, report_fd, lifeline_fd):
+    given = parse_assignments(set_ or []) | {name: value for name, value in flags.items() if value is not None}
+    warn_of_secrets(given)
+    if not serve_worker(kind, given, config, report_fd, lifeline_fd):
         raise typer.Exit(EXIT_FAILED)
 
 

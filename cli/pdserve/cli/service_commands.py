@@ -27,7 +27,8 @@ def parse_assignments(assignments: list[str]) -> dict[str, str]:
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals or not name:
-            raise ValueError(f"--set {assignment!r}: name=value is needed")
+            # of a text without a name only its length: it may be a secret
+            raise ValueError(f"--set with {len(assignment)} characters: name=value is needed")
         values[name.replace("-", "_")] = value
     return values
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.masked_url import masked_url
 from pdserve.common.redis_url import parse_redis_url
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.service_settings import ServiceSettings
@@ -38,7 +39,8 @@ CLIENT_VARIABLES = ("api_key",)
 _LISTS = ("prefill", "decode", "api_keys", "shared_prefix_cache", "logits_processors")
 _NO_BLANKS = ("api_keys",)
 """Lists in which a blank entry is an error, and not left out: a key that is missing must not read as one key fewer."""
-_SECRETS = ("deployment_key", "api_keys", "otlp_headers")
+SECRETS = ("deployment_key", "api_keys", "otlp_headers")
+"""Never logged, never in a child's command line. URLs with a password in them (`redis`, `otlp`) are shown without it."""
 SERVICES: tuple[type[ServiceSettings], ...] = (RouterSettings, PrefillSettings, DecodeSettings)
 S = TypeVar("S", bound=ServiceSettings)
 
@@ -56,7 +58,7 @@ def load_settings(
     """
     merged: dict[str, Any] = {}
     for source, values in (
-        (f"{toml}", _from_toml(kind, toml)),
+        (f"{toml}", from_toml(kind, toml)),
         ("environment", _from_environ(kind, os.environ if environ is None else environ)),
         ("flags", {name: _parsed(name, value) for name, value in (flags or {}).items() if value is not None}),
     ):
@@ -75,10 +77,13 @@ def describe(settings: ServiceSettings) -> str:
     shown = msgspec.structs.asdict(settings)
     if settings.redis is not None:
         shown["redis"] = parse_redis_url(settings.redis)
-    return " ".join(f"{name}={'***' if name in _SECRETS and value else value}" for name, value in shown.items())
+    if settings.otlp is not None:
+        shown["otlp"] = masked_url(settings.otlp)
+    return " ".join(f"{name}={'***' if name in SECRETS and value else value}" for name, value in shown.items())
 
 
-def _from_toml(kind: type[ServiceSettings], path: Path | None) -> dict[str, Any]:
+def from_toml(kind: type[ServiceSettings], path: Path | None) -> dict[str, Any]:
+    """The settings of one service that a TOML file gives; none without a file. Raises: ConfigError naming the key."""
     if path is None:
         return {}
     try:

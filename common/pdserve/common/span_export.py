@@ -92,8 +92,9 @@ class SpanExport(SpanProcessor):
             batch = [self._queue.popleft() for _ in range(min(MAX_BATCH_SPANS, len(self._queue)))]
             try:
                 done = self._exporter.export(batch) is SpanExportResult.SUCCESS
-            except Exception:
-                log.debug("a batch of spans could not be exported", exc_info=True)
+            except Exception as error:
+                # without its text, which may repeat the collector's URL and so a password
+                log.debug("a batch of spans could not be exported: %s", type(error).__name__)
                 done = False
             self._count(len(batch), done)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.masked_url import masked_url
 from pdserve.common.service_settings import ServiceSettings
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _TRACES_PATH = "/v1/traces"
 _SCHEMES = ("grpc", "grpcs", "http", "https")
+_WANTED = "grpc://host:port or http://host:port is needed"
 
 
 class OtlpEndpoint(NamedTuple):
@@ -36,8 +38,12 @@ class OtlpEndpoint(NamedTuple):
     protocol: str
     """`grpc` or `http/protobuf`."""
     target: str
-    """host:port for gRPC, a URL for HTTP."""
+    """host:port for gRPC, a URL for HTTP, which may hold a user and a password."""
     secure: bool
+
+    def __str__(self) -> str:
+        """The target for logs, without user and password."""
+        return masked_url(self.target) if self.protocol == "http/protobuf" else self.target
 
 
 class Telemetry(NamedTuple):
@@ -70,29 +76,32 @@ def make_telemetry(settings: ServiceSettings, service: str, instance: str) -> Te
     logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
     export = SpanExport(
         _exporter(endpoint, parse_pairs("otlp_headers", settings.otlp_headers)),
-        endpoint.target,
+        str(endpoint),
         every_s=settings.otel_bsp_schedule_delay_ms / 1e3,
     )
     sampler = make_sampler(settings.otel_traces_sampler, settings.otel_traces_sampler_arg)
-    log.info("spans go to %s over %s", endpoint.target, endpoint.protocol)
+    log.info("spans go to %s over %s", endpoint, endpoint.protocol)
     return Telemetry(Tracing(resource, sampler, export), export.counts)
 
 
 def parse_endpoint(url: str, protocol: str | None) -> OtlpEndpoint:
-    """What `otlp` names; see the table above. Raises: ConfigError."""
+    """What `otlp` names; see the table above.
+
+    Raises: ConfigError. It repeats no part of the URL: any may be a piece of a password that was not escaped.
+    """
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigError(f"otlp is {url!r}: {error}") from error
+    except ValueError:
+        raise ConfigError(f"otlp has no valid host and port: {_WANTED}") from None
     if parts.scheme not in _SCHEMES or not host:
-        raise ConfigError(f"otlp is {url!r}, grpc://host:port or http://host:port is needed")
+        raise ConfigError(f"otlp has no host, or another scheme than {', '.join(_SCHEMES)}: {_WANTED}")
     secure = parts.scheme in ("grpcs", "https")
     if parts.scheme.startswith("grpc") and protocol == "http/protobuf":
-        raise ConfigError(f"otlp is {url!r}, but otlp_protocol is {protocol!r}")
+        raise ConfigError(f"otlp begins with {parts.scheme}://, but otlp_protocol is {protocol!r}")
     if parts.scheme.startswith("grpc") or protocol == "grpc":
         if parts.path.strip("/"):
-            raise ConfigError(f"otlp is {url!r}: gRPC takes no path")
+            raise ConfigError("otlp has a path, and gRPC takes none: grpc://host:port is needed")
         named = f"[{host}]" if ":" in host else host
         return OtlpEndpoint("grpc", f"{named}:{port or 4317}", secure)
     path = parts.path.rstrip("/")
