@@ -1,4 +1,4 @@
-"""Keepalive on real processes: a peer that is stopped is noticed within 3 s, and one that idles is left alone."""
+"""Keepalive on real processes: a silent peer is noticed within 5 s; one that idles or is briefly suspended is left alone."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ assert _spec.loader is not None
 idle_peer = module_from_spec(_spec)
 _spec.loader.exec_module(idle_peer)
 
-EXPECTED_S = 3.0
-LIMIT_S = 6.0
-"""A busy machine may be late; settings that notice nothing take a minute."""
+LIMIT_S = 10.0
+"""Twice what the protocol promises."""
+SUSPENDED_S = 2.5
 
 
 @contextlib.asynccontextmanager
@@ -49,7 +49,7 @@ async def line(process: asyncio.subprocess.Process) -> str:
 
 
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
-async def test_i6_a_silent_server_ends_the_clients_stream_within_three_seconds(with_tls: bool, tmp_path: Path) -> None:
+async def test_i6_a_silent_server_ends_the_clients_stream_within_five_seconds(with_tls: bool, tmp_path: Path) -> None:
     files = Authority(tmp_path / "ca").issue()
     told, tls = (files.settings().values(), files.identity().client) if with_tls else ((), None)
     async with peer("server", *told) as process, make_channel(f"127.0.0.1:{await line(process)}", tls) as channel:
@@ -64,7 +64,7 @@ async def test_i6_a_silent_server_ends_the_clients_stream_within_three_seconds(w
         assert time.monotonic() - stopped > 0.5, "it ended for another reason"
 
 
-async def test_i6_a_silent_client_ends_the_servers_handler_within_three_seconds() -> None:
+async def test_i6_a_silent_client_ends_the_servers_handler_within_five_seconds() -> None:
     handler, server = idle_peer.IdleHandler(), make_server()
     server.add_generic_rpc_handlers((handler,))
     port = bind(server, "127.0.0.1", 0)
@@ -76,6 +76,22 @@ async def test_i6_a_silent_client_ends_the_servers_handler_within_three_seconds(
             await asyncio.wait_for(handler.ended.wait(), LIMIT_S)
     finally:
         await server.stop(None)
+
+
+async def test_a_peer_that_is_suspended_for_a_moment_keeps_its_stream() -> None:
+    async with peer("server") as process, make_channel(f"127.0.0.1:{await line(process)}") as channel:
+        call = channel.unary_stream(idle_peer.METHOD)(b"")
+        assert await call.read() == b"hello"
+        reading = asyncio.ensure_future(call.read())
+        await asyncio.sleep(1.2)  # the next ping falls into the suspension
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.wait({reading}, timeout=SUSPENDED_S)
+        process.send_signal(signal.SIGCONT)
+        done, _ = await asyncio.wait({reading}, timeout=2.5)
+        assert not done
+        assert not call.done()
+        call.cancel()
+        await asyncio.wait({reading})
 
 
 async def test_healthy_streams_may_idle_for_longer_than_any_timeout() -> None:

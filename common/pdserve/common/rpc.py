@@ -1,8 +1,9 @@
 """Every gRPC channel and server is made here, and errors are translated here, in both directions.
 
-Keepalive is what ends a lease when a peer dies silently. Both sides ping each second, also on idle channels, and give
-up one second after a ping went unanswered; servers accept such pings. Laxer settings notice nothing for a minute,
-stricter servers kill healthy streams.
+Keepalive ends a lease when a peer dies silently. Both sides ping each second, also on idle channels, and break the
+connection 3.5 s after an unanswered ping, so a silent host is noticed within 5 s. A shorter limit takes a busy or
+briefly suspended machine for a dead one; gRPC's defaults notice nothing for minutes, and its servers refuse such pings.
+A process that ends closes its sockets, which its peers notice at once.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ RETRY_AFTER_KEY = "pdserve-retry-after-s"
 _MAX_DETAILS_BYTES = 2000
 """Of an error's message: peers may refuse more than 8 KiB of trailing metadata, and gRPC writes a byte as up to three."""
 
+PING_EVERY_MS = 1000
+PING_TIMEOUT_MS = 3500
 _KEEPALIVE = [
-    ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1000),
-    ("grpc.http2.ping_timeout_ms", 1000),
+    ("grpc.keepalive_time_ms", PING_EVERY_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 ]

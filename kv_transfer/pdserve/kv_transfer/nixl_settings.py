@@ -21,7 +21,7 @@ _ADDRESS_LIMIT = 1 << 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NixlSettings:
-    read_stall_s: float = 1.0
+    read_stall_s: float = 3.0
     """A read that makes no progress for so long condemns its agent."""
     cancel_drain_s: float = 0.5
     """A cancelled read that is not over after this time condemns its agent: NIXL cannot cancel it."""

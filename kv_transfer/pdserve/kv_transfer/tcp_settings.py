@@ -39,7 +39,7 @@ class TcpSettings:
     """Largest answer that this source gives to a peer that asks for more than one block at once."""
     connect_timeout_s: float = 2.0
     """For the connection; with TLS as long again for the handshake."""
-    read_stall_s: float = 1.0
+    read_stall_s: float = 3.0
     """A read that gets no byte for so long fails."""
     send_stall_s: float = 10.0
     """A peer that takes no byte for so long loses its connection."""
