@@ -55,6 +55,8 @@ class Transfer:
     """D reads no more; its blocks may still be written to."""
     over: bool = False
     """At the source."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Of the request, for its next attempt."""
 
     @property
     def num_landed(self) -> int:
@@ -73,16 +75,35 @@ class Pair:
         self.steady = seed is None
         """No delays: everything that can happen happens in each round."""
         self.transfers: dict[str, Transfer] = {}
+        self.attempts: dict[str, list[str]] = {}
+        """request_id -> the engines' names for its attempts; a further one follows each eviction."""
         self._mail: dict[str, deque[IntoEngine]] = {"p": deque(), "d": deque()}
 
     def add(self, prompt: list[int], request_id: str, **fields: Any) -> None:
         """Both legs of one attempt."""
-        self.transfers[request_id] = Transfer(prompt, fields.get("n", 1), fields.get("output", []))
-        self.d.add(prompt, request_id, remote_prefill=True, **fields)
-        self.p.add(prompt, request_id, transfer_source=True, **fields)
+        self.attempts[request_id] = [request_id]
+        self._place(prompt, request_id, fields)
+
+    def _place(self, prompt: list[int], attempt: str, fields: dict[str, Any]) -> None:
+        self.transfers[attempt] = Transfer(prompt, fields.get("n", 1), fields.get("output", []), fields=fields)
+        self.d.add(prompt, attempt, remote_prefill=True, **fields)
+        self.p.add(prompt, attempt, transfer_source=True, **fields)
+
+    def _place_evicted(self) -> None:
+        """What the router does for requests that gave their room to running ones."""
+        for attempts in self.attempts.values():
+            last = attempts[-1]
+            transfer = self.transfers[last]
+            if self.d.answers.get(self._key(last, 0), Answer()).error_code == "evicted":
+                self.p.core.abort_request(last)
+                self._end_source(transfer)
+                attempts.append(f"{attempts[0]}#{len(attempts)}")
+                self._place(transfer.prompt, attempts[-1], transfer.fields)
 
     def round(self) -> None:
         """One turn of everything, in this order or, with a seed, only some of it."""
+        self.d.collect()
+        self._place_evicted()
         for turn in (self._step_p, self._step_d, self._move, self._deliver):
             if self.steady or self.random.random() < 0.7:
                 turn()
@@ -102,12 +123,19 @@ class Pair:
     def _busy(self) -> bool:
         engines = self.p.scheduler.requests or self.d.scheduler.requests
         out = any(transfer.room or transfer.source_holds for transfer in self.transfers.values())
-        return bool(engines or out or any(self._mail.values()) or self.p.outbox.messages or self.d.outbox.messages)
+        evicted = any(
+            self.d.answers.get(self._key(attempts[-1], 0), Answer()).error_code == "evicted"
+            for attempts in self.attempts.values()
+        )
+        return bool(
+            evicted or engines or out or any(self._mail.values()) or self.p.outbox.messages or self.d.outbox.messages
+        )
 
     # ---- what others do to a request
 
     def abort(self, request_id: str) -> None:
         """The router gives both legs up, in whatever state they are."""
+        request_id = self.attempts[request_id][-1]
         self.d.core.abort_request(request_id)
         self.p.core.abort_request(request_id)
         self._end_source(self.transfers[request_id])
@@ -116,6 +144,7 @@ class Pair:
 
     def break_source(self, request_id: str) -> None:
         """The source gives up; the receiver hears that it failed."""
+        request_id = self.attempts[request_id][-1]
         transfer = self.transfers[request_id]
         if transfer.over:
             return
@@ -262,7 +291,7 @@ class Pair:
 
     def answer(self, request_id: str, index: int = 0) -> Answer:
         """What the client sees of a sequence: the first token from P, the rest from D."""
-        key = self._key(request_id, index)
+        key = self._key(self.attempts.get(request_id, [request_id])[-1], index)
         first, rest = self.p.answers.get(key, Answer()), self.d.answers.get(key, Answer())
         return Answer(
             first_position=first.first_position,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from engine_harness import Harness, MakeEngine
 from hash_model import VOCAB_SIZE, greedy_answer
@@ -22,6 +24,7 @@ from pdserve.engine.request import RequestStatus
 
 PROMPT = list(range(22))
 FIRST = greedy_answer(PROMPT, 1)[0]
+LONG = list(range(30, 60))
 
 
 def receive_into(engine: Harness) -> ReceiveInto:
@@ -297,3 +300,77 @@ def test_aborting_before_the_reservation_tells_the_transfer(make_engine: MakeEng
     engine.step()
     assert engine.outbox.take() == [StopReceiving("a")]
     assert engine.answers["a"].finish_reason is FinishReason.ABORT
+
+
+def test_a_running_sequence_gets_the_room_of_one_that_still_loads(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=12, max_model_len=48)
+    short = list(range(6))
+    engine.add(short, "runs", params={"max_tokens": 24})
+    engine.step()
+    loads = park(engine, "loads", LONG)
+    assert engine.scheduler.pool.num_available == 2
+    while (answer := engine.collect().get("loads")) is None:
+        engine.step()
+    assert answer.error_code == "evicted"
+    assert answer.finish_reason is FinishReason.ERROR
+    [stopped] = engine.outbox.take()
+    assert stopped == StopReceiving("loads")
+    num_tokens = len(engine.answers["runs"].token_ids)
+    engine.step()  # its reads may still write: the running sequence waits, and nothing else loses its blocks
+    assert len(engine.answers["runs"].token_ids) == num_tokens
+    assert engine.scheduler.num_preemptions == 0
+    engine.core.apply(HoldReturned("loads", loads.hold))
+    assert engine.run()["runs"].token_ids == greedy_answer(short, 24)
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_what_had_landed_for_an_evicted_sequence_is_found_in_the_cache(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=12, max_model_len=48)
+    engine.add(list(range(6)), "runs", params={"max_tokens": 12})
+    engine.step()
+    loads = park(engine, "loads", LONG)
+    write(engine, loads, LONG)
+    engine.core.apply(Landed("loads", 3))
+    while "loads" not in engine.collect():
+        engine.step()
+    engine.core.apply(HoldReturned("loads", loads.hold))
+    engine.run()
+    engine.outbox.take()
+    assert park(engine, "again", LONG).first_index == 3
+    engine.core.abort_request("again")
+    engine.must_be_idle = False
+
+
+def test_the_room_of_a_sequence_with_a_higher_priority_is_left_alone(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=12, max_model_len=48, scheduling_policy="priority")
+    engine.add(list(range(6)), "runs", params={"max_tokens": 24}, priority=1)
+    engine.step()
+    loads = park(engine, "loads", LONG, priority=0)
+    for _ in range(30):
+        engine.step()
+    assert "loads" not in engine.collect()
+    assert engine.scheduler.num_preemptions == 1
+    finish(engine, loads, LONG)
+    answers = engine.run()
+    assert answers["loads"].token_ids == greedy_answer(LONG, 4)[1:]
+    assert answers["runs"].token_ids == greedy_answer(list(range(6)), 24)
+
+
+def test_room_that_does_not_come_back_is_not_waited_for_without_end(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.engine.remote_receives.RETURNS_WITHIN_S", 0.05)
+    engine = make_engine(num_blocks=12, max_model_len=48)
+    engine.add(list(range(6)), "one", params={"max_tokens": 20})
+    engine.add(list(range(7)), "two", params={"max_tokens": 20})
+    engine.step()
+    loads = park(engine, "loads", LONG[:22])
+    began = time.monotonic()
+    while engine.scheduler.num_preemptions == 0:
+        engine.step()
+        assert time.monotonic() - began < 5
+    assert engine.collect()["loads"].error_code == "evicted"
+    engine.core.apply(HoldReturned("loads", loads.hold))
+    answers = engine.run()
+    assert answers["one"].token_ids == greedy_answer(list(range(6)), 20)
+    assert answers["two"].token_ids == greedy_answer(list(range(7)), 20)

@@ -88,16 +88,18 @@ def test_a_block_is_kept_free_for_every_sequence_that_will_grow(make_engine: Mak
 
 
 def test_a_ready_sequence_is_not_starved_by_a_preempted_one_that_has_no_room(make_engine: MakeEngine) -> None:
-    engine = make_engine(num_blocks=14)
+    engine = make_engine(num_blocks=14, max_num_seqs=2)
     engine.add([2] * 8, "ready", remote_prefill=True, params={"max_tokens": 6})
     engine.step()
     room = rooms(engine)["ready"]
     large = engine.add([1] * 22, params={"max_tokens": 26})
     other = engine.add([4] * 6, params={"max_tokens": 26})
+    engine.step()
+    land(engine, room, [2] * 8)
     while engine.scheduler.num_preemptions == 0:
+        assert "ready" not in engine.running(), "the batch is full"
         engine.step()
     assert engine.scheduler.admission.num_preempted == 1
-    land(engine, room, [2] * 8)
     engine.step()
     assert "ready" in engine.running()
     answers = engine.run()

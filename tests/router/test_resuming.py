@@ -116,11 +116,28 @@ async def test_several_attempts_each_go_on_from_the_last(cluster):
 
 async def test_the_last_error_comes_when_every_attempt_has_failed(cluster):
     await cluster.start(prefill=0)
-    scripts = [play(ADMITTED, decode_outputs(place, said(1, place)), Evicted("no room")) for place in range(3)]
+    scripts = [play(ADMITTED, decode_outputs(place, said(1, place)), TransferFailed("again")) for place in range(3)]
     decode_scripts(cluster, *scripts)
     response = await cluster.complete(max_tokens=9)
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "evicted")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "transfer_failed")
     assert len(decode_requests(cluster)) == 3
+
+
+async def test_evictions_are_no_failed_attempts(cluster):
+    await cluster.start(prefill=0)
+    scripts = [play(ADMITTED, decode_outputs(place, said(1, place)), Evicted("no room")) for place in range(5)]
+    decode_scripts(cluster, *scripts)
+    assert await cluster.text(max_tokens=9) == said(9)
+    assert len(decode_requests(cluster)) == 6
+
+
+async def test_evictions_without_end_end_with_their_error(cluster, monkeypatch):
+    monkeypatch.setattr("pdserve.router.request_run.MAX_EVICTIONS", 2)
+    await cluster.start(prefill=0)
+    decode_scripts(cluster, *[play(ADMITTED, Evicted("no room"))] * 9)
+    response = await cluster.complete(max_tokens=9)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "evicted")
+    assert len(decode_requests(cluster)) == 2 + 3
 
 
 async def test_the_last_token_of_a_resumed_request_comes_from_prefill_alone(cluster, first_token_known):

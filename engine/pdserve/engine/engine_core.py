@@ -54,6 +54,8 @@ class EngineCore:
         """Advances at each turn of the loop and before each layer: whoever watches sees progress within a step."""
         self.ticked_at = time.monotonic()
         """When it last did, `time.monotonic()` seconds."""
+        self.has_computed = False
+        """Whether the last step computed something; sequences may run and yet wait for room."""
         self.scheduler = Scheduler(config, hasher, connector or NoTransfers(), grammars)
         self._logits_processors = logits_processors or LogitsProcessors()
         self.runner = ModelRunner(config, model, kv_cache, vocab_size, self.beat, self._logits_processors)
@@ -178,7 +180,8 @@ class EngineCore:
         """Schedule, compute, book. Cheap when nothing can run."""
         self.beat()
         scheduled = self.scheduler.schedule()
-        if scheduled.num_scheduled_tokens:
+        self.has_computed = bool(scheduled.num_scheduled_tokens)
+        if self.has_computed:
             started_at = time.monotonic()
             computed = self.runner.execute(scheduled, self.scheduler.kv.block_ids)
             num_before = self.scheduler.num_computed_prompt_tokens

@@ -28,7 +28,7 @@ Command = Callable[[EngineCore], object]
 IDLE_BEAT_S = 0.25
 """An idle engine still turns its loop this often: its tick says that it is alive."""
 BLOCKED_S = 0.05
-"""How long to wait for an event when sequences wait for room and nothing can run."""
+"""How long to wait for an event when sequences wait for room and nothing can be computed."""
 ENGINE_FAILED = "the engine failed; its log has the details"
 
 
@@ -102,8 +102,7 @@ class EngineThread:
                 self._tell(outputs)
             if ends:
                 return
-            stats = outputs.scheduler_stats
-            if outputs.outputs or (stats is not None and stats.num_running_reqs):
+            if outputs.outputs or self.core.has_computed:
                 wait_s, checked = None, False
             else:
                 wait_s = BLOCKED_S if self.core.has_work else IDLE_BEAT_S

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pdserve.common.engine_types import EngineCoreEventType
 from pdserve.engine.admission import Admission
 from pdserve.engine.kv_cache_manager import KVCacheManager
@@ -11,18 +13,35 @@ from pdserve.engine.step import Step
 
 
 class Preemption:
-    """A preempted sequence loses its blocks and is computed again."""
+    """A preempted sequence loses its blocks and is computed again; an evicted one is placed anew by the router."""
 
-    def __init__(self, kv: KVCacheManager, running: RunningBatch, admission: Admission) -> None:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        running: RunningBatch,
+        admission: Admission,
+        evict: Callable[[Request], bool],
+    ) -> None:
+        """evict: ends a sequence that still waits for remote KV in favour of a running one, the argument; returns
+        whether room is on its way back."""
         self._kv = kv
         self._running = running
         self._admission = admission
+        self._evict = evict
         self.num_preemptions = 0
 
     def make_room(self, step: Step, request: Request, num_tokens: int) -> list[int] | None:
-        """Allocate for a running sequence, preempting others as needed; None when it was itself the victim."""
+        """Allocate for a running sequence, at the cost of others as needed.
+
+        Transfers that run ahead lose their blocks first, then sequences that still wait for remote KV, then running
+        ones. None when the sequence was itself the victim, or when room is on its way back.
+        """
         while (added := self._kv.allocate_slots(request, num_tokens)) is None:
             victim = self._running.victim()
+            runs_ahead = victim is not None and victim.is_unwanted_source
+            if not runs_ahead and self._evict(request):
+                step.preempted = True
+                return self._kv.allocate_slots(request, num_tokens)
             if victim is None:
                 return None  # only pinned sources run: it goes on when one of them is done
             self._preempt(step, victim)

@@ -9,9 +9,10 @@ Parked sequences cost a step nothing: only events touch them.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
-from pdserve.common.errors import DigestMismatch, TransferFailed
+from pdserve.common.errors import DigestMismatch, Evicted, TransferFailed
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.hold_ledger import HoldLedger
 from pdserve.engine.kv_cache_manager import KVCacheManager
@@ -28,6 +29,8 @@ from pdserve.engine.request import Request
 from pdserve.engine.request_queue import RequestQueue
 from pdserve.engine.turns import Turns
 
+RETURNS_WITHIN_S = 1.5
+"""Room that a parked sequence gave back is waited for this long; reads that have not ended by then may never end."""
 Ready = tuple[Request, tuple[int, ...]]
 """A request that has everything it waited for, and the first token of each of its sequences, sampled at the source."""
 
@@ -66,6 +69,8 @@ class RemoteReceives:
         self._receiving: dict[str, Receive] = {}
         self.num_parked = 0
         """Sequences of prompts that hold blocks; each will want to grow."""
+        self._room_expected_until = 0.0
+        """`time.monotonic()` seconds."""
 
     def __len__(self) -> int:
         return len(self._unreserved) + len(self._receiving)
@@ -106,6 +111,26 @@ class RemoteReceives:
             self._receiving[request.request_id] = Receive(request, len(computed), len(hold), set(hold.block_ids))
             self.num_parked += request.num_sequences
             self._connector.send(ReceiveInto(request.request_id, len(computed), hold))
+
+    @property
+    def returns_room(self) -> bool:
+        """Whether blocks of evicted sequences are on their way back: their reads have to end first."""
+        return self._holds.num_quarantined > 0 and time.monotonic() < self._room_expected_until
+
+    def victim(self, taker: Request) -> Request | None:
+        """The parked sequence whose room a running one gets: the last in order of priority and arrival.
+
+        Never one with a higher priority than the taker's; None when there is none.
+        """
+        return max(
+            (receive.request for receive in self._receiving.values() if receive.request.priority >= taker.priority),
+            key=lambda request: (request.priority, request.arrival),
+            default=None,
+        )
+
+    def expect_room(self) -> None:
+        """A parked sequence is about to end in favour of a running one."""
+        self._room_expected_until = time.monotonic() + RETURNS_WITHIN_S
 
     def expects(self, event: Landed | SourceFinished | NeedBlocks) -> bool:
         """Whether the event says something new about a sequence that is being received."""
@@ -178,7 +203,7 @@ class RemoteReceives:
         else:
             self.num_parked -= request.num_sequences
             self._holds.quarantine(receive.held)
-            if isinstance(cause, TransferFailed) and not isinstance(cause, DigestMismatch):
+            if isinstance(cause, Evicted | TransferFailed) and not isinstance(cause, DigestMismatch):
                 self._kv.remember_received(request, receive.first_index + receive.num_landed)
         self._connector.send(StopReceiving(request.request_id))
 

@@ -11,7 +11,7 @@ from pdserve.common.engine_types import (
     SchedulerStats,
     StreamingUpdate,
 )
-from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
+from pdserve.common.errors import Evicted, InvalidRequest, PdServeError, TransferFailed
 from pdserve.engine.admission import Admission, Refusal
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.config import EngineConfig
@@ -62,7 +62,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         """Living sequences, by their own ids."""
         self.running = RunningBatch()
-        self.preemption = Preemption(self.kv, self.running, self.admission)
+        self.preemption = Preemption(self.kv, self.running, self.admission, self._evict)
         self.siblings = Siblings(config, self.requests, self.kv, self.admission, self.preemption)
         self.sessions = Sessions(config, self.kv, self.running, self.admission, self.outputs)
         self.endings = Endings(
@@ -248,6 +248,21 @@ class Scheduler:
                 step.put(request, num_tokens)
                 if added:
                     step.output.new_block_ids[request.request_id] = added
+
+    def _evict(self, taker: Request) -> bool:
+        """Make room for a running sequence at the cost of one that still waits for remote KV.
+
+        Returns whether room is on its way back: the reads into it have to end first.
+        """
+        if self.receives.returns_room:
+            return True
+        victim = self.receives.victim(taker)
+        if victim is None:
+            return False
+        self.receives.expect_room()
+        cause = Evicted("running sequences needed the blocks that were reserved for it")
+        self.endings.finish(victim, RequestStatus.FINISHED_ERROR, cause=cause)
+        return True
 
     def _schedule_waiting(self, step: Step) -> None:
         if self._is_full(step):

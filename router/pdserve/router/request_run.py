@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 WAIT_FOR_WORKER_S = 5.0
 """So long a request waits for a worker that may serve it."""
 
+MAX_EVICTIONS = 16
+"""Of one request that do not count as failed attempts: each let other sequences go on."""
+
 
 class Usage(msgspec.Struct, kw_only=True):
     """What the client is told about cost, from the router's own ledger."""
@@ -63,6 +66,8 @@ class Course(msgspec.Struct, kw_only=True):
     """That failed."""
     num_uncounted: int = 0
     """That decode refused before it did anything."""
+    num_evictions: int = 0
+    """Attempts that ended because other sequences needed the blocks: no failure of a worker."""
 
 
 class RequestRun:
@@ -201,14 +206,17 @@ class RequestRun:
                 failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
             except AttemptFailed as failed:
                 failure = failed
-            course.num_counted += 1
+            if isinstance(failure.error, Evicted) and course.num_evictions < MAX_EVICTIONS:
+                course.num_evictions += 1
+            else:
+                course.num_counted += 1
             log.info(
                 "request %s: attempt %d failed after %d tokens: %s",
                 self.request_id, number, processor.num_output_tokens, failure,
             )  # fmt: skip
             course.wish = self._after(failure, prompt_digest, course.num_counted)
             course.blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
-            await asyncio.sleep(backoff_s(course.num_counted))
+            await asyncio.sleep(backoff_s(course.num_counted + course.num_evictions))
             if self._num_sequences > 1 and course.index is None and processor.num_output_tokens:
                 await self._go_on_apart(request, processor, course)
                 return
