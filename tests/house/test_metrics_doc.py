@@ -16,6 +16,7 @@ from pdserve.common.engine_types import SchedulerStats
 from pdserve.common.metrics import RedisCollector, make_registry
 from pdserve.common.timeline import CRITICAL_PATH
 from pdserve.kv_transfer.source_transfer import PeerId
+from pdserve.kv_transfer.transfer_view import TransferLog
 from pdserve.router.router_metrics import RouterMetrics
 from pdserve.worker.identity import Role
 from pdserve.worker.worker_metrics import WorkerMetrics
@@ -69,7 +70,7 @@ def worker_registry() -> CollectorRegistry:
     layout = SimpleNamespace(block_bytes=1, model_fingerprint="f")
     identity = SimpleNamespace(peer=PeerId("w", 1), role=Role.DECODE, layout=layout, connectors=("tcp",))
     engine = SimpleNamespace(stats=SchedulerStats(), tick=0, tick_age_s=0.0, draining=False)
-    transfers = SimpleNamespace(num_open=0, num_pinned=0, num_fallbacks=0)
+    transfers = SimpleNamespace(num_open=0, num_pinned=0, num_fallbacks=0, num_ended=TransferLog().num_ended)
     WorkerMetrics(registry, identity, engine, transfers)  # type: ignore[arg-type]
     registry.register(redis_collector())
     return registry

@@ -15,7 +15,7 @@ def test_the_last_ended_ones_are_kept_and_their_age_told() -> None:
     log = TransferLog(lambda: clock[0])
     for number in range(NUM_ENDED + 7):
         clock[0] = float(number)
-        log.add(make_view(request_id=f"r{number}"))
+        log.add(make_view(request_id=f"r{number}", state="LANDED"))
     clock[0] += 2.5
     page = log.page([])
     assert len(page.ended) == NUM_ENDED
@@ -23,6 +23,8 @@ def test_the_last_ended_ones_are_kept_and_their_age_told() -> None:
         (f"r{NUM_ENDED + 6}", 2.5),
         (f"r{NUM_ENDED + 5}", 3.5),
     ]
+    assert log.num_ended["receiver", "landed"] == NUM_ENDED + 7
+    assert sum(log.num_ended.values()) == NUM_ENDED + 7
 
 
 def test_the_oldest_under_way_come_first_and_their_blocks_are_added_up() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,8 +13,9 @@ from engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: 
 from hash_model import greedy_answer
 
 from pdserve.common.engine_types import EngineCoreOutput, FinishReason
-from pdserve.common.errors import Draining, Evicted, InvalidRequest, NeedsPrefill, WorkerLost
+from pdserve.common.errors import DeadlineExceeded, Draining, Evicted, InvalidRequest, NeedsPrefill, WorkerLost
 from pdserve.engine.output_stream import OutputStream
+from pdserve.engine.remote_kv import HoldReturned, ReceiveInto
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_request import engine_request_id
 
@@ -202,3 +204,30 @@ async def test_an_error_is_raised_even_when_tokens_came_before_it() -> None:
 
 def test_every_attempt_has_engine_requests_of_its_own() -> None:
     assert engine_request_id("r", 2, 1) == "r.2.1"
+
+
+async def test_a_request_ends_at_its_deadline_though_its_reader_does_nothing(engine: Harness) -> None:
+    client = engine.client
+    request = engine.request(PROMPT, params={"max_tokens": 200, "ignore_eos": True}, deadline=time.monotonic() + 0.05)
+    parked = client.submit(engine.request(PROMPT, remote_prefill=True, deadline=time.monotonic() + 0.05))
+    stream = client.submit(request)
+    for each in (stream, parked):
+        with pytest.raises(DeadlineExceeded):
+            await read(each)
+    async with asyncio.timeout(10):
+        while engine.scheduler.requests:  # noqa: ASYNC110 - the engine's thread ends them
+            await asyncio.sleep(0.01)
+    client.release(stream)
+    client.release(parked)
+    for message in engine.outbox.take():
+        if isinstance(message, ReceiveInto):
+            client.apply(HoldReturned(message.request_id, message.hold))
+
+
+async def test_a_deadline_that_was_not_reached_leaves_nothing_behind(engine: Harness) -> None:
+    client = engine.client
+    stream = client.submit(engine.request(PROMPT, params={"max_tokens": 3}, deadline=time.monotonic() + 0.3))
+    assert len(await read(stream)) == 3
+    client.release(stream)
+    await asyncio.sleep(0.4)
+    assert not stream._outputs.qsize()

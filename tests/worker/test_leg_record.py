@@ -196,7 +196,7 @@ def closed_records() -> list[LegRecord]:
 
 def test_metrics_count_what_the_records_say() -> None:
     registry = CollectorRegistry()
-    transfers = SimpleNamespace(num_open=3, num_pinned=2, num_fallbacks=1)
+    transfers = SimpleNamespace(num_open=3, num_pinned=2, num_fallbacks=1, num_ended={("source", "expired"): 2})
     metrics = WorkerMetrics(registry, IDENTITY, ENGINE, transfers)  # type: ignore[arg-type]
     for record in closed_records():
         metrics.leg(record)

@@ -14,6 +14,7 @@ import pytest
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.errors import Draining
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import ERROR_CODE_KEY, make_channel
 from pdserve.common.sampling_params import SamplingParams
@@ -119,3 +120,25 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
         ends = await asyncio.gather(end_of(prefill), end_of(decode))
     # a router that heard of a lost worker from decode would count decode as dead
     assert ends == ["worker_lost", "transfer_failed"]
+
+
+async def test_a_lease_that_is_revoked_is_no_success(two: Two) -> None:
+    async with make_channel(two.p.identity.address) as to_p, asyncio.timeout(20):
+        receiver = prefill_pb2.Receiver(worker_id="nobody", epoch=1)
+        message = prepared(two.p.model.layout)
+        call = PrefillServiceStub(to_p).Prefill(
+            prefill_pb2.PrefillRequest(request=message, transfer_id=secrets.token_bytes(16), receiver=receiver)
+        )
+        assert (await call.read()).HasField("admitted")
+        assert (await call.read()).HasField("computed")
+        two.p.transfers.revoke_all(Draining("the source is draining"))
+        assert (await call.read()).ended.how == prefill_pb2.Ended.REVOKED
+        await call.code()
+    counts = (
+        'pdserve_legs_total{leg="prefill",outcome="draining"} 1.0',
+        'pdserve_kv_transfers_total{outcome="revoked",role="source"} 1.0',
+    )
+    async with asyncio.timeout(10):
+        while not all(count in (page := two.p.telemetry.exposition().decode()) for count in counts):
+            await asyncio.sleep(0.01)
+    assert 'leg="prefill",outcome="ok"' not in page

@@ -81,6 +81,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     data_parallel_rank: int | None = None
     client_index: int = 0
     current_wave: int = 0
+    deadline: float = 0.0
+    """`time.monotonic()` of this process at which the request has failed, seconds; 0: none."""
 
     def verify_supported(self) -> None:
         """The last six have their place, but no engine can serve them yet. Raises: InvalidRequest when one is set."""

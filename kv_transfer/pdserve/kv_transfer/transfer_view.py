@@ -16,6 +16,7 @@ import msgspec
 from pdserve.common.errors import PdServeError
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer
 from pdserve.kv_transfer.source_transfer import SourceTransfer
+from pdserve.kv_transfer.transfer_state import RECEIVER_MOVES, SOURCE_MOVES, ReceiverState, SourceState, has_ended
 
 NUM_ENDED = 128
 _MAX_CAUSE = 300
@@ -100,16 +101,25 @@ def receiver_view(transfer: ReceiverTransfer) -> TransferView:
     )
 
 
+_ENDS = [
+    *(("source", state.name.lower()) for state in SourceState if has_ended(SOURCE_MOVES, state)),
+    *(("receiver", state.name.lower()) for state in ReceiverState if has_ended(RECEIVER_MOVES, state)),
+]
+
+
 class TransferLog:
     """The last `NUM_ENDED` ended transfers of one worker."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._ended: deque[tuple[float, TransferView]] = deque(maxlen=NUM_ENDED)
+        self.num_ended: dict[tuple[str, str], int] = dict.fromkeys(_ENDS, 0)
+        """Transfers since start by (role, outcome); each pair that can occur has an entry."""
         self._now = now
 
     def add(self, view: TransferView) -> None:
         """It has ended."""
         self._ended.appendleft((self._now(), view))
+        self.num_ended[view.role, view.state.lower()] += 1
 
     def page(self, under_way: Iterable[TransferView]) -> TransfersPage:
         views, now = sorted(under_way, key=lambda view: -view.age_s), self._now()

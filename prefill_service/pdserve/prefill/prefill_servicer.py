@@ -70,6 +70,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     state = await transfer.over
                     if transfer.cause is not None and state not in _ENDED:
                         raise transfer.cause
+                    record.lease_lost = transfer.cause
                     cause = transfer.cause.message if transfer.cause is not None else ""
                     how = _ENDED.get(state, prefill_pb2.Ended.HOW_UNSPECIFIED)
                     yield prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=how, cause=cause))

@@ -13,7 +13,7 @@ class StopAutomaton:
     A state is the longest suffix of the text so far that begins some stop string, or is one.
     """
 
-    __slots__ = ("_edges", "_fail", "ending", "first_chars", "held_length")
+    __slots__ = ("_edges", "_fail", "_rank", "ending", "first_chars", "held_length")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._edges: list[dict[str, int]] = [{}]
@@ -21,9 +21,11 @@ class StopAutomaton:
         self.held_length: list[int] = [0]
         """Per state: the longest suffix, in characters, that more text could complete to a stop string."""
         self.ending: list[str | None] = [None]
-        """Per state: the longest stop string that ends here."""
-        for stop in stops:
+        """Per state: the stop string that ends here; of several, the first in the given order."""
+        self._rank: dict[str | None, int] = {None: len(stops)}
+        for rank, stop in enumerate(stops):
             if stop:
+                self._rank.setdefault(stop, rank)
                 self._insert(stop)
         self._link()
         self.first_chars = frozenset(self._edges[0])
@@ -62,9 +64,10 @@ class StopAutomaton:
                 self.held_length[state] = self.held_length[self._fail[state]]
             for char, following in self._edges[state].items():
                 self._fail[following] = self.step(self._fail[state], char)
-                # A stop string that is a whole suffix of a longer partial match ends here too.
-                if self.ending[following] is None:
-                    self.ending[following] = self.ending[self._fail[following]]
+                # A stop string that is a whole suffix of a longer match ends here too.
+                shorter = self.ending[self._fail[following]]
+                if self._rank[shorter] < self._rank[self.ending[following]]:
+                    self.ending[following] = shorter
                 queue.append(following)
 
 
@@ -72,7 +75,7 @@ class StopStringMatcher:
     """Releases text as soon as it cannot be part of a stop string.
 
     The match is the one that is complete first as characters arrive; of several that are complete at the same
-    character, the longest (it begins first). So the result depends on the text alone, not on how it was cut.
+    character, the first in the request's list. The result depends on the text alone, not on how it was cut.
     """
 
     __slots__ = ("_automaton", "_held", "_include", "_state", "matched")

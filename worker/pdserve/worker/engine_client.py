@@ -14,7 +14,7 @@ from pdserve.common.engine_types import (
     SchedulerStats,
     StreamingUpdate,
 )
-from pdserve.common.errors import Draining, InvalidRequest, WorkerLost
+from pdserve.common.errors import DeadlineExceeded, Draining, InvalidRequest, PdServeError, WorkerLost
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_thread import ENGINE_FAILED, EngineThread
 from pdserve.engine.output_stream import OutputStream
@@ -44,6 +44,7 @@ class EngineClient:
         """Hears outputs of requests that have no stream: repeated prefills belong to the seam adapter."""
         self.cached_blocks = CachedBlocks()
         self._leaving: dict[str, OnEnded] = {}
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
 
     def start(self) -> None:
         self._thread.start()
@@ -80,7 +81,10 @@ class EngineClient:
         observer: Callable[[EngineCoreOutput], None] | None = None,
         stream_interval: int = 1,
     ) -> OutputStream:
-        """Queue a request. stream_interval: `OutputStream`'s. Raises: InvalidRequest, Draining, WorkerLost."""
+        """Queue a request; its stream raises DeadlineExceeded when its deadline passes, whatever the router does.
+
+        stream_interval: `OutputStream`'s. Raises: InvalidRequest, Draining, WorkerLost.
+        """
         if self.draining:
             raise Draining("the worker is draining")
         if self.died.is_set():
@@ -90,8 +94,20 @@ class EngineClient:
             raise InvalidRequest(f"request {request.request_id} is here already", "request_id")
         stream = OutputStream(request.request_id, observer, num_sequences=request.n, interval=stream_interval)
         self._streams[request.request_id] = stream
+        if request.deadline:
+            left_s = max(0.0, request.deadline - time.monotonic())
+            self._deadlines[request.request_id] = asyncio.get_running_loop().call_later(left_s, self._expire, stream)
         self._thread.post(lambda core: core.add_request(request))
         return stream
+
+    def _expire(self, stream: OutputStream) -> None:
+        """The deadline has passed: end the request here and say so to its reader."""
+        stream.put(_failed(stream, DeadlineExceeded("the request's deadline passed at the worker")))
+        self.abort(stream.request_id)
+
+    def _forget_deadline(self, request_id: str) -> None:
+        if (timer := self._deadlines.pop(request_id, None)) is not None:
+            timer.cancel()
 
     def resume(self, update: StreamingUpdate) -> None:
         """A session's next turn; its outputs go on in its stream. Raises: InvalidRequest, Draining."""
@@ -111,6 +127,7 @@ class EngineClient:
         """
         if self._streams.pop(stream.request_id, None) is None:
             return
+        self._forget_deadline(stream.request_id)
         if on_ended is None:
             self.abort(stream.request_id)
         elif self.died.is_set():
@@ -147,6 +164,8 @@ class EngineClient:
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.put(output)
+                if output.awaits_input:
+                    self._forget_deadline(output.request_id)  # it was that of the session's turn
             if self.on_unclaimed is not None:
                 self.on_unclaimed(output)
         if outputs.blocks_stored or outputs.blocks_removed:
@@ -165,13 +184,16 @@ class EngineClient:
         self.died.set()
         for stream in self._streams.values():
             if stream.awaits_more:  # it was on its way to the engine, which never took it in
-                stream.put(
-                    EngineCoreOutput(
-                        request_id=stream.request_id,
-                        finish_reason=FinishReason.ERROR,
-                        error_code=WorkerLost.code,
-                        error_message=ENGINE_FAILED,
-                    )
-                )
+                stream.put(_failed(stream, WorkerLost(ENGINE_FAILED)))
         for request_id in list(self._leaving):
             self._left(request_id, None)
+
+
+def _failed(stream: OutputStream, error: PdServeError) -> EngineCoreOutput:
+    """The output that ends a stream with an error of this process."""
+    return EngineCoreOutput(
+        request_id=stream.request_id,
+        finish_reason=FinishReason.ERROR,
+        error_code=error.code,
+        error_message=error.message,
+    )

@@ -46,4 +46,5 @@ def make_engine_request(
         n=request.num_sequences,
         trace_headers=request.trace_headers,
         client_request_id=request.client_request_id,
+        deadline=request.deadline,
     )

@@ -76,6 +76,8 @@ class LegRecord:
         """`time.monotonic()` seconds."""
         self.prefills_locally = not request.remote_prefill
         self.cause: PdServeError | None = None
+        self.lease_lost: PdServeError | None = None
+        """Why the transfer of a prefill leg ended before its receiver had everything; no stage failed by it."""
         self.ended_at = 0.0
         """When the call ended, `time.monotonic()` seconds."""
         self._on_closed = on_closed
@@ -129,7 +131,10 @@ class LegRecord:
     @property
     def outcome(self) -> str:
         """`ok`, or an error's code."""
-        return "ok" if self.cause is None or self.was_stopped else self.cause.code
+        if self.was_stopped:
+            return "ok"
+        cause = self.cause or self.lease_lost
+        return "ok" if cause is None else cause.code
 
     def stages(self) -> list[PassedStage]:
         """Those that were entered, in order; the last one has the cause of an early end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -135,6 +135,11 @@ class SeamAdapter:
     def num_fallbacks(self) -> int:
         """Transfers that went on over another connector, since start."""
         return self._connectors.num_fallbacks
+
+    @property
+    def num_ended(self) -> Mapping[tuple[str, str], int]:
+        """Transfers since start by (role, outcome)."""
+        return self._log.num_ended
 
     def transfers(self) -> TransfersPage:
         """What is under way, and what has ended lately."""

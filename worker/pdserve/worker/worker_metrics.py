@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -32,6 +32,10 @@ class TransferCounts(Protocol):
     @property
     def num_fallbacks(self) -> int:
         """Transfers that changed their connector, since start."""
+
+    @property
+    def num_ended(self) -> Mapping[tuple[str, str], int]:
+        """Transfers since start by (role, outcome)."""
 
 
 class WorkerMetrics:
@@ -122,6 +126,12 @@ class _WorkerState(Collector):
         requests.add_metric(["waiting"], stats.num_waiting_reqs)
         requests.add_metric(["waiting_for_kv"], stats.num_remote_kv_reqs)
         yield requests
+        ended = CounterMetricFamily(
+            "pdserve_kv_transfers", "KV transfers that ended, by how.", labels=["role", "outcome"]
+        )
+        for (role, outcome), count in self._transfers.num_ended.items():
+            ended.add_metric([role, outcome], count)
+        yield ended
         for name, meaning, value in (
             ("pdserve_kv_blocks_quarantined", "Blocks in use that only an unfinished read holds.",
              stats.num_blocks_quarantined),
