@@ -139,6 +139,6 @@ async def test_a_lease_that_is_revoked_is_no_success(two: Two) -> None:
         'pdserve_kv_transfers_total{outcome="revoked",role="source"} 1.0',
     )
     async with asyncio.timeout(10):
-        while not all(count in (page := two.p.telemetry.exposition().decode()) for count in counts):
+        while not all(count in (page := two.p.telemetry.exposition().decode()) for count in counts):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert 'leg="prefill",outcome="ok"' not in page
