@@ -15,6 +15,8 @@ with warnings.catch_warnings():
     # Whoever imports this first must not fail for a warning that some library gives while it is imported.
     warnings.simplefilter("ignore")
     from transformers import (
+        CONFIG_MAPPING,
+        AutoModelForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         MistralConfig,
@@ -97,6 +99,29 @@ def make_checkpoint(
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     _save_tokenizer(folder)
     return folder
+
+
+def make_other_family(folder: Path, model_type: str, **overrides: Any) -> PreTrainedModel:
+    """Write a random checkpoint of any causal language model in `transformers` into `folder`, and return the model.
+
+    There is no tokenizer beside it. `overrides` are fields of its configuration.
+    """
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
+    }  # fmt: skip
+    config = CONFIG_MAPPING[model_type](**(fields | overrides))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                weight.normal_(std=0.5)
+    model.eval().save_pretrained(folder)
+    return model
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -126,6 +126,19 @@ def test_wrong_options_are_named(make_llm: Callable[..., LLM], options: dict[str
         make_llm(**options)
 
 
+def test_max_model_len_may_reach_what_the_rotary_scaling_was_made_for(tiny_checkpoints: Callable[..., Path]) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    folder = tiny_checkpoints("qwen3", max_position_embeddings=160, rope_parameters=rope)
+    options: dict[str, Any] = {"block_size": 4, "num_blocks": 256}
+    with LLM(folder, **options) as llm, pytest.raises(PromptTooLong, match="the model's length is 160"):
+        llm.generate([5] * 160, use_tqdm=False)
+    with LLM(folder, max_model_len=512, **options) as llm:
+        [answer] = llm.generate([5] * 500, SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
+        assert len(answer.outputs[0].token_ids) == 12
+    with pytest.raises(ConfigError, match="max_model_len is 513, the model reaches to 512"):
+        LLM(folder, max_model_len=513, **options)
+
+
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         LLM(tmp_path / "missing")

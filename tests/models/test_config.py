@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def test_dimensions_and_kv_layout(tmp_path: Path) -> None:
     ],
 )
 def test_qwen_windows(fields: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
-    assert _read(tmp_path, architectures=["Qwen2ForCausalLM"], **fields).sliding_windows == windows
+    read = _read(tmp_path, architectures=["Qwen2ForCausalLM"], num_key_value_heads=2, **fields)
+    assert read.sliding_windows == windows
 
 
 def test_mistral_null_window_is_none(tmp_path: Path) -> None:
@@ -102,10 +104,43 @@ def test_dtype_names(tmp_path: Path) -> None:
         _read(tmp_path, dtype="float8_e4m3fn")
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
+def test_a_null_number_of_kv_heads_is_that_of_heads(architecture: str, tmp_path: Path) -> None:
+    config = _read(tmp_path, architectures=[architecture], num_key_value_heads=None)
+    assert (config.num_heads, config.num_kv_heads) == (4, 4)
+
+
+def test_swish_is_silu(tmp_path: Path) -> None:
+    assert _read(tmp_path, hidden_act="swish") == _read(tmp_path)
+
+
+def test_end_tokens_outside_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    config = _read(tmp_path, eos_token_id=[7, 100, 10**6], bos_token_id=100)
+    assert (config.eos_token_ids, config.bos_token_id) == ((7,), None)
+
+
+@pytest.mark.parametrize(
+    ("rope", "derived"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}, 512),
+        ({"rope_type": "yarn", "factor": 1.5}, 768),
+        ({"rope_type": "linear", "factor": 3}, 1536),
+        ({"rope_type": "dynamic", "factor": 3}, 512),
+        ({"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}, 512),
+        ({"rope_type": "default"}, 512),
+        ({"rope_type": "yarn", "factor": 1e30}, 2**31 - 1),
+    ],
+)
+def test_the_length_that_a_scaling_was_made_for(rope: dict[str, Any], derived: int, tmp_path: Path) -> None:
+    config = _read(tmp_path, rope_scaling=rope)
+    assert (config.max_position_embeddings, config.derived_max_model_len) == (512, derived)
+
+
 def test_longrope_serves_its_original_length(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
     config = _read(tmp_path, rope_scaling=rope, original_max_position_embeddings=128)
-    assert config.max_position_embeddings == 128
+    assert (config.max_position_embeddings, config.derived_max_model_len) == (128, 128)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +149,18 @@ def test_longrope_serves_its_original_length(tmp_path: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
         ({"architectures": None}, "none named"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized by gptq .*no quantization method is supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized by a method that it does not name"),
+        ({"architectures": ["Qwen3Model"]}, "Qwen3Model, which is Qwen3ForCausalLM without its language-model head"),
+        ({"model_type": "granite"}, "model_type 'granite' is not that of LlamaForCausalLM \\(llama\\)"),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "num_key_value_heads": 2,
+                "layer_types": ["sliding_attention"] * 3,
+            },
+            "layer_types has sliding_attention, but no sliding window is in use",
+        ),
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, "'su'.*yarn"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "proportional"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -136,17 +182,42 @@ def test_unsupported(fields: dict[str, Any], message: str, tmp_path: Path) -> No
         ({"num_hidden_layers": True}, "num_hidden_layers must be"),
         ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple"),
         ({"head_dim": 7}, "head_dim must be even"),
+        ({"num_attention_heads": 64}, "head_dim must be even and at least 2, not 0"),
+        (
+            {"architectures": ["MistralForCausalLM"]},
+            r"multiple of num_key_value_heads \(8, which MistralForCausalLM has where the field is absent\), not 4",
+        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096, not 1000000000"),
+        ({"vocab_size": 10**12}, "vocab_size must be at most"),
+        ({"hidden_size": 10**400}, "hidden_size must be at most"),
+        ({"head_dim": 10**9}, "head_dim must be at most"),
+        ({"max_position_embeddings": 10**300}, "max_position_embeddings must be at most"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a positive number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
+        ({"rope_theta": 1}, "rope_theta must be above 1"),
+        ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 1}}, "an integer of at least 2"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
+            r"high_freq_factor must be above low_freq_factor \(4\)",
+        ),
+        ({"eos_token_id": -1}, "eos_token_id must be a token id"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number"),
         ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}, "original_max_position_embeddings": 64},
-            "short_factor must be a list of 4 numbers",
+            "short_factor must be a list of 4 positive numbers",
         ),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
         (
-            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]},
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "num_key_value_heads": 2,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"],
+            },
             "layer_types must be 3 times",
         ),
     ],
@@ -165,6 +236,20 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
         ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"hidden_size": 32, "hidden_size": 64}')
+    with pytest.raises(ConfigError, match="the field 'hidden_size' is there twice"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text(" " * (1 << 20) + "{}")
+    with pytest.raises(ConfigError, match="more than 1048576 bytes"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="must hold a JSON object"):
         ModelConfig.from_folder(tmp_path)

@@ -133,6 +133,41 @@ def test_older_config_means_the_same(tmp_path: Any, paged_run: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("theta", [None, 500000.0, 777])
+@pytest.mark.parametrize("beside", [None, 333.0])
+def test_rope_scaling_added_by_hand_takes_the_place_of_rope_parameters(
+    theta: float | None, beside: float | None, tmp_path: Any, oracle_logits: Any, paged_run: Any, caplog: Any
+) -> None:
+    """Model cards say to add `rope_scaling` to a config.json that transformers 5 saved with `rope_parameters`."""
+    folder = make_checkpoint(
+        tmp_path / "qwen3", "qwen3", rope_parameters={"rope_type": "default", "rope_theta": 500000.0}
+    )
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    if theta is not None:
+        scaling["rope_theta"] = theta
+    edit_json(folder / "config.json", rope_scaling=scaling, **({} if beside is None else {"rope_theta": beside}))
+    tokens = _text(150)
+    logits = paged_run(load_decoder(folder)).step({}, {"a": tokens})["a"]
+    torch.testing.assert_close(logits, oracle_logits(folder, tokens), atol=2 * ATOL, rtol=0)
+    assert ("rope_scaling takes the place of rope_parameters" in caplog.text) == (theta != 500000.0)
+
+
+def test_an_empty_rope_scaling_changes_nothing(tmp_path: Any, oracle_logits: Any, paged_run: Any) -> None:
+    folder = make_checkpoint(tmp_path / "qwen3", "qwen3", rope_parameters={"rope_type": "default", "rope_theta": 777.0})
+    edit_json(folder / "config.json", rope_scaling={})
+    tokens = _text(50)
+    logits = paged_run(load_decoder(folder)).step({}, {"a": tokens})["a"]
+    torch.testing.assert_close(logits, oracle_logits(folder, tokens), atol=ATOL, rtol=0)
+
+
+def test_yarn_beyond_a_length_that_was_left_alone(tmp_path: Any, oracle_logits: Any, paged_run: Any) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    folder = make_checkpoint(tmp_path / "qwen3", "qwen3", max_position_embeddings=160, rope_parameters=rope)
+    tokens = _text(512)
+    logits = paged_run(load_decoder(folder)).step({}, {"a": tokens})["a"]
+    torch.testing.assert_close(logits, oracle_logits(folder, tokens), atol=2 * ATOL, rtol=0)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_answers_equal_transformers(
     architecture: str, tiny_checkpoints: Any, oracle_logits: Any, paged_run: Any

@@ -15,6 +15,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.worker_settings import WorkerSettings
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.grammar_compiler import GrammarCompiler
+from pdserve.models.config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import LoadProgress, load_decoder
@@ -68,15 +69,15 @@ def load_model(
     decoder = load_decoder(folder, dtype=settings.dtype, device=settings.device, progress=progress)
     config = decoder.config
     layout = config.kv_layout(settings.block_size, model_fingerprint(folder, config.dtype))
-    num_blocks, max_model_len = pool_size(settings, layout, config.max_position_embeddings)
+    num_blocks, max_model_len = pool_size(settings, layout, config)
     kv_cache = make_kv_cache(layout, num_blocks, settings.device)
     return LoadedModel(decoder, layout, kv_cache, max_model_len, tokenizer_fingerprint(folder), folder)
 
 
-def pool_size(settings: WorkerSettings, layout: KvLayout, max_positions: int) -> tuple[int, int]:
+def pool_size(settings: WorkerSettings, layout: KvLayout, model: ModelConfig) -> tuple[int, int]:
     """Blocks of the pool, and the longest sequence that pool, model and settings allow.
 
-    max_positions: tokens that the model reaches. Raises: ConfigError naming the setting, its value and the limit.
+    Raises: ConfigError naming the setting, its value and the limit.
     """
     num_blocks = settings.num_blocks or (settings.kv_cache_mib << 20) // layout.block_bytes
     if num_blocks < 2:
@@ -84,10 +85,12 @@ def pool_size(settings: WorkerSettings, layout: KvLayout, max_positions: int) ->
             f"kv_cache_mib {settings.kv_cache_mib} holds {num_blocks} blocks of {layout.block_bytes} bytes"
         )
     pool_tokens = num_blocks * settings.block_size
-    limit = max_positions
+    limit = model.max_position_embeddings
     if settings.max_model_len is not None:
-        if settings.max_model_len > limit:
-            raise ConfigError(f"max_model_len is {settings.max_model_len}, the model reaches to {limit}")
+        if settings.max_model_len > model.derived_max_model_len:
+            raise ConfigError(
+                f"max_model_len is {settings.max_model_len}, the model reaches to {model.derived_max_model_len}"
+            )
         if settings.max_model_len > pool_tokens:
             raise ConfigError(f"max_model_len is {settings.max_model_len}, the pool holds {pool_tokens} tokens")
         limit = settings.max_model_len

@@ -61,7 +61,7 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     """Raises: ConfigError, UnsupportedModel."""
     config = ModelConfig.from_folder(folder, settings.dtype)
     layout: KvLayout = config.kv_layout(settings.block_size, "")
-    num_blocks, _ = pool_size(settings, layout, config.max_position_embeddings)
+    num_blocks, _ = pool_size(settings, layout, config)
     on_gpu = settings.device != "cpu"
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(

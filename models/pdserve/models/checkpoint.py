@@ -1,8 +1,12 @@
-"""The weight files of a model folder: one `model.safetensors`, or shards that an index lists."""
+"""The weight files of a model folder: one `model.safetensors`, or shards that an index lists.
+
+A header is checked before the library maps the file: its length, so that nothing is built from a number alone, and that
+no name comes twice. Offsets, sizes and types are the library's own checks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,20 +15,33 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
-from pdserve.models.dtypes import TORCH_DTYPES
+from pdserve.common.json_file import MAX_INDEX_BYTES, parse_json_object, refuse_pointer
 from pdserve.models.json_object import JsonObject
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 16 << 20
+"""Of one file: about 100 bytes per tensor, and no model has 100,000 in a file."""
+MAX_FILES = 4096
+_DTYPES = ("F32", "BF16", "F16")
+"""By their names in a header: those that can be served."""
+_NUM_NAMED = 4
 
 
 class Checkpoint:
     """Open weight files; tensors are read through a memory map, one at a time."""
 
-    def __init__(self, folder: Path, files: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, Any]) -> None:
+        """files: by name, as the library opens them. Raises: ConfigError for a tensor that two of them have."""
         self.folder = folder
         self._files = files
-        self._file_of = {name: file for file, handle in files.items() for name in handle.keys()}  # noqa: SIM118
+        self._file_of: dict[str, str] = {}
+        for file, handle in files.items():
+            for name in handle.keys():  # noqa: SIM118
+                if name in self._file_of:
+                    raise ConfigError(f"{folder}: {name[:80]} is in {self._file_of[name]} and in {file}")
+                self._file_of[name] = file
 
     @property
     def names(self) -> list[str]:
@@ -33,54 +50,117 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())
 
+    def where(self, name: str) -> str:
+        """File and name, for messages."""
+        return f"{self.folder / self._file_of[name]}: {name}"
+
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A view of the file, or of a copy; the caller copies what it keeps, for a file may change."""
+        """A view of the file, or of a copy; the caller copies what it keeps, for a file may change.
+
+        Raises: ConfigError for a weight that is not there, or is there in another shape or type.
+        """
         found = self.shape(name)
         if found != shape:
-            raise ConfigError(
-                f"{self.folder / self._file_of[name]}: {name} has shape {list(found)}, config.json says {list(shape)}"
-            )
+            raise ConfigError(f"{self.where(name)} has shape {list(found)}, config.json says {list(shape)}")
+        dtype = str(self._handle(name).get_slice(name).get_dtype())
+        if dtype not in _DTYPES:
+            # eight-bit floats too: they mean nothing without scales that only their own loader knows
+            raise ConfigError(f"{self.where(name)} has dtype {dtype}; read are {', '.join(_DTYPES)}")
         tensor: Tensor = self._handle(name).get_tensor(name)
-        if tensor.dtype not in TORCH_DTYPES.values():
-            # Eight-bit floats too: they mean nothing without scales that only their own loader knows.
-            raise ConfigError(f"{self.folder / self._file_of[name]}: {name} has dtype {tensor.dtype}")
         return tensor
 
     def _handle(self, name: str) -> Any:
         file = self._file_of.get(name)
         if file is None:
-            raise ConfigError(f"{self.folder}: weight {name} is in none of {', '.join(self._files)}")
+            raise ConfigError(f"{self.folder}: weight {name} is in none of {_few(self._files)}; {self._seen(name)}")
         return self._files[file]
+
+    def _seen(self, name: str) -> str:
+        """What there is in its place: the names of a wrapped model, or of a body without head, are the same but for a prefix."""
+        names = sorted(self._file_of)
+        if not names:
+            return "there are no weights in them"
+        alike = [found for found in names if found.endswith(f".{name}") or name.endswith(f".{found}")]
+        if alike:
+            return f"there is {alike[0][:80]}, whose prefix is another"
+        return f"there are {_few(names)}"
 
 
 @contextmanager
 def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
-    """Open all weight files, checking that each is whole."""
+    """Open all weight files, checking that each is whole. Raises: ConfigError naming the file."""
     with ExitStack() as stack:
         files = {}
         for file in _weight_files(folder):
             path = folder / file
             if not path.is_file():
-                raise ConfigError(f"{path} does not exist; {_INDEX} names it")
+                raise ConfigError(f"{path} does not exist or is no regular file; {_INDEX} names it")
             try:
+                _check_header(path)
                 files[file] = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path} is truncated or no safetensors file: {error}") from error
         yield Checkpoint(folder, files)
 
 
+def _check_header(path: Path) -> None:
+    """Raises: ConfigError for a header that is too long, names a tensor twice or is no JSON object; OSError."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        beginning = file.read(64)
+        refuse_pointer(path, beginning)
+        length = int.from_bytes(beginning[:_LENGTH_BYTES], "little")
+        if len(beginning) < _LENGTH_BYTES or length > size - _LENGTH_BYTES:
+            raise ConfigError(
+                f"{path} is truncated or no safetensors file: it has {size} bytes, its header alone would have {length}"
+            )
+        if length > MAX_HEADER_BYTES:
+            raise ConfigError(f"{path} has a header of {length} bytes, at most {MAX_HEADER_BYTES} are read")
+        file.seek(_LENGTH_BYTES)
+        header = file.read(length)
+    parse_json_object(header, f"{path}: the header")
+
+
 def _weight_files(folder: Path) -> list[str]:
-    """File names inside the folder; an index that names a path elsewhere is refused."""
+    """File names inside the folder, as transformers chooses; an index that names a path elsewhere is refused."""
+    if (folder / _SINGLE).exists():
+        return [_SINGLE]
     if not (folder / _INDEX).exists():
-        if (folder / _SINGLE).exists():
-            return [_SINGLE]
-        raise ConfigError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
-    index = JsonObject.read(folder / _INDEX)
+        raise ConfigError(f"{folder} has neither {_SINGLE} nor {_INDEX}{_other_weights(folder)}")
+    index = JsonObject.read(folder / _INDEX, MAX_INDEX_BYTES)
     weight_map = index.child("weight_map")
     if weight_map is None:
         raise ConfigError(f"{folder / _INDEX}: weight_map is missing")
     files = sorted({weight_map.text(name) for name in weight_map.names})
+    if len(files) > MAX_FILES:
+        raise ConfigError(f"{folder / _INDEX}: weight_map names {len(files)} files, at most {MAX_FILES} are read")
     for file in files:
-        if Path(file).name != file:
-            raise ConfigError(f"{folder / _INDEX}: weight_map names {file!r}, which is not a file of this folder")
+        if not file or file in (".", "..") or "\0" in file or Path(file).name != file:
+            raise ConfigError(f"{folder / _INDEX}: weight_map names {file[:80]!r}, which is not a file of this folder")
     return files
+
+
+def _other_weights(folder: Path) -> str:
+    """What weights there are instead, and what can be done."""
+    for pattern, advice in _OTHER_FORMATS.items():
+        if found := sorted(path.name for path in folder.glob(pattern)):
+            return f", but {_few(found)}: {advice}"
+    return ""
+
+
+_CONVERT = "convert it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+_OTHER_FORMATS = {
+    "adapter_model.*": "an adapter is served only after it was merged into its model",
+    "consolidated*.safetensors": f"these have other names for the weights; {_CONVERT}",
+    "*.safetensors": "safetensors under another name are not read",
+    "*.bin": f"pickled weights are not read, since they can run code; {_CONVERT}",
+    "*.pth": f"pickled weights are not read, since they can run code; {_CONVERT}",
+    "*.gguf": "quantized GGUF files are not read; use the model's own safetensors",
+}
+"""File name pattern -> what to do, in the order in which they are looked for."""
+
+
+def _few(names: Mapping[str, Any] | list[str]) -> str:
+    """The first of many names, for a message."""
+    shown = [name[:80] for name in list(names)[:_NUM_NAMED]]
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.json_file import MAX_JSON_BYTES, read_json_object
 
 Value = TypeVar("Value")
+MAX_INTEGER = 2**31 - 1
+MAX_SHOWN_CHARS = 80
+"""Of a value in a message."""
 
 
 class JsonObject:
@@ -20,20 +25,9 @@ class JsonObject:
         self.where = where
 
     @classmethod
-    def read(cls, path: Path) -> JsonObject:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise ConfigError(f"{path} does not exist") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} must hold a JSON object, not {type(values).__name__}")
-        return cls(values, str(path))
+    def read(cls, path: Path, max_bytes: int = MAX_JSON_BYTES) -> JsonObject:
+        """Raises: ConfigError for a file that is missing, too long, or no JSON object."""
+        return cls(read_json_object(path, max_bytes), str(path))
 
     @property
     def names(self) -> list[str]:
@@ -60,21 +54,25 @@ class JsonObject:
             raise self.error(name, "an object")
         return JsonObject(value, f"{self.where}: {name}")
 
-    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
         value = self.get(name)
         if value is None:
             value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.error(name, f"an integer of at least {minimum}")
+        if value > maximum:
+            raise self.error(name, f"at most {maximum}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
+        """A positive, finite number."""
         value = self.get(name)
         if value is None:
             value = self._required(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        number = _as_float(value)
+        if number is None or not 0 < number < math.inf:
             raise self.error(name, "a positive number")
-        return float(value)
+        return number
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self.get(name)
@@ -99,12 +97,13 @@ class JsonObject:
         return value
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """`length` positive, finite numbers."""
         items = self.items(name)
         if items is None:
             raise ConfigError(f"{self.where}: {name} is missing")
-        values = [float(item) for item in items if isinstance(item, int | float) and not isinstance(item, bool)]
+        values = [number for item in items if (number := _as_float(item)) is not None and 0 < number < math.inf]
         if len(values) != length or len(items) != length:
-            raise self.error(name, f"a list of {length} numbers")
+            raise self.error(name, f"a list of {length} positive numbers")
         return tuple(values)
 
     def token_ids(self, name: str) -> tuple[int, ...] | None:
@@ -113,14 +112,32 @@ class JsonObject:
         if value is None:
             return None
         ids = value if isinstance(value, list) else [value]
-        if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
             raise self.error(name, "a token id or a list of token ids")
         return tuple(ids)
 
+    def shown(self, name: str) -> str:
+        """The value as JSON, for a message."""
+        try:
+            text = json.dumps(self.get(name))
+        except RecursionError:
+            return "a deeply nested value"
+        return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+
     def error(self, name: str, expected: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {name} must be {expected}, not {json.dumps(self.get(name))[:80]}")
+        return ConfigError(f"{self.where}: {name} must be {expected}, not {self.shown(name)}")
 
     def _required(self, name: str, default: Value | None) -> Value:
         if default is None:
             raise ConfigError(f"{self.where}: {name} is missing")
         return default
+
+
+def _as_float(value: object) -> float | None:
+    """None for a value that is no number, or that no float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None

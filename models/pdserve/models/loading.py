@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,12 @@ from pdserve.models.config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.decoder_layer import DecoderLayer
 from pdserve.models.dtypes import TORCH_DTYPES
+from pdserve.models.finite_weights import verify_finite
+from pdserve.models.tied_head import head_is_embedding
+
+log = logging.getLogger(__name__)
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_NUM_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,10 @@ def load_decoder(
 ) -> Decoder:
     """Read a Hugging Face model folder; `ConfigError` and `UnsupportedModel` say what is wrong with it."""
     config = ModelConfig.from_folder(folder, dtype)
+    if config.unknown_fields:
+        log.warning(
+            "%s: fields without a known meaning are ignored: %s", folder / "config.json", _few(config.unknown_fields)
+        )
     with torch.inference_mode(), open_checkpoint(folder) as checkpoint:
         return _Loader(config, checkpoint, device, progress).decoder()
 
@@ -59,25 +70,50 @@ class _Loader:
         self._progress = progress
         self._loaded_bytes = 0
         self._unread = {name for name in checkpoint.names if not name.endswith("rotary_emb.inv_freq")}
-        if config.tie_word_embeddings:
-            self._unread.discard("lm_head.weight")
+        self._embedding_name, self._head_name = self._ends()
+        if self._head_name == self._embedding_name:
+            self._unread.discard(_HEAD)
         self._total_bytes = sum(torch.Size(checkpoint.shape(name)).numel() for name in self._unread)
         self._total_bytes *= self._dtype.itemsize
 
     def decoder(self) -> Decoder:
         config = self._config
-        embedding = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        embedding = self._tensor(self._embedding_name, config.vocab_size, config.hidden_size)
         layers = [self._layer(index) for index in range(config.num_layers)]
         final_norm = self._norm("model.norm.weight")
-        if config.tie_word_embeddings:
+        if self._head_name == self._embedding_name:
             lm_head = make_linear(embedding)
         else:
-            lm_head = make_linear(self._tensor("lm_head.weight", config.vocab_size, config.hidden_size))
+            lm_head = make_linear(self._tensor(self._head_name, config.vocab_size, config.hidden_size))
         if self._unread:
             # A weight that nothing uses means that the model is not what its config.json says.
-            names = ", ".join(sorted(self._unread)[:4])
-            raise ConfigError(f"{self._checkpoint.folder}: {len(self._unread)} weights have no place: {names}")
+            raise ConfigError(
+                f"{self._checkpoint.folder}: {len(self._unread)} weights have no place: {_few(sorted(self._unread))}"
+            )
         return Decoder(config, embedding, layers, final_norm, lm_head)
+
+    def _ends(self) -> tuple[str, str]:
+        """The names of the embedding and of the output head: the same name where they are tied."""
+        names = set(self._checkpoint.names)
+        if not self._config.tie_word_embeddings:
+            return _EMBEDDING, _HEAD
+        if _EMBEDDING not in names and _HEAD in names:
+            return _HEAD, _HEAD
+        if not {_EMBEDDING, _HEAD} <= names:
+            return _EMBEDDING, _EMBEDDING
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        head, embedding = (self._checkpoint.read(name, shape) for name in (_HEAD, _EMBEDDING))
+        if self._device == "meta":
+            return _EMBEDDING, _HEAD  # no weight is read: the larger of both possible sizes
+        if head_is_embedding(head, embedding, self._dtype):
+            return _EMBEDDING, _EMBEDDING
+        log.warning(
+            "%s: tie_word_embeddings is true, but %s has other numbers than %s and is used, as in transformers",
+            self._checkpoint.folder,
+            _HEAD,
+            _EMBEDDING,
+        )
+        return _EMBEDDING, _HEAD
 
     def _layer(self, index: int) -> DecoderLayer:
         config = self._config
@@ -134,10 +170,18 @@ class _Loader:
         return RmsNorm(self._tensor(name, self._config.hidden_size), self._config.rms_norm_eps)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
-        """A copy on the device, in the served dtype."""
-        tensor = self._checkpoint.read(name, shape).to(self._device, self._dtype, copy=True)
+        """A copy on the device, in the served dtype. Raises: ConfigError, also for one with NaN or infinity."""
+        source = self._checkpoint.read(name, shape)
+        tensor = source.to(self._device, self._dtype, copy=True)
+        verify_finite(tensor, source, self._checkpoint.where(name))
         self._unread.discard(name)
         self._loaded_bytes += tensor.nbytes
         if self._progress is not None:
             self._progress(LoadProgress(self._loaded_bytes, self._total_bytes, name))
         return tensor
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first of many names, for a message."""
+    rest = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return ", ".join(name[:80] for name in names[:_NUM_NAMED]) + rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -9,9 +10,20 @@ import torch
 from torch import Tensor
 
 from pdserve.common.errors import UnsupportedModel
-from pdserve.models.json_object import JsonObject
+from pdserve.models.family_fields import words
+from pdserve.models.json_object import MAX_INTEGER, JsonObject
+
+log = logging.getLogger(__name__)
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+DEFAULT_THETA = 10000.0
+_FIELDS = words(
+    """
+    rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor beta_fast
+    beta_slow mscale mscale_all_dim truncate low_freq_factor high_freq_factor short_factor long_factor finetuned
+    """
+)
+"""`finetuned` changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +46,16 @@ class RopeParameters:
 
     @classmethod
     def from_config(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
-        """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
-        rope = config.child("rope_parameters") or config.child("rope_scaling") or JsonObject({}, config.where)
-        if rope.has_objects():
-            raise UnsupportedModel(f"{rope.where}: rope parameters that differ between layers")
+        """Read `rope_scaling`, or where there is none `rope_parameters`; `rope_theta` may stand beside either.
+
+        As in transformers, a `rope_scaling` takes the place of the whole `rope_parameters`, its `rope_theta` included.
+        Raises: UnsupportedModel, ConfigError.
+        """
+        rope = _rope_fields(config)
         rope_type = rope.text("rope_type", rope.text("type", "default"))
-        theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+        theta = rope.number("rope_theta", config.number("rope_theta", DEFAULT_THETA))
+        if not theta > 1:
+            raise rope.error("rope_theta", "above 1")
         if rope_type not in ROPE_TYPES:
             raise UnsupportedModel(f"{rope.where}: rope type {rope_type!r}; supported: {', '.join(ROPE_TYPES)}")
         if rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
@@ -49,19 +65,21 @@ class RopeParameters:
             return cls(rope_type, theta, rope.number("factor", 1.0))
         if rope_type == "linear":
             return cls(rope_type, theta, rope.number("factor"))
+        return cls._from_original(config, rope, rope_type, theta, head_dim, max_positions)
 
-        original = config.integer(
-            "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_positions)
-        )
+    @classmethod
+    def _from_original(
+        cls, config: JsonObject, rope: JsonObject, rope_type: str, theta: float, head_dim: int, max_positions: int
+    ) -> RopeParameters:
+        """The types that know the length before it was stretched."""
+        source = config if config.has("original_max_position_embeddings") else rope
+        # of one position there is no logarithm to divide by
+        original = source.integer("original_max_position_embeddings", max_positions, minimum=2)
         if rope_type == "llama3":
-            return cls(
-                rope_type,
-                theta,
-                rope.number("factor"),
-                original,
-                low_freq_factor=rope.number("low_freq_factor"),
-                high_freq_factor=rope.number("high_freq_factor"),
-            )
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+            if not high > low:
+                raise rope.error("high_freq_factor", f"above low_freq_factor ({low:g})")
+            return cls(rope_type, theta, rope.number("factor"), original, low_freq_factor=low, high_freq_factor=high)
         factor = rope.number("factor", max_positions / original)
         if rope_type == "yarn":
             return cls(
@@ -91,6 +109,21 @@ class RopeParameters:
         that other sequences share cannot be rotated again, so such a model serves its original length, exactly.
         """
         return min(configured, self.original_max_positions) if self.rope_type == "longrope" else configured
+
+    def derived_max_positions(self, configured: int) -> int:
+        """Positions that the scaling was made for; at least `max_positions`.
+
+        configured: `max_position_embeddings`, which many leave alone when they add a scaling by hand. Yarn reaches its
+        original length times its factor, and linear scaling the configured length times its factor. Dynamic scaling and
+        longrope rotate keys anew as a sequence grows, which keys in a shared cache cannot follow; llama3's factor is none
+        of the length.
+        """
+        derived = self.max_positions(configured)
+        if self.rope_type == "yarn":
+            derived = max(derived, int(self.original_max_positions * self.factor))
+        elif self.rope_type == "linear":
+            derived = max(derived, int(configured * self.factor))
+        return min(derived, MAX_INTEGER)
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """`[D / 2]` float32: radians a position, for each pair of a head's numbers."""
@@ -127,6 +160,31 @@ class RopeParameters:
             high += 0.001
         stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
         return inverse / self.factor * stretched + inverse * (1 - stretched)
+
+
+def _rope_fields(config: JsonObject) -> JsonObject:
+    """The object that is read. Raises: UnsupportedModel for a field in it that means other mathematics."""
+    rope, scaling = config.child("rope_parameters"), config.child("rope_scaling")
+    if scaling is not None and scaling.names:
+        if rope is not None and rope.has("rope_theta"):
+            theta = scaling.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA
+            if rope.get("rope_theta") != theta:
+                log.warning(
+                    "%s: rope_scaling takes the place of rope_parameters, as in transformers: rope_theta is %s, not %s",
+                    config.where,
+                    theta,
+                    rope.shown("rope_theta"),
+                )
+        rope = scaling
+    rope = rope or JsonObject({}, config.where)
+    if rope.has_objects():
+        raise UnsupportedModel(f"{rope.where}: rope parameters that differ between layers")
+    for name in rope.names:
+        if name not in _FIELDS and rope.get(name) not in (None, False):
+            raise UnsupportedModel(
+                f"{rope.where}: {name} is {rope.shown(name)}; known are {', '.join(sorted(_FIELDS))}"
+            )
+    return rope
 
 
 def _yarn_attention_factor(rope: JsonObject, factor: float) -> float:
