@@ -142,13 +142,18 @@ def test_i8_wrong_block_size_tells_nothing_without_a_token(source: TcpConnector)
     assert answer.refusal is Refusal.UNKNOWN_TOKEN
 
 
-def test_too_many_connections(source: TcpConnector, transfer: Transfer) -> None:
+def read_one(sock: socket.socket, transfer: Transfer) -> bytes:
+    assert ask(sock, ReadRequest(1, transfer.token, 3, 1, BLOCK_BYTES)).refusal is None
+    return sock.recv(BLOCK_BYTES, socket.MSG_WAITALL)
+
+
+def test_too_many_connections_that_read(source: TcpConnector, transfer: Transfer) -> None:
     kept = [connect(source) for _ in range(8)]
-    for number, sock in enumerate(kept):
-        assert ask(sock, ReadRequest(number, secrets.token_bytes(16), 0, 1, BLOCK_BYTES)).refusal
+    assert all(read_one(sock, transfer) == bytes(transfer.pool.block(3)) for sock in kept)
     with connect(source) as sock:
+        sock.sendall(ReadRequest(1, transfer.token, 0, 1, BLOCK_BYTES).encode())
         assert hangs_up(sock)
-    assert source.source_counters.refused_connections == 1
+    assert source.num_refused_connections == 1
     for sock in kept:
         sock.close()
     deadline = time.monotonic() + PATIENCE_S

@@ -199,16 +199,16 @@ def test_close_does_not_wait_for_a_handshake(make_connector: MakeConnector, iden
         assert time.monotonic() - began < PATIENCE_S / 2
 
 
-def test_handshakes_count_among_the_connections(
+def test_handshakes_take_no_place_of_connections_that_read(
     make_connector: MakeConnector, identity: TlsIdentity, authority: Authority
 ) -> None:
-    source = make_connector(identity, max_connections=2, first_request_s=PATIENCE_S)
-    held = [connect(source) for _ in range(2)]
-    while source.num_connections < 2:
+    source = make_connector(identity, max_connections=2, max_newcomers=4, first_request_s=PATIENCE_S)
+    transfer = Transfer(source, make_pool(seed=SOURCE_SEED), range(NUM_BLOCKS))
+    held = [connect(source) for _ in range(6)]
+    while source.num_refused_connections < 2:
         time.sleep(0.001)
-    with connect(source) as sock:
-        assert hangs_up(sock)
-    assert source.source_counters.refused_connections == 1
+    assert still_serves(source, transfer, identity)
+    assert hangs_up(held[0]), "the oldest has given way"
     for sock in held:
         sock.close()
 

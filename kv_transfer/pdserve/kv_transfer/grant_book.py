@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from pdserve.kv_transfer.event_thread import EventThread
 
@@ -21,6 +21,7 @@ class Refusal(enum.Enum):
     UNPUBLISHED = 2
     TOO_MANY = 3
     WRONG_BLOCK_BYTES = 4
+    OTHER_READER = 5
 
     @property
     def explanation(self) -> str:
@@ -32,6 +33,7 @@ _EXPLANATIONS = {
     Refusal.UNPUBLISHED: "it asked for a block that is not published",
     Refusal.TOO_MANY: "it asked for too many blocks at once",
     Refusal.WRONG_BLOCK_BYTES: "its blocks have another size",
+    Refusal.OTHER_READER: "another peer has read with this token before",
 }
 
 
@@ -56,6 +58,8 @@ class BookedGrant:
         self.sendings: set[Sending] = set()
         self.waiting: list[Callable[[], None]] = []
         self.closed = False
+        self.reader: Hashable | None = None
+        """Who read first: nobody else reads with this token."""
 
     def publish(self, first_index: int, blocks: Sequence[int]) -> None:
         """As `Grant.publish`; without effect once the grant is closed, for its connector may close it at any time.
@@ -110,8 +114,15 @@ class GrantBook:
                     raise ValueError(f"index {index} is already published as block {grant.blocks[index]}")
             grant.blocks.update(enumerate(blocks, first_index))
 
-    def begin(self, token: bytes, first_index: int, count: int, interrupt: Callable[[], object]) -> Sending | Refusal:
-        """Leave to read `count` blocks out of the pool, until `end`.
+    def begin(
+        self,
+        token: bytes,
+        first_index: int,
+        count: int,
+        interrupt: Callable[[], object],
+        reader: Hashable | None = None,
+    ) -> Sending | Refusal:
+        """Leave to read `count` blocks out of the pool, until `end`. reader: who asks; the first one binds the token.
 
         interrupt: called from any thread, maybe more than once and only before `end`, when the reading must stop
             soon; it never blocks and calls nothing of this book.
@@ -124,6 +135,9 @@ class GrantBook:
                 blocks = [grant.blocks[index] for index in range(first_index, first_index + count)]
             except KeyError:
                 return Refusal.UNPUBLISHED
+            if grant.reader not in (None, reader):
+                return Refusal.OTHER_READER
+            grant.reader = reader
             sending = Sending(grant, blocks, interrupt)
             grant.sendings.add(sending)
             return sending

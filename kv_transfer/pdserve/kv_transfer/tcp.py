@@ -3,6 +3,7 @@
 tcp.py            TcpConnector: composes a source and a read desk
 read_desk.py      finds a peer's lanes
 tcp_source.py     accepts, answers from the pool        grant_book.py   who may read what, fences
+tcp_connections.py  places for connections
 tcp_wire.py       asks, receives into the pool          lanes.py        threads of a peer, digests
 tcp_stream.py     sockets                               read_queue.py   windows, round robin, states of a read
 tls_stream.py     TLS over a socket                     tcp_settings.py settings, the peers' address
@@ -70,6 +71,11 @@ class TcpConnector:
     def num_connections(self) -> int:
         """Connections that peers hold to this source."""
         return self._source.num_connections
+
+    @property
+    def num_refused_connections(self) -> int:
+        """Connections of peers that found no place, or lost it to another newcomer; counted up."""
+        return self._source.num_refused_connections
 
     def grant(self, token: bytes) -> Grant:
         """As `BlockConnector.grant`."""

@@ -44,19 +44,28 @@ class TcpSettings:
     send_stall_s: float = 10.0
     """A peer that takes no byte for so long loses its connection."""
     first_request_s: float = 5.0
-    """A new connection that asks for nothing within this time is closed; so is one that has not shaken hands by then."""
+    """A new connection that was granted no read within this time is closed; with TLS its handshake counts too."""
     idle_close_s: float = 60.0
     """Connections without reads are closed by the reader after this time, by the source after twice of it."""
     fence_after_s: float = 1.0
     """Sends that are under way when their grant closes are cut off after this time."""
     max_connections: int = 512
-    """Connections beyond this are closed at once."""
+    """Connections of peers that read; one beyond is closed at its first read."""
+    max_connections_per_host: int = 128
+    """Of these, from one address, or one IPv6 network of 64 bits."""
+    max_newcomers: int = 128
+    """Connections that have not shown a token yet; one beyond takes the place of the oldest."""
+    max_newcomers_per_host: int = 64
+    """Of these, from one address, or one IPv6 network of 64 bits."""
     tls: TlsIdentity | None = None
     """Who this process is to its peers, which must show certificates too; None speaks in the clear."""
 
     def __post_init__(self) -> None:
-        if self.sockets_per_peer < 1 or self.max_connections < 1 or self.request_bytes < 1:
-            raise ConfigError("sockets_per_peer, max_connections and request_bytes must be at least 1")
+        if min(self.sockets_per_peer, self.request_bytes) < 1:
+            raise ConfigError("sockets_per_peer and request_bytes must be at least 1")
+        places = (self.max_connections, self.max_connections_per_host, self.max_newcomers, self.max_newcomers_per_host)
+        if min(places) < 1:
+            raise ConfigError("the places for connections must be at least 1 each")
         if self.longest_request_bytes < self.request_bytes:
             raise ConfigError("longest_request_bytes must be at least request_bytes")
         if min(self.read_window_bytes, self.max_request_bytes) < self.longest_request_bytes:

@@ -12,6 +12,7 @@ from pdserve.kv_transfer.block_runs import block_runs
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.grant_book import BookedGrant, GrantBook, Refusal, Sending
+from pdserve.kv_transfer.tcp_connections import SourceConnections
 from pdserve.kv_transfer.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp_settings import TcpSettings
 from pdserve.kv_transfer.tcp_stream import Listener, Stream, StreamBroken, TcpStream
@@ -23,6 +24,9 @@ _WARN_EACH_S = 60.0
 _WARNED_PEERS = 256
 _ACCEPT_RETRY_S = 0.1
 
+Reader = tuple[str, ...]
+"""Who reads: the peer's address, and under TLS the names in its certificate, which stay when the certificate is renewed."""
+
 
 @dataclass(slots=True)
 class SourceCounters:
@@ -31,18 +35,14 @@ class SourceCounters:
     blocks_sent: int = 0
     refused_reads: int = 0
     malformed_frames: int = 0
-    refused_connections: int = 0
     failed_handshakes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(
-        self, *, sent: int = 0, refused: int = 0, malformed: int = 0, connections: int = 0, handshakes: int = 0
-    ) -> None:
+    def add(self, *, sent: int = 0, refused: int = 0, malformed: int = 0, handshakes: int = 0) -> None:
         with self._lock:
             self.blocks_sent += sent
             self.refused_reads += refused
             self.malformed_frames += malformed
-            self.refused_connections += connections
             self.failed_handshakes += handshakes
 
 
@@ -59,17 +59,21 @@ class TcpSource:
         self._grants = GrantBook(pool.num_blocks, events, settings.fence_after_s)
         self._listener = Listener(settings.host, settings.port)
         self.port = self._listener.port
+        self._connections = SourceConnections(settings, events)
         self._lock = threading.Lock()
         self._closed = False
-        self._connections: dict[TcpStream, threading.Thread] = {}
         self._warned_at: dict[str, float] = {}
         self._accepting = threading.Thread(target=self._accept, name=f"tcp-accept-{self.port}", daemon=True)
         self._accepting.start()
 
     @property
     def num_connections(self) -> int:
-        with self._lock:
-            return len(self._connections)
+        return len(self._connections)
+
+    @property
+    def num_refused_connections(self) -> int:
+        """As `SourceConnections.num_refused`."""
+        return self._connections.num_refused
 
     def grant(self, token: bytes) -> BookedGrant:
         return self._grants.open(token)
@@ -84,12 +88,7 @@ class TcpSource:
         self._accepting.join()
         self._listener.close()
         self._grants.close()
-        with self._lock:
-            threads = list(self._connections.values())
-            for stream in self._connections:
-                stream.shutdown()
-        for thread in threads:
-            thread.join()
+        self._connections.close()
 
     def _accept(self) -> None:
         while True:
@@ -105,36 +104,31 @@ class TcpSource:
             self._welcome(*accepted)
 
     def _welcome(self, sock: socket.socket, peer: str) -> None:
-        with self._lock:
-            if self._closed or len(self._connections) >= self._settings.max_connections:
-                self.counters.add(connections=1)
-                sock.close()
-                return
-            try:
-                stream = TcpStream(sock, self._settings.first_request_s, self._settings.send_stall_s)
-            except OSError as error:  # the peer has gone already
-                logger.debug("connection from %s: %s", peer, error)
-                sock.close()
-                return
-            thread = threading.Thread(
-                target=self._serve, args=(stream, peer), name=f"tcp-serve-{self.port}-{peer}", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:
-                logger.warning("no thread for a connection from %s: %s", peer, error)
+        try:
+            stream = TcpStream(sock, self._settings.first_request_s, self._settings.send_stall_s)
+        except OSError as error:  # the peer has gone already
+            logger.debug("connection from %s: %s", peer, error)
+            sock.close()
+            return
+        thread = threading.Thread(
+            target=self._serve, args=(stream, peer), name=f"tcp-serve-{self.port}-{peer}", daemon=True
+        )
+        try:
+            if not self._connections.admit(stream, peer, thread):
                 stream.close()
-                return
-            self._connections[stream] = thread
+        except RuntimeError as error:
+            logger.warning("no thread for a connection from %s: %s", peer, error)
+            stream.close()
 
     def _serve(self, stream: TcpStream, peer: str) -> None:
         frame = bytearray(ReadRequest.NUM_BYTES)
         patience_s = self._settings.first_request_s
         try:
             talk = self._secure(stream)
+            reader = (peer, *talk.peer_names) if isinstance(talk, TlsStream) else (peer,)
             while talk.wait_readable(patience_s):
                 talk.receive([memoryview(frame)])
-                self._answer(talk, ReadRequest.decode(frame))
+                self._answer(stream, talk, reader, ReadRequest.decode(frame))
                 patience_s = 2 * self._settings.idle_close_s
         except HandshakeFailed as error:
             self.counters.add(handshakes=1)
@@ -147,34 +141,33 @@ class TcpSource:
         except Exception:
             logger.exception("connection from %s", peer)
         finally:
-            with self._lock:
-                del self._connections[stream]
-                # Under the lock: nobody may shut down a descriptor that is somebody else's by now.
-                stream.close()
+            self._connections.leave(stream)
 
     def _secure(self, stream: TcpStream) -> Stream:
         """TLS, where it is wanted; its handshake holds up nobody but this connection's thread."""
         tls = self._settings.tls
         return stream if tls is None else TlsStream(stream, tls.server.context, self._settings.first_request_s)
 
-    def _answer(self, stream: Stream, request: ReadRequest) -> None:
-        allowed = self._allow(stream, request)
+    def _answer(self, connection: TcpStream, stream: Stream, reader: Reader, request: ReadRequest) -> None:
+        allowed = self._allow(stream, reader, request)
         if isinstance(allowed, Refusal):
             self.counters.add(refused=1)
             stream.send([memoryview(ReadAnswer.to_request(request, allowed).encode())])
             return
         try:
+            if not self._connections.settle(connection):
+                raise StreamBroken("no place for it")
             header = memoryview(ReadAnswer.to_request(request).encode())
             stream.send([header, *block_runs(self._pool, allowed.blocks)])
             self.counters.add(sent=request.count)
         finally:
             self._grants.end(allowed)
 
-    def _allow(self, stream: Stream, request: ReadRequest) -> Sending | Refusal:
+    def _allow(self, stream: Stream, reader: Reader, request: ReadRequest) -> Sending | Refusal:
         block_bytes = self._pool.block_bytes
         if request.count > max(1, self._settings.max_request_bytes // block_bytes):
             return Refusal.TOO_MANY
-        sending = self._grants.begin(request.token, request.first_index, request.count, stream.shutdown)
+        sending = self._grants.begin(request.token, request.first_index, request.count, stream.shutdown, reader)
         if isinstance(sending, Sending) and request.block_bytes != block_bytes:
             # Only a bearer of a token learns about the pool.
             self._grants.end(sending)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from pdserve.common.tls import tls_problem
 from pdserve.kv_transfer.tcp_stream import StreamBroken, TcpStream
@@ -42,6 +42,12 @@ class TlsStream:
         # a source hears requests alone, and many peers may be connected
         self._received = memoryview(bytearray(_RECORD_BYTES if is_server else _PIECE_BYTES))
         self._shake_hands(handshake_s)
+
+    @property
+    def peer_names(self) -> tuple[str, ...]:
+        """The names in the peer's certificate, each with its kind before it (`DNS:`, `IP Address:`, `URI:`), sorted."""
+        certificate = cast(dict[str, Any], self._ssl.getpeercert() or {})
+        return tuple(sorted(f"{kind}:{name}" for kind, name in certificate.get("subjectAltName", ())))
 
     def send(self, views: Sequence[memoryview]) -> None:
         """As `Stream.send`."""
