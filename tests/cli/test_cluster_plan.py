@@ -39,10 +39,10 @@ def test_no_setting_stands_in_a_childs_command_line(monkeypatch: pytest.MonkeyPa
     secrets = {
         "deployment_key": "s3cr3t of many characters",
         "otlp_headers": "auth=s3cr3t",
-        "otlp": "http://a:s3cr3t@h:1",
+        "otlp": "http://a:s3cr3t@127.0.0.1:1",
     }
     by_role = settings_by_role(secrets)
-    plan = ClusterPlan("demo", Path(), 1, 1, {}, worker_settings=by_role, redis="redis://:s3cr3t@h")
+    plan = ClusterPlan("demo", Path(), 1, 1, {}, worker_settings=by_role, redis="redis://:s3cr3t@127.0.0.1")
     for child, kind in zip(
         child_plans(plan, "another key of many characters"), (PrefillSettings, DecodeSettings), strict=True
     ):
@@ -50,7 +50,7 @@ def test_no_setting_stands_in_a_childs_command_line(monkeypatch: pytest.MonkeyPa
         settings = load_settings(kind, environ={k: v for k, v in child.environ.items() if k.startswith("PDSERVE_")})
         assert settings.deployment_key == secrets["deployment_key"]
         assert (settings.otlp_headers, settings.otlp) == (secrets["otlp_headers"], secrets["otlp"])
-        assert settings.redis == "redis://:s3cr3t@h"
+        assert settings.redis == "redis://:s3cr3t@127.0.0.1"
 
 
 def test_the_file_counts_more_than_what_up_chooses_itself(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ def test_a_url_that_cannot_be_used_is_refused_without_being_repeated(kind: type[
 
 def test_the_log_line_of_settings_has_no_password() -> None:
     settings = load_settings(
-        RouterSettings, flags={"deployment_key": KEY}, environ={"PDSERVE_REDIS": f"redis://me:{SECRET}@h"}
+        RouterSettings,
+        flags={"deployment_key": KEY, "insecure": True},
+        environ={"PDSERVE_REDIS": f"redis://me:{SECRET}@h"},
     )
     assert SECRET not in describe(settings)
     assert "redis=redis://me:***@h:6379/0" in describe(settings)

@@ -148,7 +148,7 @@ def test_secrets_are_not_in_the_log_line() -> None:
 
 def test_a_key_is_needed_as_soon_as_an_address_is_not_loopback(tmp_path: Path) -> None:
     assert load_settings(PrefillSettings, environ={}).key() == (DEVELOPMENT_KEY, True)
-    far = load_settings(RouterSettings, flags={"decode": ("10.0.0.1:1",)}, environ={})
+    far = load_settings(RouterSettings, flags={"decode": ("10.0.0.1:1",), "insecure": True}, environ={})
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1"):
         far.key()
     path = tmp_path / "key"

@@ -135,7 +135,7 @@ def test_pairs_are_decoded_and_never_shown() -> None:
 
 def test_standard_variables_are_settings() -> None:
     environ = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318",
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
         "OTEL_EXPORTER_OTLP_HEADERS": "authorization=secret",
         "OTEL_SERVICE_NAME": "mine",
@@ -148,7 +148,7 @@ def test_standard_variables_are_settings() -> None:
     }
     for kind in (RouterSettings, PrefillSettings):
         settings = load_settings(kind, environ=environ)
-        assert settings.otlp == "http://collector:4318"
+        assert settings.otlp == "http://127.0.0.1:4318"
         assert settings.otel_service_name == "mine"
         assert settings.otel_traces_sampler_arg == 0.25
         assert settings.otel_bsp_schedule_delay_ms == 500

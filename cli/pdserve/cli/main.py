@@ -33,7 +33,7 @@ app.add_typer(keys, name="keys")
 Model = Annotated[str | None, typer.Option(help="A Hugging Face checkpoint's folder, or 'demo' for the bundled model.")]
 Host = Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback TLS or --insecure is needed.")]
 Port = Annotated[int | None, typer.Option(help="gRPC port; 0 draws a free one.")]
-Insecure = Annotated[bool | None, typer.Option("--insecure", help="Listen beyond loopback without TLS.")]
+Insecure = Annotated[bool | None, typer.Option("--insecure", help="Listen and connect beyond loopback without TLS.")]
 NoAuth = Annotated[
     bool | None, typer.Option("--no-auth", help="Listen beyond loopback though clients need no API key.")
 ]

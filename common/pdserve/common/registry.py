@@ -54,6 +54,12 @@ def is_namespace(text: str) -> bool:
     return _NAMESPACE.fullmatch(text) is not None
 
 
+def is_address(text: str) -> bool:
+    """Whether it is host:port, or [IPv6]:port, as a service can be told to connect to."""
+    match = _ADDRESS.fullmatch(text)
+    return match is not None and 0 < int(match[1]) < 65536
+
+
 def is_worker_id(text: str) -> bool:
     """Whether this may stand in a key: 1 to 128 of letters, digits, `_`, `.` and `-`."""
     return _WORKER_ID.fullmatch(text) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -108,6 +109,13 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
                 f"host is {self.host!r}, which is not loopback, and clients need no API key: api_keys_file or api_keys "
                 "is needed, or --no-auth, where anybody who reaches the router may ask"
             )
+
+    def _clear_text_addresses(self) -> Iterator[tuple[str, str, str]]:
+        yield from super()._clear_text_addresses()
+        if self.tls_cert_file is None:
+            for setting in ("prefill", "decode"):
+                for address in getattr(self, setting):
+                    yield setting, address, "tls_cert_file with tls_key_file and tls_ca_file"
 
     def verify(self) -> None:
         super().verify()

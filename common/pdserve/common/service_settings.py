@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -36,7 +38,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     host: str = "127.0.0.1"
     """The address to listen on."""
     insecure: bool = False
-    """Listen beyond loopback without TLS."""
+    """Listen and connect beyond loopback without TLS."""
     tls_cert_file: str | None = None
     """PEM certificate of this service, for its peers; with `tls_key_file` and `tls_ca_file`: mutual TLS between services."""
     tls_key_file: str | None = None
@@ -102,6 +104,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         self.tls()
         self._verify_listening()
         self._verify_redis()
+        self._verify_connecting()
         if not 1 <= self.otel_bsp_schedule_delay_ms <= 60_000:
             raise ConfigError(f"otel_bsp_schedule_delay_ms is {self.otel_bsp_schedule_delay_ms}, 1 to 60000 is needed")
         if not 0 <= self.otel_traces_sampler_arg <= 1:
@@ -113,6 +116,25 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"host is {self.host!r}, which is not loopback: tls_cert_file, tls_key_file and tls_ca_file are needed, "
                 "or --insecure"
             )
+
+    def _verify_connecting(self) -> None:
+        """What goes to another machine goes over TLS, unless `insecure` says that it need not. Raises: ConfigError."""
+        if self.insecure:
+            return
+        for setting, address, remedy in self._clear_text_addresses():
+            if not is_loopback(address):
+                raise ConfigError(
+                    f"{setting} names {address}, which is not loopback, without TLS: {remedy} is needed, or --insecure"
+                )
+
+    def _clear_text_addresses(self) -> Iterator[tuple[str, str, str]]:
+        """(setting, host or host:port, what would bring TLS) of everything this service connects to without TLS."""
+        if self.redis is not None and not (redis := parse_redis_url(self.redis)).tls:
+            yield "redis", redis.host, "rediss://"
+        if self.otlp is not None and not self.otel_sdk_disabled:
+            endpoint = urlsplit(self.otlp)
+            if endpoint.scheme != "https" and endpoint.hostname:
+                yield "otlp", endpoint.hostname, "https://"
 
     def _verify_redis(self) -> None:
         if self.redis is not None:

@@ -77,7 +77,7 @@ class Worker:
         self.connectors = connectors
         self.server = make_server()
         self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)
-        self.peers = PeerChannels(tls.client if tls is not None else None)
+        self.peers = PeerChannels(tls.client if tls is not None else None, insecure=settings.insecure)
         self._is_source = False
         staged = None if model.kv_cache.is_cpu else StagedPool(model.kv_cache)
         pool = host_memory(model.kv_cache) if staged is None else staged.memory
