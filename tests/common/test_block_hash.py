@@ -82,6 +82,8 @@ def test_key_block_size_model_salt_and_adapter_keep_prefixes_apart() -> None:
         HASHER.root("model", None, "salt"),
         HASHER.root("model", "sal", "t"),
         HASHER.root("mode", "l"),
+        HASHER.root("model", tenant="salt"),
+        HASHER.root("model", tenant="alice"),
     ]
     assert len(set(roots)) == len(roots)
     assert HASHER.root("model", "") == ROOT

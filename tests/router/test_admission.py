@@ -7,8 +7,12 @@ import random
 
 import pytest
 
+from pdserve.common.api_key_file import UNLIMITED, KeyLimits
 from pdserve.common.errors import Draining, InvalidRequest, Overloaded, WorkerLost
-from pdserve.router.admission import Admission, Capacity, Limits
+from pdserve.router.admission import MAX_OVERTAKES, Admission, Capacity, Limits
+from pdserve.router.client import ANYBODY
+from pdserve.router.client import Client as Caller
+from pdserve.router.place import Cost
 
 
 class Clock:
@@ -21,6 +25,11 @@ class Clock:
         return self.now_s
 
 
+def caller(tenant: str, **limits: int) -> Caller:
+    """Whose one key has these limits."""
+    return Caller(key_name=tenant, tenant=tenant, limits=KeyLimits(**limits) if limits else UNLIMITED)
+
+
 class Client:
     """One request: enters at once, then holds a place until `done` is set."""
 
@@ -29,22 +38,27 @@ class Client:
         admission: Admission,
         *,
         blocks: int = 0,
-        client: str = "",
+        client: Caller = ANYBODY,
+        places: int = 1,
+        tokens: int = 1,
+        max_tokens: int = 0,
         timeout_s: float | None = None,
         priority: int = 0,
         hopeless: asyncio.Event | None = None,
     ):
         """hopeless: set when a place would be of no use any more."""
-        self._admission, self._blocks, self._priority, self._hopeless = admission, blocks, priority, hopeless
+        self._admission, self._priority, self._hopeless, self._caller = admission, priority, hopeless, client
+        self._cost = Cost(num_blocks=blocks, num_places=places, num_tokens=tokens, max_tokens=max_tokens)
+        self.held = None
         self.done, self.placed = asyncio.Event(), asyncio.Event()
-        admission.enter(1, self._expel, client=client, timeout_s=timeout_s)
+        admission.enter(1, self._expel, client=client, num_sequences=places, timeout_s=timeout_s)
         self.task = asyncio.create_task(self._run())
         # also when it is cancelled before it begins
-        self.task.add_done_callback(lambda _: admission.leave(1, self._expel, client=client))
+        self.task.add_done_callback(lambda _: admission.leave(1, self._expel, client=client, num_sequences=places))
 
     async def _run(self) -> None:
         until_hopeless = None if self._hopeless is None else self._until_hopeless
-        async with self._admission.place(self._blocks, self._priority, until_hopeless=until_hopeless):
+        async with self._admission.place(self._cost, self._priority, until_hopeless, client=self._caller) as self.held:
             self.placed.set()
             await self.done.wait()
 
@@ -60,9 +74,14 @@ class Client:
         await self.task
 
 
-def admission(running=2, queued=2, *, blocks=None, clock=None, **limits):
-    capacity = Capacity(num_requests=running, num_blocks=blocks)
-    return Admission(Limits(max_queued_requests=queued, **limits), lambda: capacity, clock=clock or Clock())
+def admission(running=2, queued=2, *, blocks=None, sessions=0, tenants=1, clock=None, **limits):
+    capacity = Capacity(num_requests=running, num_blocks=blocks, num_sessions=sessions)
+    return Admission(
+        Limits(max_queued_requests=queued, **limits),
+        lambda: capacity,
+        num_tenants=lambda: tenants,
+        clock=clock or Clock(),
+    )
 
 
 async def turns(count=5):
@@ -100,15 +119,21 @@ async def test_places_go_by_priority_and_equals_by_arrival():
     assert order == ["a0", "c-1", "e-1", "f2", "b5", "d5"]
 
 
-async def test_a_prompt_that_does_not_fit_keeps_its_turn():
-    door = admission(9, 9, blocks=10)
-    first, large, small = (Client(door, blocks=count) for count in (6, 9, 1))
-    await turns()
-    assert [client.placed.is_set() for client in (first, large, small)] == [True, False, False]
+async def test_a_prompt_that_does_not_fit_is_passed_a_bounded_number_of_times():
+    door = admission(99, 99, blocks=10)
+    first, large = (Client(door, blocks=count) for count in (6, 9))
+    small = []
+    for _ in range(MAX_OVERTAKES + 3):
+        small.append(Client(door, blocks=1))
+        await turns()
+        if small[-1].placed.is_set():
+            await small[-1].finish()
+    assert [client.placed.is_set() for client in small] == [True] * MAX_OVERTAKES + [False] * 3
+    assert not large.placed.is_set()
     await first.finish()
     await turns()
-    assert [client.placed.is_set() for client in (large, small)] == [True, True]
-    for client in (large, small):
+    assert [client.placed.is_set() for client in (large, *small[MAX_OVERTAKES:])] == [True, True, False, False]
+    for client in (large, *small[MAX_OVERTAKES:]):
         await client.finish()
     whole = Client(door, blocks=99)
     await asyncio.wait_for(whole.placed.wait(), 5)
@@ -117,8 +142,14 @@ async def test_a_prompt_that_does_not_fit_keeps_its_turn():
 
 async def test_who_leaves_the_queue_lets_the_next_pass():
     door = admission(9, 9, blocks=10)
-    first, large, small = (Client(door, blocks=count) for count in (6, 9, 1))
+    first, large = (Client(door, blocks=count) for count in (6, 9))
+    passing = [Client(door) for _ in range(MAX_OVERTAKES)]
     await turns()
+    for client in passing:
+        await client.finish()
+    small = Client(door, blocks=1)
+    await turns()
+    assert not small.placed.is_set()
     large.task.cancel()
     await turns()
     assert small.placed.is_set()
@@ -164,7 +195,7 @@ async def test_whom_no_place_would_help_leaves_the_queue_with_its_own_error():
     first = Client(door, blocks=6, hopeless=gone)
     await turns()
     hopeless = [Client(door, blocks=9, hopeless=gone) for _ in range(3)]
-    other = Client(door, blocks=1)
+    other = Client(door, blocks=9)
     await turns()
     assert (door.num_running, door.num_queued) == (1, 4)
     gone.set()
@@ -272,15 +303,16 @@ async def test_the_prompts_of_one_request_may_be_more_than_may_wait_but_not_behi
 
 async def test_limits_per_key():
     door = admission(9, 9, max_requests_per_key=2)
-    clients = [Client(door, client="a") for _ in range(2)]
-    with pytest.raises(Overloaded, match=r"2 requests of this API key .* max_requests_per_key is 2"):
-        Client(door, client="a")
+    a, b = caller("a"), caller("b")
+    clients = [Client(door, client=a) for _ in range(2)]
+    with pytest.raises(Overloaded, match=r"2 sequences of tenant a .* max_requests_per_key is 2"):
+        Client(door, client=a)
     # it would be too many however often it came
-    with pytest.raises(InvalidRequest, match="3 prompts came in one request; max_requests_per_key is 2"):
-        door.enter(3, lambda: None, client="a")
-    other, nobody = Client(door, client="b"), [Client(door) for _ in range(3)]
+    with pytest.raises(InvalidRequest, match="3 sequences came in one request; max_requests_per_key is 2"):
+        door.enter(3, lambda: None, client=a)
+    other, nobody = Client(door, client=b), [Client(door) for _ in range(3)]
     await clients[0].finish()
-    again = Client(door, client="a")
+    again = Client(door, client=a)
     for client in (clients[1], other, again, *nobody):
         await client.finish()
     await door.emptied()

@@ -10,6 +10,7 @@ from candidates import seen, worker
 from fake_worker import ADMITTED, LAYOUT, decode_well, needs_prefill, play, said, tokens
 
 from pdserve.common import timeline as moments
+from pdserve.common.api_key_file import key_hash
 from pdserve.common.block_hash import BlockHasher, placement_hash
 from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.errors import Evicted
@@ -84,8 +85,10 @@ async def test_decode_says_no_and_prefill_does_it(cluster):
     assert [it["wish"] for it in (await placements(cluster))[:2]] == ["remote", "any"]
 
 
-async def test_the_page_needs_a_key_and_tells_no_prompt(cluster):
-    await cluster.start(api_keys=("secret",))
+async def test_the_page_needs_a_key_and_tells_no_prompt(cluster, tmp_path):
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[[keys]]\nname = "ops"\nrole = "operator"\nsha256 = "{key_hash("secret")}"\n')
+    await cluster.start(api_keys_file=str(file))
     headers = {"authorization": "Bearer secret"}
     ask = {"prompt": "tell nobody", "max_tokens": 5}
     assert (await cluster.http.post("/v1/completions", json=ask, headers=headers)).status_code == 200

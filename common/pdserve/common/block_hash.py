@@ -1,6 +1,6 @@
 """Keyed chained hashes of full token blocks, and the digest of a whole request.
 
-    root   = H16(version, model fingerprint, LoRA, cache_salt)
+    root   = H16(version, model fingerprint, LoRA, cache_salt, tenant)
     h_i    = H24(h_{i-1} || tokens_i as u32 little endian)                        full blocks only
     digest = H16("digest" || h_last or root || tokens after it || extras)        covers the tail and short prompts
 
@@ -38,9 +38,15 @@ class BlockHasher:
     def _digest(self, data: bytes) -> bytes:
         return hashlib.blake2b(data, key=self._key, digest_size=DIGEST_BYTES).digest()
 
-    def root(self, model_fingerprint: str, cache_salt: str | None = None, lora: str | None = None) -> bytes:
-        """What the first block is chained to: requests with different roots never share a block."""
-        parts = (_VERSION, model_fingerprint.encode(), (lora or "").encode(), (cache_salt or "").encode())
+    def root(
+        self, model_fingerprint: str, cache_salt: str | None = None, lora: str | None = None, tenant: str = ""
+    ) -> bytes:
+        """What the first block is chained to: requests with different roots never share a block.
+
+        tenant: whose request it is, or the name of the group of tenants that share cached prefixes.
+        """
+        named = (model_fingerprint, lora or "", cache_salt or "", *((tenant,) if tenant else ()))
+        parts = (_VERSION, *(name.encode() for name in named))
         # each part under its length, so that no two tuples read alike
         return self._digest(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
 

@@ -44,6 +44,8 @@ class ApiKeys:
         now: the wall clock, with an offset, for `expires`.
         """
         self._keys = keys
+        self.num_tenants = _num_tenants(keys)
+        """Tenants that there are keys of; 1 where no key is needed."""
         self._file = file
         self._stamp = stamp
         self._now = now
@@ -79,11 +81,6 @@ class ApiKeys:
     def entries(self) -> list[KeyEntry]:
         """The keys that are known now; empty where none is needed."""
         return list((self._keys or {}).values())
-
-    @property
-    def num_tenants(self) -> int:
-        """Tenants that there are keys of; 1 where no key is needed."""
-        return len({entry.tenant for entry in self.entries}) or 1
 
     def check(self, authorization: str | None, address: str = "") -> Client:
         """The client that a header's value stands for. authorization: None: there is none. address: of the peer.
@@ -144,6 +141,7 @@ class ApiKeys:
             log.error("the API keys stay as they were: %s", keys.message)
             return
         self._keys, self._stamp, self._refused_stamp = keys, stamp, None
+        self.num_tenants = _num_tenants(keys)
         log.info("api_keys_file %s was read again: %d key(s) of %d tenant(s)", self._file, len(keys), self.num_tenants)
         if self.on_change is not None:
             self.on_change()
@@ -158,6 +156,10 @@ class ApiKeys:
 
 def _by_hash(entries: Iterable[KeyEntry]) -> dict[str, KeyEntry]:
     return {entry.sha256: entry for entry in entries}
+
+
+def _num_tenants(keys: Mapping[str, KeyEntry] | None) -> int:
+    return len({entry.tenant for entry in keys.values()}) if keys else 1
 
 
 def _stamp_of(file: Path | None) -> _Stamp:

@@ -6,6 +6,7 @@ import msgspec
 
 from pdserve.common.api_key_file import UNLIMITED, KeyLimits, Role
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.prepared_request import verify_priority
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,10 +31,20 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises: InvalidRequest for another value outside of the key's range.
         """
+        verify_priority(priority)
         low, high = self.limits.min_priority, self.limits.max_priority
         if priority and not low <= priority <= high:
             raise InvalidRequest(f"priority is {priority}, this API key allows {low} to {high}", "priority")
         return min(max(priority, low), high)
+
+
+class CacheGroup(msgspec.Struct, frozen=True):
+    """Tenants whose requests may meet each other's cached prefixes."""
+
+    name: str = ""
+    """Enters the root of the block hashes: requests of two groups never share a block."""
+    is_shared: bool = False
+    """Several tenants are in it: a count of cached tokens would tell what others have asked, so none is shown."""
 
 
 ANYBODY = Client(role="operator")

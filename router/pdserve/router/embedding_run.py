@@ -14,6 +14,7 @@ from pdserve.router.attempt_failure import AttemptFailed, backoff_s
 from pdserve.router.client_error import as_client_sees
 from pdserve.router.embed_leg import Embedded, embed
 from pdserve.router.legs import LegFailed
+from pdserve.router.place import Cost
 from pdserve.router.placement import WorkerKey
 from pdserve.router.poison import Casualties
 from pdserve.router.preparation import EmbeddingRequest, Limits, TokenizedRequest
@@ -38,6 +39,7 @@ class EmbeddingRun:
     ) -> None:
         self.request_id = request_id
         self.usage = Usage()
+        self.num_sequences = 1
         self.timeline = Timeline()
         self._request = request
         self._services = services
@@ -75,13 +77,16 @@ class EmbeddingRun:
         self.usage.prompt_tokens = len(token_ids)
         self.timeline.mark(moments.TOKENIZED)
         self._record.tokenized(len(token_ids))
-        num_blocks = self._num_blocks(len(token_ids))
-        async with self._services.admission.place(num_blocks, until_hopeless=self._until_hopeless):
+        cost = Cost(num_blocks=self._num_blocks(len(token_ids)), num_tokens=len(token_ids))
+        async with self._services.admission.place(
+            cost, until_hopeless=self._until_hopeless, client=self._request.client
+        ):
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
             embedded = await self._attempts(request)
         self.timeline.mark(moments.FINISHED)
-        self.usage.cached_tokens = embedded.num_cached_tokens
+        if not self._request.cache.is_shared:
+            self.usage.cached_tokens = embedded.num_cached_tokens
         self._record.embedded(embedded.num_cached_tokens)
         return embedded.values
 
@@ -141,6 +146,7 @@ class EmbeddingRun:
             return self._services.placer.place(
                 self.request_id,
                 attempt,
+                tenant=self._request.client.tenant,
                 num_tokens=len(request.token_ids),
                 max_tokens=0,
                 hashes=lambda layout: self._known_hashes(request, layout),

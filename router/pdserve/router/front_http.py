@@ -33,6 +33,7 @@ from pdserve.router.openai_protocol import ChatBody, CompletionBody
 from pdserve.router.openai_tool_answer import ToolAnswer
 from pdserve.router.preparation import ClientRequest
 from pdserve.router.request_body import read_body
+from pdserve.router.routing_view import routing_view
 from pdserve.router.tokenization_http import TokenizationHttp, authenticated
 from pdserve.text.tokenizer import Tokenizer
 
@@ -81,18 +82,8 @@ class HttpFront:
 
     async def debug_routing(self, request: Request) -> Response:
         """The last placements, newest first, and why they came out so."""
-        await self._authenticate(request)
-        inference = self._inference
-        return json_response(
-            {
-                "policy": inference.settings.policy,
-                "local_prefill": inference.settings.local_prefill,
-                "transfer_bytes_per_s": inference.placer.bandwidth.bytes_per_s,
-                "running": inference.admission.num_running,
-                "queued": inference.admission.num_queued,
-                "placements": inference.placer.log.content(),
-            }
-        )
+        client, inference = await self._authenticate(request), self._inference
+        return json_response(routing_view(client, inference.settings, inference.admission, inference.placer))
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""

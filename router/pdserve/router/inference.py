@@ -13,7 +13,7 @@ from pdserve.common.router_settings import RouterSettings
 from pdserve.router.admission import Admission, Capacity
 from pdserve.router.admission import Limits as AdmissionLimits
 from pdserve.router.api_keys import ApiKeys
-from pdserve.router.client import ANYBODY, Client
+from pdserve.router.client import ANYBODY, CacheGroup, Client
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.embedding import Embedding
 from pdserve.router.embedding_run import EmbeddingRun
@@ -54,7 +54,9 @@ class Inference:
                 max_requests_per_key=settings.max_requests_per_key,
             ),
             self._capacity,
+            num_tenants=lambda: self.keys.num_tenants,
         )
+        self._cache_groups = settings.cache_groups()
         fleet.listeners.append(self.admission.recheck)
         self.placer = Placer(fleet, index, settings)
         self.preparation = preparation
@@ -98,6 +100,13 @@ class Inference:
             num_blocks=sum(worker.identity.num_blocks for worker in workers),
         )
 
+    def _cache_group(self, client: Client) -> CacheGroup:
+        """Whose cached prefixes the client's requests may meet."""
+        if not client.tenant:
+            return CacheGroup()
+        group = self._cache_groups.get(client.tenant) or self._cache_groups.get("*")
+        return CacheGroup(client.tenant) if group is None else CacheGroup(group, is_shared=group != client.tenant)
+
     def generation(self, requests: Sequence[ClientRequest], *, stream: bool, client: Client = ANYBODY) -> Generation:
         """A generation with n choices a request; it starts when its context is entered.
 
@@ -115,11 +124,18 @@ class Inference:
                     "so stream must be false",
                     "best_of",
                 )
+        priorities = [client.allowed_priority(request.priority) for request in requests]
         request_id = uuid.uuid4().hex
         record = self.telemetry.request(
             request_id, requests[0].trace_headers, client_request_id=requests[0].client_request_id
         )
-        requests = [msgspec.structs.replace(request, trace_headers=record.headers) for request in requests]
+        cache = self._cache_group(client)
+        requests = [
+            msgspec.structs.replace(
+                request, trace_headers=record.headers, client=client, cache=cache, priority=priority
+            )
+            for request, priority in zip(requests, priorities, strict=True)
+        ]
         first_choices = accumulate((request.sampling.n for request in requests[:-1]), initial=0)
         client_stream = ClientStream(len(requests), self.settings.max_unread_bytes if stream else None)
         runs = [
@@ -150,10 +166,17 @@ class Inference:
         """
         if self.settings.local_prefill == "never":
             raise InvalidRequest("sessions are prefilled by decode workers, and local_prefill is never here")
+        priority = client.allowed_priority(request.priority)
         # it came with the first turn and names them all
         client_request_id = session.client_request_id = session.client_request_id or request.client_request_id
         record = self.telemetry.request(request_id, request.trace_headers, client_request_id=client_request_id)
-        request = msgspec.structs.replace(request, trace_headers=record.headers)
+        request = msgspec.structs.replace(
+            request,
+            trace_headers=record.headers,
+            client=client,
+            cache=self._cache_group(client),
+            priority=priority,
+        )
         client_stream = ClientStream(1, self.settings.max_unread_bytes if stream else None)
         run = SessionTurn(session, request_id, 0, request, client_stream, self._services, record)
         return Generation(request_id, client_stream, [run], self.admission, record, client)
@@ -170,7 +193,11 @@ class Inference:
         record = self.telemetry.request(
             request_id, requests[0].trace_headers, "embeddings", requests[0].client_request_id
         )
-        requests = [msgspec.structs.replace(request, trace_headers=record.headers) for request in requests]
+        cache = self._cache_group(client)
+        requests = [
+            msgspec.structs.replace(request, trace_headers=record.headers, client=client, cache=cache)
+            for request in requests
+        ]
         runs = [
             EmbeddingRun(
                 request_id if len(requests) == 1 else f"{request_id}-{place}",

@@ -34,6 +34,7 @@ class Placer:
         request_id: str,
         attempt: int,
         *,
+        tenant: str = "",
         num_tokens: int,
         max_tokens: int,
         hashes: Hashes,
@@ -44,7 +45,7 @@ class Placer:
     ) -> RoutingDecision | None:
         """Workers for one attempt, or None while none can serve it.
 
-        num_tokens: of the prompt. dead: workers that died under this request and have not come back.
+        tenant: whose request it is. num_tokens: of the prompt. dead: workers that died under this request and have not come back.
         embeds: an embedding is wanted, which a prefill worker computes alone.
         """
         rules = Rules(
@@ -76,6 +77,7 @@ class Placer:
         decision = RoutingDecision(
             unix_s=time.time(),
             request_id=request_id,
+            tenant=tenant,
             attempt=attempt,
             policy=rules.policy,
             wish=wish,

@@ -18,6 +18,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.prepared_request import PreparedRequest, ResumeState, verify_priority
 from pdserve.common.sampling_params import SamplingParams
+from pdserve.router.client import ANYBODY, CacheGroup, Client
 from pdserve.router.worker import Worker
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.best_of import for_engines
@@ -61,6 +62,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace_headers: dict[str, str] = {}
     client_request_id: str = ""
     """The client's own name for it; verified."""
+    client: Client = ANYBODY
+    cache: CacheGroup = CacheGroup()
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +78,8 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace_headers: dict[str, str] = {}
     client_request_id: str = ""
     """The client's own name for it; verified."""
+    client: Client = ANYBODY
+    cache: CacheGroup = CacheGroup()
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -105,6 +110,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str | None
+    cache: CacheGroup
     priority: int
     deadline: float
     trace_headers: dict[str, str]
@@ -204,6 +210,7 @@ class Preparation:
             token_ids=token_ids,
             sampling=sampling,
             cache_salt=request.cache_salt,
+            cache=request.cache,
             priority=request.priority,
             deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
             trace_headers=request.trace_headers,
@@ -223,6 +230,7 @@ class Preparation:
             token_ids=token_ids,
             sampling=SamplingParams(),
             cache_salt=request.cache_salt,
+            cache=request.cache,
             priority=0,
             deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
             trace_headers=request.trace_headers,
@@ -233,7 +241,7 @@ class Preparation:
     def hashed(self, request: TokenizedRequest, layout: KvLayout, resume: ResumeState | None = None) -> PreparedRequest:
         """The request for workers with these blocks; or one sequence of it, from where it stands."""
         hasher = BlockHasher(self._key, layout.block_size)
-        root = hasher.root(layout.model_fingerprint, request.cache_salt)
+        root = hasher.root(layout.model_fingerprint, request.cache_salt, tenant=request.cache.name)
         token_ids = request.token_ids if resume is None else request.token_ids + resume.output_token_ids
         hashes = hasher.extend(root, token_ids)
         return PreparedRequest(

@@ -26,6 +26,7 @@ from pdserve.router.attempt_failure import AttemptFailed, PrefillNeeded, backoff
 from pdserve.router.client_error import as_client_sees
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.legs import Outputs, PromptLogprobs
+from pdserve.router.place import Cost, Place
 from pdserve.router.placement import Wish, WorkerKey
 from pdserve.router.poison import Casualties
 from pdserve.router.preparation import ClientRequest, Limits, TokenizedRequest
@@ -91,8 +92,10 @@ class RequestRun:
         self._services = services
         self.num_choices = request.sampling.n
         """Sequences that the client gets."""
-        self._num_sequences = request.sampling.num_sequences
+        self.num_sequences = request.sampling.num_sequences
         self._processor: OutputProcessor | None = None
+        self._holds: Place | None = None
+        """From the moment on that it may run."""
         self._prepared: dict[tuple[str, int, int, int], PreparedRequest] = {}
         """By layout, sequence and how much of it the client has."""
         self._begun: set[int] = set()
@@ -148,18 +151,24 @@ class RequestRun:
             prompt=None,
             prompt_token_ids=[*before, *token_ids] if before else token_ids,
             sampling_params=request.sampling,
-            num_sequences=self._num_sequences,
+            num_sequences=self.num_sequences,
         )
         self.timeline.mark(moments.TOKENIZED)
         self._record.tokenized(self.usage.prompt_tokens)
         priority = request.priority if self._services.settings.scheduling_policy == "priority" else 0
-        num_blocks = self._num_blocks(self.usage.prompt_tokens)
+        cost = Cost(
+            num_blocks=self._num_blocks(self.usage.prompt_tokens),
+            num_places=self.num_sequences,
+            # what a session has computed before is not computed again
+            num_tokens=len(token_ids),
+            max_tokens=request.sampling.max_tokens,
+        )
         async with self._services.admission.place(
-            num_blocks,
+            cost,
             priority,
-            self._num_sequences,
             lambda: self._until_hopeless(one_token=request.sampling.max_tokens == 1),
-        ):
+            client=self._request.client,
+        ) as self._holds:
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
             await self._attempts(request, self._processor, Course())
@@ -217,7 +226,7 @@ class RequestRun:
             course.wish = self._after(failure, prompt_digest, course.num_counted)
             course.blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
             await asyncio.sleep(backoff_s(course.num_counted + course.num_evictions))
-            if self._num_sequences > 1 and course.index is None and processor.num_output_tokens:
+            if self.num_sequences > 1 and course.index is None and processor.num_output_tokens:
                 await self._go_on_apart(request, processor, course)
                 return
 
@@ -241,7 +250,7 @@ class RequestRun:
 
     def _resume_state(self, processor: OutputProcessor, course: Course) -> ResumeState | None:
         """What the client has of the one sequence that is served; None for a request that begins."""
-        if course.index is None and (self._num_sequences > 1 or not processor.num_output_tokens):
+        if course.index is None and (self.num_sequences > 1 or not processor.num_output_tokens):
             return None
         index = course.index or 0
         return ResumeState(index=index, output_token_ids=list(processor.output_token_ids(index)))
@@ -285,13 +294,16 @@ class RequestRun:
             return has_ended
         if is_first:
             self.timeline.mark(moments.FIRST_TOKEN)
-            self.usage.cached_tokens = outputs.num_cached_tokens
+            if not self._request.cache.is_shared:
+                self.usage.cached_tokens = outputs.num_cached_tokens
+        if self._holds is not None:
+            self._holds.produced(len(delta.token_ids))
         self.usage.completion_tokens += len(delta.token_ids)
         self._record.relayed(delta.index, len(delta.token_ids), outputs.num_cached_tokens)
         if processor.finished:
             self.timeline.mark(moments.FINISHED)
             self._record.finish_reason = str(delta.finish_reason)
-        if self._num_sequences == self.num_choices:
+        if self.num_sequences == self.num_choices:
             self._push(delta)
         elif processor.finished:
             for output in best(processor.request_output().outputs, self._request.sampling):
@@ -329,6 +341,7 @@ class RequestRun:
             return self._services.placer.place(
                 self.request_id,
                 attempt,
+                tenant=self._request.client.tenant,
                 num_tokens=len(request.token_ids) + num_resumed,
                 max_tokens=request.sampling.max_tokens - num_resumed,
                 hashes=lambda layout: self._hashed(request, layout, resume).placement_hashes,

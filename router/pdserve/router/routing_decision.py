@@ -16,6 +16,8 @@ LOG_LENGTH = 128
 _MAX_IN_ATTRIBUTES = 16
 """Candidates that a span lists."""
 
+_OWN_FIELDS = ("time_unix_s", "request_id", "attempt", "policy", "wish", "kind", "prompt_tokens")
+
 
 class CandidateView(msgspec.Struct, frozen=True, kw_only=True):
     """A candidate as it stood when the choice was made."""
@@ -65,6 +67,8 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     unix_s: float
     request_id: str
+    tenant: str = ""
+    """Whose request it is."""
     attempt: int
     policy: PolicyName
     wish: Wish
@@ -79,6 +83,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
         return {
             "time_unix_s": round(self.unix_s, 3),
             "request_id": self.request_id,
+            "tenant": self.tenant,
             "attempt": self.attempt,
             "policy": self.policy,
             "wish": self.wish.value,
@@ -91,6 +96,11 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
             "candidates": self.candidates,
             "left_out": self.left_out,
         }
+
+    def own_content(self) -> dict[str, Any]:
+        """For JSON, without workers, their loads, and the blocks they hold, which other tenants have a part in."""
+        content = self.content()
+        return {name: content[name] for name in _OWN_FIELDS}
 
     def attributes(self) -> dict[str, str | int | float | bool | list[str]]:
         """For a span: flat, and only what has a value."""
@@ -142,6 +152,10 @@ class RoutingLog:
     def content(self) -> list[dict[str, Any]]:
         """For JSON, newest first."""
         return [decision.content() for decision in reversed(self._decisions)]
+
+    def content_of(self, tenant: str) -> list[dict[str, Any]]:
+        """A tenant's own, newest first, for JSON: nothing that workers hold or do for others."""
+        return [decision.own_content() for decision in reversed(self._decisions) if decision.tenant == tenant]
 
 
 def views(role: WorkerRole, candidates: Iterable[Candidate]) -> tuple[CandidateView, ...]:

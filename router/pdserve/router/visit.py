@@ -18,6 +18,8 @@ class Run(Protocol):
 
     usage: Usage
     timeline: Timeline
+    num_sequences: int
+    """Sequences that engines are asked for: each takes a place."""
 
     @property
     def timeout_s(self) -> float:
@@ -39,6 +41,7 @@ class Visit(abc.ABC, Generic[R]):
         self._record = record
         self._admission = admission
         self._client = client
+        self._num_sequences = sum(run.num_sequences for run in runs)
 
     @abc.abstractmethod
     def cancel(self, error: PdServeError | None = None) -> None:
@@ -62,14 +65,20 @@ class Visit(abc.ABC, Generic[R]):
         """Raises: Overloaded, Draining."""
         timeout_s = min(run.timeout_s for run in self._runs)
         try:
-            self._admission.enter(len(self._runs), self._expelled, client=self._client.tenant, timeout_s=timeout_s)
+            self._admission.enter(
+                len(self._runs),
+                self._expelled,
+                client=self._client,
+                num_sequences=self._num_sequences,
+                timeout_s=timeout_s,
+            )
         except PdServeError as error:
             self._record.cut_short(error)
             self._record.end()
             raise
 
     def _leave(self) -> None:
-        self._admission.leave(len(self._runs), self._expelled, client=self._client.tenant)
+        self._admission.leave(len(self._runs), self._expelled, client=self._client, num_sequences=self._num_sequences)
         self._record.end()
 
     def _expelled(self) -> None:
