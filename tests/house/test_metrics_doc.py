@@ -84,7 +84,7 @@ def test_every_metric_is_described_as_it_is(heading: str, registry: CollectorReg
 
 @pytest.mark.parametrize("registry", [router_registry(), worker_registry()])
 def test_names_carry_units_and_labels_are_bounded(registry: CollectorRegistry) -> None:
-    allowed = {"outcome", "code", "phase", "policy", "kind", "role", "state", "worker", "leg", "connector"}
+    allowed = {"outcome", "code", "phase", "policy", "kind", "role", "state", "worker", "leg", "connector", "task"}
     for name, (kind, labels, _) in offered(registry).items():
         assert set(labels) <= allowed | {"model_fingerprint"}, name
         if kind == "histogram":

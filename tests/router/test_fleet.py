@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
 
+from pdserve.common.background_task import RESTARTS
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.derived_key import DeploymentKey
@@ -37,16 +38,36 @@ async def test_workers_may_come_later_and_come_back(cluster):
         worker.port = free_port()
     await cluster.start(prefill=0, decode=0, wait=False)
     assert (await cluster.http.get("/health")).status_code == 503
+    assert (await cluster.http.get("/ready")).status_code == 503
+    assert (await cluster.http.get("/live")).status_code == 200, "no worker is no reason to restart a router"
     for worker in reversed(workers):
         await worker.start()
     await cluster.live(prefill=1, decode=1)
     assert (await cluster.http.get("/health")).status_code == 200
+    assert (await cluster.http.get("/ready")).status_code == 200
     await workers[1].kill()
     await cluster.live(prefill=1, decode=0)
     await workers[1].start()
     await cluster.live(prefill=1, decode=1)
     assert await cluster.text() == said(5)
     assert workers[0].calls[0].request.receiver.epoch == workers[1].epoch
+
+
+async def test_a_watch_that_fails_by_a_bug_is_started_again(cluster, monkeypatch, caplog):
+    calls, watch_once = [], watched_address.WatchedAddress._watch_once
+
+    async def fail_once(self, channel):
+        calls.append(self.address)
+        if len(calls) == 1:
+            raise KeyError("a field of a newer worker")
+        await watch_once(self, channel)
+
+    monkeypatch.setattr(watched_address.WatchedAddress, "_watch_once", fail_once)
+    before = RESTARTS["watch"]
+    await cluster.start(prefill=0, decode=1)
+    assert await cluster.text() == said(5)
+    assert RESTARTS["watch"] == before + 1
+    assert "the background task watch failed" in caplog.text
 
 
 async def test_prefill_and_decode_are_introduced_to_each_other(cluster):

@@ -80,6 +80,8 @@ async def test_health_follows_the_fleet_and_reflection_names_the_service(cluster
     await until(health_pb2.HealthCheckResponse.SERVING)
     await cluster.of("decode").kill()
     await until(health_pb2.HealthCheckResponse.NOT_SERVING)
+    states = [(await health.Check(health_pb2.HealthCheckRequest(service=name))).status for name in ("live", "ready")]
+    assert states == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
     stub = reflection_pb2_grpc.ServerReflectionStub(cluster.channel)
     call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
     names = [service.name async for response in call for service in response.list_services_response.service]

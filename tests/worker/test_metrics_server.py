@@ -43,9 +43,12 @@ async def test_metrics_and_health(served: Served) -> None:
         assert (metrics.status_code, metrics.text) == (200, "pdserve_up 1\n")
         assert metrics.headers["content-type"] == CONTENT_TYPE
         assert (await client.get(served.url("/health"))).json()["engine_tick"] == 7
+        assert (await client.get(served.url("/ready"))).status_code == 200
         served.health = Health(ok=False, status="stuck", engine_tick=7, engine_tick_age_s=3.5)
         health = await client.get(served.url("/health"))
         assert (health.status_code, health.json()["status"]) == (503, "stuck")
+        assert (await client.get(served.url("/ready"))).status_code == 503
+        assert (await client.get(served.url("/live"))).status_code == 200
         assert (await client.head(served.url("/metrics"))).text == ""
         assert (await client.get(served.url("/"))).status_code == 404
         assert (await client.post(served.url("/metrics"), content=b"x")).status_code == 405

@@ -46,6 +46,12 @@ async def test_health_follows_the_engine(
             worker.engine.call(lambda _: go_on.wait(20))
             await told(STATES.NOT_SERVING)
             assert worker.health().status == "stuck"
+            stub = health_pb2_grpc.HealthStub(channel)
+            states = {
+                name: (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
+                for name in ("live", "ready")
+            }
+            assert states == {"live": STATES.SERVING, "ready": STATES.NOT_SERVING}
             go_on.set()
             await told(STATES.SERVING)
             await worker.drain()

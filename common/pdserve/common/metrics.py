@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from pdserve.common.background_task import RESTARTS, TASK_NAMES
 from pdserve.common.circuit_breaker import BreakerState, CircuitBreaker
 from pdserve.common.redis_connection import ERROR_KINDS
 from pdserve.common.span_counts import ExportCounts
@@ -41,6 +42,18 @@ class SpanCollector(Collector):
         for outcome in ("exported", "dropped", "failed"):
             spans.add_metric([outcome], getattr(self._counts, outcome))
         yield spans
+
+
+class TaskCollector(Collector):
+    """Background tasks of this process that failed."""
+
+    def collect(self) -> Iterable[Metric]:
+        restarts = CounterMetricFamily(
+            "pdserve_background_task_restarts", "Background tasks that failed and were started again.", labels=["task"]
+        )
+        for name in TASK_NAMES:
+            restarts.add_metric([name], RESTARTS[name])
+        yield restarts
 
 
 class RedisCollector(Collector):
@@ -72,6 +85,7 @@ def make_registry(counts: ExportCounts | None) -> CollectorRegistry:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(SpanCollector(counts or ExportCounts()))
+    registry.register(TaskCollector())
     return registry
 
 

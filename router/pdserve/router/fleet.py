@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from pdserve.common.background_task import background_task
 from pdserve.common.errors import PdServeError
 from pdserve.common.held_blocks import HeldBlocks
 from pdserve.common.tls import ClientTls
@@ -55,10 +56,10 @@ class Fleet:
 
     async def __aenter__(self) -> Fleet:
         for watched in self._watched:
-            self._spawn(watched.keep())
-        self._spawn(self._check_ticks())
-        if self._directory is not None:
-            self._spawn(self._directory.run(self))
+            self._keep(background_task("watch", watched.keep))
+        self._keep(background_task("ticks", self._check_ticks))
+        if (directory := self._directory) is not None:
+            self._keep(background_task("directory", lambda: directory.run(self)))
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -94,7 +95,7 @@ class Fleet:
             self._give_up(known)
         watched = self._watch_address(address, role)
         self._watched.append(watched)
-        self._introduced[address] = self._spawn(watched.keep())
+        self._introduced[address] = self._keep(background_task("watch", watched.keep))
 
     def introduced(self) -> list[str]:
         """The addresses that are here by introduction alone."""
@@ -226,7 +227,9 @@ class Fleet:
         return WatchedAddress(address, role, self._expected, self._on_change, self._held, self._tls)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine)
+        return self._keep(asyncio.create_task(coroutine))
+
+    def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import DeadlineExceeded, InvalidRequest, PdServeError
 from pdserve.common.first_done import first_of
+from pdserve.common.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.prepared_request import verify_client_request_id
 from pdserve.common.rpc import MAX_MESSAGE_BYTES, abort_with, make_server, metadata_of
 from pdserve.common.sampling_params import RequestOutputKind
@@ -323,6 +324,7 @@ class GrpcFront:
 
     async def start(self) -> None:
         await self._show_health()
+        await self._health.set(LIVE_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await self.server.start()
 
     async def leave(self) -> None:
@@ -347,5 +349,5 @@ class GrpcFront:
     async def _show_health(self) -> None:
         self._serving = self._inference.healthy
         status = health_pb2.HealthCheckResponse.SERVING if self._serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", SERVICE_NAME):
+        for name in (*READY_SERVICES, SERVICE_NAME):
             await self._health.set(name, status)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve.common.errors import InternalError, PdServeError
+from pdserve.common.health_probe import answer_live, probe_response
 from pdserve.common.metrics import CONTENT_TYPE
 from pdserve.common.prepared_request import verify_client_request_id
 from pdserve.common.trace_headers import valid_trace_headers
@@ -58,6 +59,8 @@ class HttpFront:
                 Route("/debug/routing", self.debug_routing, methods=["GET"]),
                 Route("/v1/models", self.models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self.model, methods=["GET"]),
+                Route("/ready", self.ready),
+                Route("/live", answer_live),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
                 Route("/v1/embeddings", self.embeddings, methods=["POST"]),
@@ -79,6 +82,10 @@ class HttpFront:
             "workers": self._inference.fleet.counts(),
         }
         return json_response(content, 200 if healthy else 503)
+
+    async def ready(self, request: Request) -> Response:
+        """200 while some request could be served."""
+        return probe_response(self._inference.healthy)
 
     async def debug_routing(self, request: Request) -> Response:
         """The last placements, newest first, and why they came out so."""

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pdserve.common.background_task import background_task
 from pdserve.common.deployment_key import is_loopback
 from pdserve.common.first_done import first_done
 from pdserve.common.host_address import host_and_port
@@ -64,7 +65,7 @@ async def run_router(
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
             if not settings.asks_for_keys and not is_loopback(settings.host) and settings.no_auth:
                 log.warning("no_auth: clients need no API key, and anybody who reaches %s may ask", settings.host)
-            following = asyncio.create_task(inference.keys.follow())
+            following = background_task("api_keys", inference.keys.follow)
             try:
                 await _serve(inference, ready, stop)
             finally:

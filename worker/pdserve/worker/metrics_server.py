@@ -1,4 +1,4 @@
-"""`MetricsServer`: `/metrics`, `/health` and `/debug/transfers` of a worker over HTTP, in the asyncio thread."""
+"""`MetricsServer`: `/metrics`, probes and `/debug/transfers` of a worker over HTTP, in the asyncio thread."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve.common.deployment_key import is_loopback
+from pdserve.common.health_probe import answer_live, probe_response
 from pdserve.common.http_server import HttpServer, listening_socket
 from pdserve.common.metrics import CONTENT_TYPE
 from pdserve.kv_transfer.transfer_view import TransfersPage
@@ -44,6 +45,8 @@ class MetricsServer:
         routes = [
             Route("/metrics", self._answer_metrics),
             Route("/health", self._answer_health),
+            Route("/ready", self._answer_ready),
+            Route("/live", answer_live),
             Route("/debug/transfers", self._answer_transfers),
         ]
         self._server = HttpServer(Starlette(routes=routes), _KEEP_ALIVE_S, _GRACE_S)
@@ -69,6 +72,9 @@ class MetricsServer:
     async def _answer_health(self, request: Request) -> Response:
         health = self._health()
         return Response(msgspec.json.encode(health), 200 if health.ok else 503, media_type="application/json")
+
+    async def _answer_ready(self, request: Request) -> Response:
+        return probe_response(self._health().ok)
 
     async def _answer_transfers(self, request: Request) -> Response:
         """For who is on this machine: it names requests and workers, and a worker has no API keys to ask for."""

@@ -17,10 +17,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pdserve.common.background_task import background_task
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.derived_key import DATA_PLANE, DeploymentKey
 from pdserve.common.errors import Draining
 from pdserve.common.first_done import first_done
+from pdserve.common.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.host_address import host_and_port
 from pdserve.common.rpc import bind, make_server
 from pdserve.common.tls import TlsIdentity
@@ -188,9 +190,9 @@ class Worker:
         host = self.settings.metrics_at
         await self.metrics_server.start(host, self.settings.metrics_port)
         await self.server.start()
-        self._telling_health = asyncio.create_task(self._tell_health())
+        self._telling_health = background_task("health", self._tell_health)
         if self.publisher is not None:
-            self._publishing = asyncio.create_task(self.publisher.run())
+            self._publishing = background_task("publisher", self.publisher.run)
         peer = self.identity.peer
         log.info(
             "%s is ready at %s: %d blocks of %d tokens, max_model_len %d, connectors %s, metrics http://%s/metrics",
@@ -216,12 +218,14 @@ class Worker:
     async def _tell_health(self) -> None:
         """gRPC's health follows `health`, within `HEALTH_EVERY_S`."""
         told: int | None = None
+        states = health_pb2.HealthCheckResponse
+        await self._health.set(LIVE_SERVICE, states.SERVING)
         while True:
-            states = health_pb2.HealthCheckResponse
             state = states.SERVING if self.health().ok else states.NOT_SERVING
             if state != told:
                 told = state
-                await self._health.set("", state)
+                for service in READY_SERVICES:
+                    await self._health.set(service, state)
             await asyncio.sleep(HEALTH_EVERY_S)
 
     async def drain(self) -> None:

@@ -1,0 +1,47 @@
+"""`background_task`: work that goes on as long as a service does, started again when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal, get_args
+
+log = logging.getLogger(__name__)
+
+TaskName = Literal["watch", "ticks", "directory", "health", "publisher", "api_keys", "certificates", "loop_lag"]
+"""The bounded set of names that logs and metrics show."""
+TASK_NAMES: tuple[TaskName, ...] = get_args(TaskName)
+FIRST_BACKOFF_S = 0.1
+LONGEST_BACKOFF_S = 5.0
+HEALTHY_AFTER_S = 30.0
+"""A task that ran for this long before it failed begins again with the first wait."""
+RESTARTS: Counter[TaskName] = Counter()
+"""Restarts in this process, by task."""
+
+
+def background_task(name: TaskName, run: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+    """Run `run()` in a task of its own until it returns or the task is cancelled.
+
+    An exception that it raises is a bug: it is logged with its traceback and counted in `RESTARTS`, and `run` is called
+    again after a wait that doubles from `FIRST_BACKOFF_S` to `LONGEST_BACKOFF_S`.
+    """
+    return asyncio.create_task(_keep(name, run), name=name)
+
+
+async def _keep(name: TaskName, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    backoff_s = FIRST_BACKOFF_S
+    while True:
+        began = time.monotonic()
+        try:
+            await run()
+            return
+        except Exception:
+            if time.monotonic() - began >= HEALTHY_AFTER_S:
+                backoff_s = FIRST_BACKOFF_S
+            RESTARTS[name] += 1
+            log.exception("the background task %s failed; it starts again in %g s", name, backoff_s)
+        await asyncio.sleep(backoff_s)
+        backoff_s = min(LONGEST_BACKOFF_S, 2 * backoff_s)
