@@ -156,9 +156,9 @@ def test_standard_variables_are_settings() -> None:
         assert "secret" not in describe(settings)
         assert make_telemetry(settings, "router", "one") is None
     ours = load_settings(
-        RouterSettings, environ=environ | {"PDSERVE_OTLP": "grpc://other:1", "OTEL_SDK_DISABLED": "no"}
+        RouterSettings, environ=environ | {"PDSERVE_OTLP": "grpc://127.0.0.2:1", "OTEL_SDK_DISABLED": "no"}
     )
-    assert ours.otlp == "grpc://other:1"
+    assert ours.otlp == "grpc://127.0.0.2:1"
     assert not ours.otel_sdk_disabled
     assert load_settings(RouterSettings, environ={"OTEL_EXPORTER_OTLP_ENDPOINT": " "}).otlp is None
     with pytest.raises(ConfigError, match="otel_traces_sampler"):
