@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: up demo test faults check proto bench format clean
+.PHONY: up demo test faults soak check proto bench format clean
 
 up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
 	$(BIN)/pdserve up
@@ -16,7 +16,11 @@ test: $(VENV)/.dev  ## the whole test suite, a process for each of two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 faults: $(VENV)/.dev  ## the whole kill matrix: every signal, in every phase, to every role
-	$(BIN)/python -m pytest -m "" tests/faults
+	$(BIN)/python -m pytest -m "not soak" tests/faults
+
+MINUTES ?= 60
+soak: $(VENV)/.dev  ## mixed load with kills and tenants for MINUTES; prints the size of every process each minute
+	SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -q -s -m soak tests/faults/test_long_soak.py
 
 check: $(VENV)/.dev  ## format, lint, types, proto drift, import layers, forbidden calls
 	$(BIN)/ruff format --check .

@@ -29,7 +29,8 @@ class Answer:
 class InferenceClient:
     """`async with InferenceClient(address) as client: answer = await client.ask(tokens, max_tokens=8)`"""
 
-    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
+    def __init__(self, address: str, tls: ClientTls | None = None, api_key: str = "") -> None:
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._channel = make_channel(address, tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
@@ -45,7 +46,8 @@ class InferenceClient:
         self, prompt: Sequence[int], timeout: float = 60, cache_salt: str = "", **sampling: object
     ) -> grpc.aio.UnaryStreamCall:
         """The raw call. sampling: fields of the proto's `SamplingParams`."""
-        return self._stub.Generate(_request(prompt, cache_salt, sampling), timeout=timeout, wait_for_ready=True)
+        request = _request(prompt, cache_salt, sampling)
+        return self._stub.Generate(request, timeout=timeout, metadata=self._metadata, wait_for_ready=True)
 
     async def converse(
         self, turns: Sequence[tuple[Sequence[int], Mapping[str, object]]], timeout: float = 60, cache_salt: str = ""
@@ -55,7 +57,7 @@ class InferenceClient:
         Raises: grpc.aio.AioRpcError.
         """
         answers: list[list[int]] = []
-        call = self._stub.Session(timeout=timeout, wait_for_ready=True)
+        call = self._stub.Session(timeout=timeout, metadata=self._metadata, wait_for_ready=True)
         try:
             for number, (prompt, sampling) in enumerate(turns):
                 with contextlib.suppress(asyncio.InvalidStateError):  # it has ended: `read` says how

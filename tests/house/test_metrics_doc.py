@@ -60,7 +60,7 @@ def redis_collector() -> RedisCollector:
 
 def router_registry() -> CollectorRegistry:
     registry = make_registry(None)
-    RouterMetrics(registry, lambda: 0, lambda: {"prefill": {"live": 1}})
+    RouterMetrics(registry, lambda: 0, lambda: {"prefill": {"live": 1}}, lambda: 0)
     registry.register(redis_collector())
     return registry
 

@@ -61,7 +61,9 @@ class Inference:
         self.placer = Placer(fleet, index, settings)
         self.preparation = preparation
         self._services = RunServices(self.fleet, self.placer, self.admission, preparation, PoisonList(), settings)
-        self.telemetry = RouterTelemetry(settings, model, lambda: self.admission.num_requests, fleet.counts)
+        self.telemetry = RouterTelemetry(
+            settings, model, lambda: self.admission.num_requests, fleet.counts, lambda: len(index)
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -21,8 +21,10 @@ class RouterMetrics:
         registry: CollectorRegistry,
         num_requests: Callable[[], int],
         worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
+        num_indexed_blocks: Callable[[], int],
     ) -> None:
-        """num_requests: in the router now. worker_counts: role -> state -> how many workers."""
+        """num_requests: in the router now. worker_counts: role -> state -> how many workers.
+        num_indexed_blocks: block hashes in the prefix index."""
 
         def seconds(name: str, meaning: str, *labels: str, buckets: tuple[float, ...] = LATENCY_BUCKETS_S) -> Histogram:
             return Histogram(name, meaning, labels, buckets=buckets, registry=registry)
@@ -51,20 +53,27 @@ class RouterMetrics:
         self.prompt_tokens = count("pdserve_prompt_tokens_total", "Prompt tokens of answers that began.")
         self.cached_tokens = count("pdserve_cached_prompt_tokens_total", "Of these, tokens that needed no computing.")
         self.output_tokens = count("pdserve_output_tokens_total", "Tokens given to clients.")
-        registry.register(_RouterState(num_requests, worker_counts))
+        registry.register(_RouterState(num_requests, worker_counts, num_indexed_blocks))
 
 
 class _RouterState(Collector):
     """Read when it is asked for, so it cannot drift from the truth."""
 
     def __init__(
-        self, num_requests: Callable[[], int], worker_counts: Callable[[], Mapping[str, Mapping[str, int]]]
+        self,
+        num_requests: Callable[[], int],
+        worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
+        num_indexed_blocks: Callable[[], int],
     ) -> None:
         self._num_requests = num_requests
+        self._num_indexed_blocks = num_indexed_blocks
         self._worker_counts = worker_counts
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily("pdserve_requests_in_flight", "Prompts in the router now.", value=self._num_requests())
+        yield GaugeMetricFamily(
+            "pdserve_indexed_blocks", "Block hashes in the prefix index.", value=self._num_indexed_blocks()
+        )
         workers = GaugeMetricFamily("pdserve_workers", "Workers, by role and state.", labels=["role", "state"])
         for role, counts in self._worker_counts().items():
             for state, number in counts.items():

@@ -31,12 +31,13 @@ class RouterTelemetry:
         model: str,
         num_requests: Callable[[], int],
         worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
+        num_indexed_blocks: Callable[[], int],
     ) -> None:
         """Raises: ConfigError for a collector that cannot be."""
         self._model = model
         self._telemetry = make_telemetry(settings, "router", f"{socket.gethostname()}-{os.getpid()}")
         self._registry = make_registry(self._telemetry.counts if self._telemetry else None)
-        self.metrics = RouterMetrics(self._registry, num_requests, worker_counts)
+        self.metrics = RouterMetrics(self._registry, num_requests, worker_counts, num_indexed_blocks)
 
     def request(
         self,
