@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.engine_types import LogprobsLists
+from pdserve.common.errors import PdServeError
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
 from pdserve.engine.input_batch import InputBatch
 from pdserve.engine.logits_processors import LogitsProcessors
 from pdserve.engine.request import Request
@@ -73,24 +75,33 @@ class ModelRunner:
         self.batch.num_computed[rows] += counts
         written = self._device_event()
 
-        prompt_logprobs = self._prompt_logprobs(hidden, rows, counts)
+        failed_requests: dict[str, PdServeError] = {}
+        prompt_logprobs = self._prompt_logprobs(hidden, rows, counts, failed_requests)
         ends = np.cumsum(counts) - 1
         complete = np.flatnonzero(self.batch.num_computed[rows] == self.batch.num_tokens[rows])
         pooler_output: dict[str, list[float]] = {}
         if len(self.batch.pooler):
             self.batch.pooler.add_chunks(hidden, rows, counts)
             is_pooled = self.batch.pooler.is_pooled(rows[complete])
-            pooler_output = self._pool(hidden, rows, ends, complete[is_pooled])
+            pooler_output = self._pool(hidden, rows, ends, complete[is_pooled], failed_requests)
             complete = complete[~is_pooled]
         if len(complete) == 0:
             return ModelRunnerOutput(
-                [], [], device_event=written, pooler_output=pooler_output, prompt_logprobs=prompt_logprobs
+                [],
+                [],
+                device_event=written,
+                pooler_output=pooler_output,
+                prompt_logprobs=prompt_logprobs,
+                failed_requests=failed_requests,
             )
         logits = self._model.compute_logits(hidden[torch.from_numpy(ends[complete]).to(self._device)])
         sampled_rows = rows[complete]
         num_sequences = self.batch.num_sequences[sampled_rows]
+        is_finite = finite_rows(logits)  # the sampler changes the logits
         output = self._sample(logits, sampled_rows, num_sequences)
         requests = self.batch.requests
+        for row in sampled_rows[~is_finite.cpu().numpy()].tolist():
+            failed_requests[requests[row].request_id] = not_finite("logits", self._kv_cache.dtype)
         return ModelRunnerOutput(
             [requests[row].request_id for row in np.repeat(sampled_rows, num_sequences).tolist()],
             output.sampled_token_ids.tolist(),
@@ -99,6 +110,7 @@ class ModelRunner:
             pooler_output,
             prompt_logprobs,
             device_event=written,
+            failed_requests=failed_requests,
         )
 
     def _sample(self, logits: Tensor, rows: NDArray[np.int64], num_sequences: NDArray[np.int64]) -> SamplerOutput:
@@ -116,28 +128,45 @@ class ModelRunner:
         return output
 
     def _prompt_logprobs(
-        self, hidden: Tensor, rows: NDArray[np.int64], counts: NDArray[np.int64]
+        self,
+        hidden: Tensor,
+        rows: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        failed_requests: dict[str, PdServeError],
     ) -> dict[str, LogprobsLists]:
-        """request_id -> what this step's chunk tells, of those that ask."""
+        """request_id -> what this step's chunk tells, of those that ask. failed_requests: takes those without numbers."""
         batch = self.batch
         if not len(batch.prompt_logprobs):
             return {}
         found = batch.prompt_logprobs.of_step(
             hidden, rows, counts, batch.num_computed, batch.token_ids, batch.num_prompt, self._model.compute_logits
         )
-        return {batch.requests[row].request_id: lists for row, lists in found.items()}
+        by_request = {batch.requests[row].request_id: lists for row, lists in found.items()}
+        for request_id in [request_id for request_id, lists in by_request.items() if not are_finite(lists)]:
+            failed_requests[request_id] = not_finite("prompt log-probabilities", self._kv_cache.dtype)
+            del by_request[request_id]
+        return by_request
 
     def _pool(
-        self, hidden: Tensor, rows: NDArray[np.int64], ends: NDArray[np.int64], complete: NDArray[np.int64]
+        self,
+        hidden: Tensor,
+        rows: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        complete: NDArray[np.int64],
+        failed_requests: dict[str, PdServeError],
     ) -> dict[str, list[float]]:
-        """request_id -> embedding, of the step's rows at `complete`."""
+        """request_id -> embedding, of the step's rows at `complete`. failed_requests: takes those without numbers."""
         if len(complete) == 0:
             return {}
         pooled_rows = rows[complete]
         last = hidden[torch.from_numpy(ends[complete]).to(self._device)]
         vectors = self.batch.pooler.finish(last, pooled_rows, self.batch.num_tokens[pooled_rows])
         req_ids = (self.batch.requests[row].request_id for row in pooled_rows.tolist())
-        return dict(zip(req_ids, vectors, strict=True))
+        pooled = dict(zip(req_ids, vectors, strict=True))
+        for request_id in [request_id for request_id, vector in pooled.items() if not is_finite_vector(vector)]:
+            failed_requests[request_id] = not_finite("embeddings", self._kv_cache.dtype)
+            del pooled[request_id]
+        return pooled
 
     def _device_event(self) -> torch.cuda.Event | None:
         """Completes when the device has done everything it was given so far; None on a processor, which has."""

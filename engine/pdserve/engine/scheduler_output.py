@@ -48,3 +48,5 @@ class ModelRunnerOutput:
     """request_id -> of the prompt tokens after those computed in this step; only of those that ask."""
     device_event: object | None = None
     """On a GPU: recorded after the step's last kernel that writes KV."""
+    failed_requests: Mapping[str, PdServeError] = field(default_factory=dict)
+    """request_id -> what ends it whatever else came of it, in the middle of its prompt too."""

@@ -49,11 +49,15 @@ class StepBooking:
             places = range(place, place + request.num_sequences)
             place = places.stop
             cause = next((computed.failed[place] for place in places if place in computed.failed), None)
+            cause = computed.failed_requests.get(request.request_id, cause)
             if cause is not None:
                 self._endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
                 continue
             token_ids = [computed.sampled_token_ids[place] for place in places]
             self._append(request, token_ids, [computed.logprobs.get(place) for place in places])
+        for request_id, failure in computed.failed_requests.items():
+            if (unfinished := self._requests.get(request_id)) is not None:
+                self._endings.finish(unfinished, RequestStatus.FINISHED_ERROR, cause=failure)
         for request_id, values in computed.pooler_output.items():
             self._endings.finish(self._requests[request_id], RequestStatus.FINISHED_STOPPED, pooling_output=values)
 
