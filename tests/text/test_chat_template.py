@@ -48,6 +48,22 @@ def test_a_file_of_its_own_goes_first(tmp_path: Path, byte_level_backend: Backen
     assert folder_with(tmp_path, byte_level_backend, "old", jinja="new").apply_chat_template(HELLO) == "new"
 
 
+def test_a_template_among_additional_ones(tmp_path: Path, byte_level_backend: Backend):
+    """As in transformers: files go before tokenizer_config.json, and `tool_use` is for requests with tools."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    more = tmp_path / "additional_chat_templates"
+    more.mkdir()
+    (more / "default.jinja").write_text("additional{{ bos_token }}")
+    tokenizer = folder_with(tmp_path, byte_level_backend, "old")
+    assert tokenizer.apply_chat_template(HELLO) == "additional<s>"
+    (more / "tool_use.jinja").write_text("{% if tools %}tools{% endif %}")
+    tokenizer = folder_with(tmp_path, byte_level_backend, "old", jinja="new")
+    assert tokenizer.apply_chat_template(HELLO) == "additional<s>"
+    assert tokenizer.apply_chat_template(HELLO, tools=tools) == "tools"
+    (more / "default.jinja").unlink()
+    assert folder_with(tmp_path, byte_level_backend, "old", jinja="new").apply_chat_template(HELLO) == "new"
+
+
 @pytest.mark.parametrize("template", [None, [], [{"name": "rag", "template": "R"}]])
 def test_no_template_says_so(tmp_path: Path, byte_level_backend: Backend, template: object):
     tokenizer = folder_with(tmp_path, byte_level_backend, template)

@@ -69,6 +69,44 @@ def test_eos_from_the_first_file_that_names_it(
 
 
 @pytest.mark.parametrize(
+    ("files", "eos"),
+    [
+        ({"config": {"vocab_size": 300}, "generation_config": {"eos_token_id": [5, 300, 10**30]}}, (5,)),
+        ({"config": {"vocab_size": 300, "eos_token_id": 20_000}, "tokenizer_config": {"eos_token": "</s>"}}, ()),
+        ({"config": {"vocab_size": 1}, "tokenizer_config": {"eos_token": "</s>"}}, ()),
+    ],
+)
+def test_end_tokens_that_the_model_lacks_are_left_out_with_a_warning(
+    tmp_path: Path,
+    byte_level_backend: Backend,
+    files: dict[str, object],
+    eos: tuple[int, ...],
+    caplog: pytest.LogCaptureFixture,
+):
+    """As in transformers, no other file's end token takes their place."""
+    assert write(tmp_path, byte_level_backend, **files).eos_token_ids == eos
+    [record] = caplog.records
+    assert "is outside the vocabulary of" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [("tokenizer.model", "SentencePiece"), ("tekken.json", "Mistral's own format"), ("vocab.json", "merges.txt")],
+)
+def test_other_tokenizer_formats_are_named(tmp_path: Path, file: str, kind: str):
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ConfigError, match=rf"there is {file} \({kind}|{kind}") as error:
+        Tokenizer.from_folder(tmp_path)
+    assert "AutoTokenizer.from_pretrained" in error.value.message
+
+
+@pytest.mark.parametrize("content", ["\ud800", {"content": "a\udfff"}])
+def test_token_texts_that_are_no_unicode_are_left_out(tmp_path: Path, byte_level_backend: Backend, content: object):
+    config = {"eos_token": content, "additional_special_tokens": [content]}
+    assert write(tmp_path, byte_level_backend, tokenizer_config=config).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
     ("generation_config", "defaults"),
     [
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0}, (0.6, 0.9, 20, 0.0)),
@@ -145,7 +183,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("generation_config.json", "{", "generation_config.json is not JSON"),
+        ("generation_config.json", "{", "generation_config.json is not valid JSON"),
         ("config.json", "[]", "config.json must hold a JSON object, not list"),
         ("config.json", '{"eos_token_id": "x"}', "config.json: eos_token_id is 'x'"),
         ("generation_config.json", '{"eos_token_id": [true]}', "generation_config.json: eos_token_id"),
@@ -154,7 +192,17 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path):
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "added_tokens_decoder is malformed"),
         ("tokenizer_config.json", '{"added_tokens_decoder": []}', "added_tokens_decoder is"),
         ("chat_template.jinja", "{% if %}", "chat_template.jinja: chat template, line 1"),
-        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read: byte 0 is not UTF-8"),
+        ("chat_template.jinja", b"x" * ((1 << 20) + 1), "chat_template.jinja has more than 1048576 bytes"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default", "template": 3}]}', "chat_template 'default'"),
+        ("generation_config.json", '{"top_k": Infinity}', "generation_config.json: top_k is inf"),
+        ("generation_config.json", '{"temperature": NaN}', "generation_config.json: temperature is nan"),
+        ("generation_config.json", '{"min_p": 1' + "0" * 400 + "}", "generation_config.json: min_p is inf"),
+        ("generation_config.json", '{"top_p": 0}', "generation_config.json: top_p must be above 0"),
+        ("generation_config.json", '{"top_k": 1, "top_k": 2}', "the field 'top_k' is there twice"),
+        ("generation_config.json", "[" * 100_000, "generation_config.json is not valid JSON"),
+        ("generation_config.json", " " * (1 << 20) + "{}", "generation_config.json has more than 1048576 bytes"),
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", "tokenizer.json is a git-lfs pointer"),
     ],
 )
 def test_broken_files_are_named(

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.common.fingerprint import tokenizer_fingerprint
+from pdserve.common.json_file import read_regular_file
 from pdserve.text.chat_template import ChatTemplate
 from pdserve.text.detokenizer import ByteDetokenizer, IncrementalDetokenizer, WindowDetokenizer
 from pdserve.text.longest_token import longest_token_bytes
@@ -18,6 +19,8 @@ from pdserve.text.token_bytes import DecoderRules, TokenBytes
 from pdserve.text.tokenizer_folder import TokenizerFolder
 
 _SAMPLE_SIZE = 256
+MAX_TOKENIZER_BYTES = 512 << 20
+"""tokenizer.json of the largest vocabularies has some 40 MB."""
 
 
 class TokenizerJson(msgspec.Struct):
@@ -40,13 +43,17 @@ class Tokenizer:
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         """Every id of this tokenizer is below it."""
         self.bos_token_id: int | None = self._named_id(folder, "bos_token")
-        self.eos_token_ids: tuple[int, ...] = folder.declared_ids("eos_token_id") or self._own_eos(folder)
+        declared = folder.declared_ids("eos_token_id")
+        self.eos_token_ids: tuple[int, ...] = self._own_eos(folder) if declared is None else declared
         self.generation_defaults: dict[str, float | int] = folder.generation_defaults()
         """Of temperature, top_p, top_k, min_p and repetition_penalty those that the model's authors recommend."""
         self.fingerprint: str = tokenizer_fingerprint(folder.path)
         """32 hex digits; router and workers compare theirs."""
-        template = folder.chat_template()
-        self._chat_template = ChatTemplate(template[0], folder.special_tokens(), template[1]) if template else None
+        templates, named_tokens = folder.chat_templates(), folder.special_tokens()
+        self._chat_template, self._tool_template = (
+            ChatTemplate(templates[name][0], named_tokens, templates[name][1]) if name in templates else None
+            for name in ("default", "tool_use")
+        )
         self._longest_token_bytes = longest_token_bytes(backend, parts.pre_tokenizer)
         self._token_bytes = _checked_token_bytes(backend, parts.decoder, self.special_token_ids)
 
@@ -58,15 +65,13 @@ class Tokenizer:
         """
         files = TokenizerFolder.read(folder)
         path = folder / "tokenizer.json"
+        data = read_regular_file(path, MAX_TOKENIZER_BYTES)
         try:
-            data = path.read_bytes()
             backend = Backend.from_buffer(data)
             parts = msgspec.json.decode(data, type=TokenizerJson)
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except Exception as error:
             # The library raises nothing narrower.
-            raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+            raise ConfigError(f"{path} is not a tokenizer: {error!s:.300}") from error
         return cls(backend, parts, files)
 
     @property
@@ -137,23 +142,23 @@ class Tokenizer:
     ) -> str:
         """The prompt's text; encode it with `add_special_tokens=False`, as the template writes them itself.
 
-        Raises: InvalidRequest without a template, and whenever `ChatTemplate.render` does.
+        With tools, a template named `tool_use` goes before the default one. Raises: InvalidRequest without a template,
+        and whenever `ChatTemplate.render` does.
         """
-        if self._chat_template is None:
+        template = self._tool_template if tools is not None and self._tool_template else self._chat_template
+        if template is None:
             raise InvalidRequest("this model has no chat template; send a prompt to the completions API", "messages")
-        return self._chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
-        )
+        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
 
     def _named_id(self, folder: TokenizerFolder, name: str) -> int | None:
         text = folder.token(name)
         if text is None:
-            return next(iter(folder.declared_ids(f"{name}_id")), None)
+            return next(iter(folder.declared_ids(f"{name}_id") or ()), None)
         return self._backend.token_to_id(text)
 
     def _own_eos(self, folder: TokenizerFolder) -> tuple[int, ...]:
         token_id = self._named_id(folder, "eos_token")
-        return () if token_id is None else (token_id,)
+        return () if token_id is None else folder.known_ids((token_id,), "eos_token")
 
 
 def _complete(backend: Backend, folder: TokenizerFolder) -> None:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import logging
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 
-from pdserve.common.errors import ConfigError
+from pdserve.common.errors import ConfigError, InvalidRequest
+from pdserve.common.json_file import MAX_JSON_BYTES, MAX_TOKENIZER_CONFIG_BYTES, read_json_object, read_text_file
+from pdserve.common.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+MAX_TEMPLATE_BYTES = 1 << 20
+_OTHER_TOKENIZERS = {
+    "tokenizer.model": "SentencePiece",
+    "tekken.json": "Mistral's own format",
+    "vocab.json": "a vocabulary with merges.txt",
+    "vocab.txt": "WordPiece",
+}
+"""File -> what it is. transformers makes tokenizer.json of each."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +45,10 @@ class TokenizerFolder:
         if not path.is_dir():
             raise ConfigError(f"{path} is not a folder")
         if not (path / "tokenizer.json").is_file():
-            raise ConfigError(f"{path / 'tokenizer.json'} is missing; other tokenizer formats are not read")
-        names = ("tokenizer_config", "special_tokens_map", "generation_config", "config")
-        return cls(path, *(_read_object(path / f"{name}.json") for name in names))
+            raise ConfigError(f"{path / 'tokenizer.json'} is missing; {_instead(path)}")
+        tokenizer_config = _read_object(path / "tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)
+        names = ("special_tokens_map", "generation_config", "config")
+        return cls(path, tokenizer_config, *(_read_object(path / f"{name}.json", MAX_JSON_BYTES) for name in names))
 
     def token(self, name: str) -> str | None:
         """The text of a token that the files name, such as `bos_token`."""
@@ -71,8 +85,8 @@ class TokenizerFolder:
                     if content := _content(token):
                         yield AddedToken(content, special=True)
 
-    def declared_ids(self, name: str) -> tuple[int, ...]:
-        """`eos_token_id` or `bos_token_id`: generation_config.json's, else config.json's, else none."""
+    def declared_ids(self, name: str) -> tuple[int, ...] | None:
+        """`eos_token_id` or `bos_token_id`: generation_config.json's, else config.json's; None where neither has it."""
         text_config = self.config.get("text_config")
         sources = [("generation_config", self.generation_config), ("config", self.config)]
         if isinstance(text_config, dict):
@@ -86,39 +100,87 @@ class TokenizerFolder:
                 raise ConfigError(
                     f"{self.path / f'{file}.json'}: {name} is {value!r}, not a token id or a list of them"
                 )
-            return tuple(dict.fromkeys(ids))
-        return ()
+            return self.known_ids(dict.fromkeys(ids), name)
+        return None
+
+    def known_ids(self, ids: Iterable[int], name: str) -> tuple[int, ...]:
+        """Those below config.json's `vocab_size`: the model never gives the others, and a grammar refuses them.
+
+        name: for the warning that says which were left out.
+        """
+        ids = tuple(ids)
+        vocab_size = self.config.get("vocab_size")
+        if type(vocab_size) is not int:
+            return ids
+        known = tuple(token_id for token_id in ids if token_id < vocab_size)
+        if len(known) < len(ids):
+            unknown = ", ".join(str(token_id)[:20] for token_id in ids if token_id >= vocab_size)
+            log.warning(
+                "%s: %s %s is outside the vocabulary of %d tokens: no text ends by it",
+                self.path,
+                name,
+                unknown[:80],
+                vocab_size,
+            )
+        return known
 
     def generation_defaults(self) -> dict[str, float | int]:
         """The sampling values that generation_config.json gives, as vLLM takes them; absent ones stay absent.
 
-        `"do_sample": false` makes its values meaningless, so none is taken then. Values are not range-checked:
-        `SamplingParams.verify` does that for a request.
+        `"do_sample": false` makes its values meaningless, so none is taken then. Raises: ConfigError for a value that a
+        request could not have.
         """
         if self.generation_config.get("do_sample") is False:
             return {}
         defaults: dict[str, float | int] = {}
         for name in SAMPLING_DEFAULTS:
             value = self._require(self.generation_config, "generation_config", name, (int, float), None)
-            if value is not None:
-                defaults[name] = int(value) if name == "top_k" else float(value)
+            if value is None:
+                continue
+            try:
+                number = float(value)
+            except OverflowError:
+                number = math.inf
+            if not math.isfinite(number):
+                raise ConfigError(f"{self.path / 'generation_config.json'}: {name} is {number}, not a finite number")
+            defaults[name] = int(number) if name == "top_k" else number
+        try:
+            given: dict[str, Any] = dict(defaults)
+            SamplingParams(**given).verify()
+        except InvalidRequest as error:
+            raise ConfigError(f"{self.path / 'generation_config.json'}: {error.message}") from error
         return defaults
 
-    def chat_template(self) -> tuple[str, str] | None:
-        """(source, the file it stands in); of several named ones "default"; None when there is none."""
-        own = self.path / "chat_template.jinja"
-        if own.is_file():
-            return _read_text(own), str(own)
+    def chat_templates(self) -> dict[str, tuple[str, str]]:
+        """Name -> (source, the file it stands in); of interest are "default" and "tool_use". Empty without any.
+
+        As in transformers, files of their own take the place of what tokenizer_config.json has, and one in
+        additional_chat_templates/ that of chat_template.jinja.
+        """
+        files = {"default": self.path / "chat_template.jinja"} | {
+            path.stem: path for path in sorted((self.path / "additional_chat_templates").glob("*.jinja"))
+        }
+        own = {
+            name: (read_text_file(path, MAX_TEMPLATE_BYTES), str(path))
+            for name, path in files.items()
+            if path.is_file()
+        }
+        if own:
+            return own
         config = self.path / "tokenizer_config.json"
         template = self.tokenizer_config.get("chat_template")
-        if isinstance(template, list):
-            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
         if template is None:
-            return None
-        if not isinstance(template, str):
-            raise ConfigError(f"{config}: chat_template must be a string or a list of named ones")
-        return template, str(config)
+            return {}
+        named = {"default": template}
+        if isinstance(template, list):
+            entries = [entry for entry in template if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+            named = {entry["name"]: entry.get("template") for entry in entries}
+        for name, source in named.items():
+            if not isinstance(source, str):
+                raise ConfigError(
+                    f"{config}: chat_template {name[:80]!r} must be a string, or the list one of named ones"
+                )
+        return {name: (source, str(config)) for name, source in named.items()}
 
     def _require(self, source: dict[str, Any], file: str, key: str, kind: Any, default: Any) -> Any:
         value = source.get(key)
@@ -130,27 +192,27 @@ class TokenizerFolder:
 
 
 def _content(token: Any) -> str | None:
-    """A token is written as its text, or as an object that holds it."""
+    """The text of a token, which is written as such or as an object that holds it; None for anything else."""
     text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) and text else None
+    return text if isinstance(text, str) and text and _is_unicode(text) else None
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8") from error
+def _is_unicode(text: str) -> bool:
+    """False with a lone surrogate, which JSON can carry and no tokenizer takes."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read_text(path))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
+def _instead(folder: Path) -> str:
+    """What there is in place of tokenizer.json, and what can be done."""
+    for file, kind in _OTHER_TOKENIZERS.items():
+        if (folder / file).is_file():
+            return (
+                f"there is {file} ({kind}), which is not read: make tokenizer.json of it with transformers, "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+    return "other tokenizer formats are not read"
+
+
+def _read_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """An empty one where there is no file. Raises: ConfigError."""
+    return read_json_object(path, max_bytes) if path.exists() else {}
