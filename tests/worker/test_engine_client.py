@@ -13,7 +13,15 @@ from engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: 
 from hash_model import greedy_answer
 
 from pdserve.common.engine_types import EngineCoreOutput, FinishReason
-from pdserve.common.errors import DeadlineExceeded, Draining, Evicted, InvalidRequest, NeedsPrefill, WorkerLost
+from pdserve.common.errors import (
+    DeadlineExceeded,
+    Draining,
+    Evicted,
+    InvalidRequest,
+    NeedsPrefill,
+    Overloaded,
+    WorkerLost,
+)
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.remote_kv import HoldReturned, ReceiveInto
 from pdserve.worker.engine_client import EngineClient
@@ -231,3 +239,30 @@ async def test_a_deadline_that_was_not_reached_leaves_nothing_behind(engine: Har
     client.release(stream)
     await asyncio.sleep(0.4)
     assert not stream._outputs.qsize()
+
+
+async def test_more_requests_than_may_wait_are_refused(make_engine: MakeEngine) -> None:  # noqa: F811
+    harness = make_engine(max_num_batched_tokens=8, max_num_seqs=2)
+    client = EngineClient(harness.core, max_waiting=3)
+    client.start()
+    try:
+        streams: list[OutputStream] = []
+
+        def fill() -> None:
+            # the engine may take two of them while the others come
+            for n in range(9):
+                streams.append(client.submit(harness.request([*PROMPT, n], params={"max_tokens": 200})))
+
+        with pytest.raises(Overloaded, match=r"3 requests wait on this worker, at most 3 may \(max_waiting\)"):
+            fill()
+        assert 3 <= len(streams) <= 5
+        for stream in streams:
+            client.release(stream)
+        async with asyncio.timeout(10):
+            while client.num_waiting:  # noqa: ASYNC110 - the engine's thread tells nobody
+                await asyncio.sleep(0.005)
+        again = client.submit(harness.request(PROMPT, params={"max_tokens": 3}))
+        assert await read(again) == greedy_answer(PROMPT, 3)
+        client.release(again)
+    finally:
+        await asyncio.to_thread(client.stop)

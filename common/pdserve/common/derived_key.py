@@ -22,6 +22,8 @@ REDIS_RECORDS = "redis records"
 """Signatures of workers' records."""
 DATA_PLANE = "data plane"
 """Digests of KV bytes on their way; the context is the transfer id."""
+TENANTS = "tenants"
+"""What workers know tenants by."""
 FINGERPRINT = "fingerprint"
 """A short value for an operator's eyes, by which two services' keys are compared. It is never sent or published."""
 

@@ -66,6 +66,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     """Up to so many uncached tokens prefilling here pays, by the router's estimate; None: its choice stands."""
     priority: int = 0
     """Lower runs first, where the engine's `scheduling_policy` is `priority`."""
+    tenant: bytes = b""
+    """Whose request it is, opaque: what waits for a resource of the engine takes turns by it."""
     cache_salt: str | None = None
     """As the client gave it; its effect is in `hash_root`."""
     index: int = 0
@@ -225,6 +227,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
     """Time of the steps that computed them, seconds."""
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    num_added_reqs: int = 0
+    """Requests that the scheduler has taken in since start."""
 
 
 class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):

@@ -115,6 +115,8 @@ class Overloaded(PdServeError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.by_peer = False
+        """Another service said so itself; otherwise this one did, or a channel."""
 
 
 class DeadlineExceeded(PdServeError):

@@ -13,6 +13,7 @@ from pdserve.common.sampling_params import SamplingParams
 MAX_PRIORITY = 2**31 - 1
 """What the wire can carry."""
 MAX_CLIENT_REQUEST_ID_CHARS = 256
+MAX_TENANT_BYTES = 16
 
 
 def verify_priority(priority: int) -> None:
@@ -69,6 +70,8 @@ class PreparedRequest(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     """8 bytes for each of `block_hashes`, by which workers publish them. At the router alone."""
     pooling_params: PoolingParams | None = None
     """For an embedding; `sampling_params` mean nothing then."""
+    tenant: bytes = b""
+    """Whose request it is, as an opaque digest of at most `MAX_TENANT_BYTES`; b"" where there is one tenant."""
     resume: ResumeState | None = None
     """The one sequence that goes on; None for all of the request's, from their beginning."""
 

@@ -113,6 +113,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
         rebuilt = errors.from_code(code, message, _metadata_value(error, ERROR_FIELD_KEY))
         if isinstance(rebuilt, errors.Overloaded):
             rebuilt.retry_after_s = _retry_after_s(error)
+            rebuilt.by_peer = True
         return rebuilt
     match error.code():
         case grpc.StatusCode.UNAVAILABLE:

@@ -13,7 +13,12 @@ from pdserve.common.engine_types import EngineCoreOutput, FinishReason, Logprobs
 from pdserve.common.errors import DigestMismatch, InternalError, InvalidRequest, PromptTooLong
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import PoolingParams, PoolingType
-from pdserve.common.prepared_request import PreparedRequest, ResumeState, verify_client_request_id
+from pdserve.common.prepared_request import (
+    MAX_TENANT_BYTES,
+    PreparedRequest,
+    ResumeState,
+    verify_client_request_id,
+)
 from pdserve.common.sampling_params import (
     NamedLogitsProcessor,
     RequestOutputKind,
@@ -186,6 +191,7 @@ def prepared_to_wire(request: PreparedRequest) -> request_pb2.PreparedRequest:
         trace_headers=request.trace_headers,
         client_request_id=request.client_request_id,
         priority=request.priority,
+        tenant=request.tenant,
         pooling=None if request.pooling_params is None else pooling_to_wire(request.pooling_params),
         resume=None if request.resume is None else _resume_to_wire(request.resume),
     )
@@ -235,6 +241,7 @@ def prepared_from_wire(
         trace_headers=dict(message.trace_headers),
         client_request_id=message.client_request_id,
         priority=message.priority,
+        tenant=message.tenant,
         pooling_params=pooling_from_wire(message.pooling) if message.HasField("pooling") else None,
         resume=_resume_from_wire(message),
     )
@@ -260,6 +267,10 @@ def _verify_prepared(message: request_pb2.PreparedRequest, max_model_len: int) -
             f"request.deadline_s is {message.deadline_s}, above 0 and at most 86400 is needed", "deadline_s"
         )
     verify_client_request_id(message.client_request_id)
+    if len(message.tenant) > MAX_TENANT_BYTES:
+        raise InvalidRequest(
+            f"request.tenant has {len(message.tenant)} bytes, at most {MAX_TENANT_BYTES} are allowed", "tenant"
+        )
 
 
 def layout_to_wire(layout: KvLayout) -> kv_source_pb2.KvLayout:

@@ -48,6 +48,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Tokens computed in one step, at most; default: `CPU_STEP_TOKENS` or `GPU_STEP_TOKENS`."""
     max_num_seqs: int = 64
     """Sequences in one step, at most."""
+    max_waiting: int | None = None
+    """Requests that wait for a place in a step, or for remote KV; more are refused, and routers place them elsewhere;
+    default: 4 * `max_num_seqs`."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """`priority`: requests with a lower `priority` first, equals in order of arrival; `fcfs`: order of arrival alone."""
     long_prefill_token_threshold: int = 0
@@ -81,6 +84,11 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     def step_tokens(self) -> int:
         """Tokens computed in one step, at most."""
         return self.max_num_batched_tokens or (CPU_STEP_TOKENS if self.device == "cpu" else GPU_STEP_TOKENS)
+
+    @property
+    def waiting_limit(self) -> int:
+        """Requests that may wait."""
+        return 4 * self.max_num_seqs if self.max_waiting is None else self.max_waiting
 
     @property
     def peers_host(self) -> str:
@@ -118,7 +126,14 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"worker_id is {self.worker_id!r}, with redis 1 to 128 letters, digits, `_`, `.` or `-` are needed"
             )
-        for name in ("block_size", "kv_cache_mib", "max_num_batched_tokens", "max_num_seqs", "num_threads"):
+        for name in (
+            "block_size",
+            "kv_cache_mib",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_waiting",
+            "num_threads",
+        ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, at least 1 is needed")
         if self.num_blocks is not None and self.num_blocks < 2:

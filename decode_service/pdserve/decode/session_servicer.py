@@ -45,28 +45,29 @@ class SessionServicer(decode_pb2_grpc.DecodeServiceServicer):
             raise InternalError(f"sessions need DecodeSettings, not {type(settings).__name__}")
         self._worker = worker
         self._settings = settings
-        self._num_open = 0
+        self._engine = worker.engine
+        self._engine.max_sessions = settings.max_sessions
 
     async def Session(
         self, request_iterator: Turns, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        if self._num_open >= self._settings.max_sessions:
+        if self._engine.num_sessions >= self._settings.max_sessions:
             # a call that is ended while its first turn is on the way here may lose this answer
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.session_idle_timeout_s):
                     await _next(request_iterator)
             raise Overloaded(
-                f"{self._num_open} sessions are open on this worker, at most {self._settings.max_sessions} may be "
+                f"{self._engine.num_sessions} sessions are open on this worker, at most {self._settings.max_sessions} may be "
                 "(max_sessions)"
             )
-        self._num_open += 1
+        self._engine.num_sessions += 1
         session = _Session(self._worker, self._settings, metadata_of(context))
         try:
             async for event in session.serve(request_iterator):
                 yield event
         finally:
             session.close()
-            self._num_open -= 1
+            self._engine.num_sessions -= 1
 
 
 class _Session:

@@ -81,6 +81,8 @@ class Scheduler:
         self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.admission)
         self.prefill_s = 0.0
         """Time of the steps that computed prompt tokens."""
+        self.num_added = 0
+        """Requests that came in, since start."""
 
     # ---- requests come and go
 
@@ -89,6 +91,7 @@ class Scheduler:
 
         refusal: ends it at once, before anything is computed.
         """
+        self.num_added += 1
         if core.request_id in self.requests or self.siblings.of(core.request_id):
             self.events.num_dropped += 1
             return
@@ -304,6 +307,7 @@ class Scheduler:
         """Start the counters and the prefix cache anew."""
         self.pool.forget_cached()
         self.prefill_s = 0.0
+        self.num_added = 0
         self.booking.num_computed_prompt_tokens = self.kv.num_queried_tokens = self.kv.num_hit_tokens = 0
 
     # ---- how it does
@@ -324,6 +328,7 @@ class Scheduler:
         """The state now; costs no more than what runs."""
         return SchedulerStats(
             num_running_reqs=len(self.running),
+            num_added_reqs=self.num_added,
             num_waiting_reqs=len(self.admission) + len(self.grammars),
             num_remote_kv_reqs=len(self.receives),
             num_blocks_total=self.pool.num_total,

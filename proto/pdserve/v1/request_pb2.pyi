@@ -505,6 +505,7 @@ class PreparedRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
     POOLING_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """made by the router"""
@@ -518,6 +519,8 @@ class PreparedRequest(google.protobuf.message.Message):
     """lower runs first, where scheduling_policy is `priority`"""
     client_request_id: builtins.str
     """what the client calls it: an attribute of spans, no more; may be empty"""
+    tenant: builtins.bytes
+    """at most 16 bytes: whose request it is, for fair queues; opaque; empty: not told"""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -550,11 +553,12 @@ class PreparedRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         resume: Global___ResumeState | None = ...,
         client_request_id: builtins.str = ...,
+        tenant: builtins.bytes = ...,
         pooling: Global___PoolingParams | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["pooling", b"pooling", "resume", b"resume", "sampling", b"sampling"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["client_request_id", b"client_request_id", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "hash_root", b"hash_root", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_digest", b"request_digest", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "trace_headers", b"trace_headers"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["client_request_id", b"client_request_id", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "hash_root", b"hash_root", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_digest", b"request_digest", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "tenant", b"tenant", "trace_headers", b"trace_headers"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PreparedRequest: typing_extensions.TypeAlias = PreparedRequest

@@ -209,6 +209,9 @@ class Load(google.protobuf.message.Message):
     PROMPT_TOKENS_COMPUTED_FIELD_NUMBER: builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
     OPEN_TRANSFERS_FIELD_NUMBER: builtins.int
+    NUM_SESSIONS_FIELD_NUMBER: builtins.int
+    MAX_SESSIONS_FIELD_NUMBER: builtins.int
+    MAX_WAITING_FIELD_NUMBER: builtins.int
     engine_tick: builtins.int
     """advances at each turn of the engine loop and before each layer"""
     draining: builtins.bool
@@ -232,6 +235,12 @@ class Load(google.protobuf.message.Message):
     prefill_tokens_per_s: builtins.float
     """without what a step costs anyway, measured; 0 until known"""
     open_transfers: builtins.int
+    num_sessions: builtins.int
+    """streaming sessions that are open, also between turns"""
+    max_sessions: builtins.int
+    """at most; 0: this worker takes none"""
+    max_waiting: builtins.int
+    """num_waiting and num_remote_kv, at most: more are refused; 0: no limit is told"""
     def __init__(
         self,
         *,
@@ -250,8 +259,11 @@ class Load(google.protobuf.message.Message):
         prompt_tokens_computed: builtins.int = ...,
         prefill_tokens_per_s: builtins.float = ...,
         open_transfers: builtins.int = ...,
+        num_sessions: builtins.int = ...,
+        max_sessions: builtins.int = ...,
+        max_waiting: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_in_use", b"blocks_in_use", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "draining", b"draining", "engine_tick", b"engine_tick", "num_preemptions", b"num_preemptions", "num_remote_kv", b"num_remote_kv", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "open_transfers", b"open_transfers", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prompt_tokens_computed", b"prompt_tokens_computed"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_in_use", b"blocks_in_use", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "draining", b"draining", "engine_tick", b"engine_tick", "max_sessions", b"max_sessions", "max_waiting", b"max_waiting", "num_preemptions", b"num_preemptions", "num_remote_kv", b"num_remote_kv", "num_running", b"num_running", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "open_transfers", b"open_transfers", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prompt_tokens_computed", b"prompt_tokens_computed"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load

@@ -103,6 +103,11 @@ class Admission:
         return self._closing.is_set()
 
     @property
+    def capacity(self) -> Capacity:
+        """What the workers can do at the same time, now."""
+        return self._capacity()
+
+    @property
     def num_queued(self) -> int:
         """Requests that wait for a place now."""
         return len(self._queue)

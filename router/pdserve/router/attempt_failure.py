@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pdserve.common.errors import PdServeError
+from pdserve.common.errors import Overloaded, PdServeError
 from pdserve.router.worker import Worker
 
 BACKOFF_S = 0.02
@@ -39,6 +39,11 @@ class AttemptFailed(Exception):
         """It had not even admitted the request: most likely it was gone before, and died of something else."""
         self.in_transfer = in_transfer
         """The prompt's KV did not come across: settings say what then."""
+
+    @property
+    def refused_by(self) -> Worker | None:
+        """The worker that had no room and started nothing; None for any other failure."""
+        return self.blamed if isinstance(self.error, Overloaded) and self.error.by_peer else None
 
 
 class PrefillNeeded(Exception):

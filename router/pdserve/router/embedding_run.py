@@ -13,6 +13,7 @@ from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.attempt_failure import AttemptFailed, backoff_s
 from pdserve.router.client_error import as_client_sees
 from pdserve.router.embed_leg import Embedded, embed
+from pdserve.router.full_workers import FullWorkers
 from pdserve.router.legs import LegFailed
 from pdserve.router.place import Cost
 from pdserve.router.placement import WorkerKey
@@ -45,6 +46,7 @@ class EmbeddingRun:
         self._services = services
         self._prepared: dict[tuple[str, int], PreparedRequest] = {}
         self._casualties = Casualties(services.poison, services.fleet)
+        self._full = FullWorkers(services.settings.queue_timeout_s)
         self._record = record.run(self.timeline)
 
     @property
@@ -93,7 +95,7 @@ class EmbeddingRun:
     async def _attempts(self, request: TokenizedRequest) -> Embedded:
         """Attempt after attempt until one serves the request. Raises: PdServeError."""
         blamed: frozenset[WorkerKey] = frozenset()
-        number = 0
+        number = num_counted = 0
         while True:
             started_unix_ns = now_unix_ns()
             decision = await self._place(request, number, blamed)
@@ -111,13 +113,17 @@ class EmbeddingRun:
                 with record:
                     return await self._attempt(record.carried_by(prepared), number, decision, worker)
             except AttemptFailed as failure:
-                log.info("request %s: attempt %d failed: %s", self.request_id, number, failure)
                 number += 1
+                if (full := failure.refused_by) is not None:
+                    await self._full.refused(full, failure.error)
+                    continue
+                log.info("request %s: attempt %d failed: %s", self.request_id, number - 1, failure)
+                num_counted += 1
                 self._casualties.count(failure, prepared.request_digest)
-                if not failure.error.retryable or number >= self._services.settings.max_attempts:
+                if not failure.error.retryable or num_counted >= self._services.settings.max_attempts:
                     raise failure.error from failure
             blamed = frozenset((worker.key,))
-            await asyncio.sleep(backoff_s(number))
+            await asyncio.sleep(backoff_s(num_counted))
 
     async def _attempt(
         self, prepared: PreparedRequest, number: int, decision: RoutingDecision, worker: Worker
@@ -150,7 +156,7 @@ class EmbeddingRun:
                 num_tokens=len(request.token_ids),
                 max_tokens=0,
                 hashes=lambda layout: self._known_hashes(request, layout),
-                blamed=blamed,
+                blamed=blamed | self._full.keys,
                 dead=self._casualties.workers,
                 embeds=True,
             )

@@ -72,8 +72,8 @@ class InferenceServicer(EmbedServicer):
         with refusals():
             metadata = metadata_of(context)
             client = await self._client(context)
-        session_id = uuid.uuid4().hex
-        session = StreamingSession(session_id)
+            session_id = uuid.uuid4().hex
+            session = self._inference.session(session_id, client)
         turns: list[Generation] = []
 
         def cancel(_: object) -> None:

@@ -94,12 +94,14 @@ class Inference:
 
     def _capacity(self) -> Capacity:
         """A place for every sequence that some worker can step, and prompts that fit into their pools together."""
+        num_sessions = sum(worker.load.max_sessions for worker in self.fleet.workers(WorkerRole.DECODE))
         if self.settings.max_running_requests is not None:
-            return Capacity(num_requests=self.settings.max_running_requests)
+            return Capacity(num_requests=self.settings.max_running_requests, num_sessions=num_sessions)
         workers = [worker for role in WorkerRole for worker in self.fleet.workers(role)]
         return Capacity(
             num_requests=sum(worker.identity.max_num_seqs for worker in workers),
             num_blocks=sum(worker.identity.num_blocks for worker in workers),
+            num_sessions=num_sessions,
         )
 
     def _cache_group(self, client: Client) -> CacheGroup:
@@ -152,6 +154,10 @@ class Inference:
             for place, (first_choice, request) in enumerate(zip(first_choices, requests, strict=True))
         ]
         return Generation(request_id, client_stream, runs, self.admission, record, client)
+
+    def session(self, session_id: str, client: Client = ANYBODY) -> StreamingSession:
+        """A session that counts for its client's limits until it is closed. Raises: Overloaded, Draining."""
+        return StreamingSession(session_id, self.admission.open_session(client))
 
     def turn(
         self,

@@ -48,15 +48,16 @@ class Placer:
         tenant: whose request it is. num_tokens: of the prompt. dead: workers that died under this request and have not come back.
         embeds: an embedding is wanted, which a prefill worker computes alone.
         """
+        live = {role: self._fleet.workers(role) for role in WorkerRole}
+        full = {worker.key for role in WorkerRole for worker in live[role] if _is_full(worker, wish)}
         rules = Rules(
             policy=self._settings.policy,
             local_prefill=self._settings.local_prefill,
             wish=wish,
-            blamed=blamed,
+            blamed={*blamed, *full},
             turns=self._turns,
             bytes_per_s=self.bandwidth.bytes_per_s,
         )
-        live = {role: self._fleet.workers(role) for role in WorkerRole}
         if embeds:
             live = {
                 WorkerRole.PREFILL: [w for w in live[WorkerRole.PREFILL] if w.identity.hidden_size],
@@ -84,7 +85,7 @@ class Placer:
             num_tokens=num_tokens,
             placement=placement,
             candidates=views(WorkerRole.PREFILL, prefill) + views(WorkerRole.DECODE, decode),
-            left_out=self._left_out(placement, candidates, blamed, dead),
+            left_out=self._left_out(placement, candidates, blamed, dead, full),
         )
         self.log.add(decision)
         return decision
@@ -135,6 +136,7 @@ class Placer:
         candidates: dict[WorkerRole, list[Candidate]],
         blamed: Collection[WorkerKey],
         dead: Collection[WorkerKey],
+        full: Collection[WorkerKey],
     ) -> tuple[LeftOut, ...]:
         left = [LeftOut(role=role.value, worker=worker, why=why) for role, worker, why in self._fleet.absent()]
         left += [LeftOut(role="", worker=worker_id, why="died under this request") for worker_id, _ in dead]
@@ -146,8 +148,15 @@ class Placer:
         for role, of_role in candidates.items():
             for candidate in of_role:
                 key, name = candidate.worker.key, candidate.worker.identity.worker_id
-                if key in blamed and key not in chosen:
+                if key in full and key not in chosen:
+                    left.append(LeftOut(role=role.value, worker=name, why="full, as it reports"))
+                elif key in blamed and key not in chosen:
                     left.append(LeftOut(role=role.value, worker=name, why="blamed by the last attempt"))
                 elif role is WorkerRole.PREFILL and pairable is not None and key not in pairable:
                     left.append(LeftOut(role=role.value, worker=name, why="its blocks differ from decode's"))
         return tuple(left)
+
+
+def _is_full(worker: Worker, wish: Wish) -> bool:
+    """Whether the worker would most likely refuse it."""
+    return worker.has_full_queue or (wish is Wish.SESSION and worker.has_all_sessions)

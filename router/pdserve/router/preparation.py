@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from pdserve.common.block_hash import BlockHasher, placement_hash
-from pdserve.common.derived_key import DeploymentKey
+from pdserve.common.derived_key import TENANTS, DeploymentKey
 from pdserve.common.errors import Overloaded
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import PoolingParams
@@ -111,6 +112,8 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     cache_salt: str | None
     cache: CacheGroup
+    tenant: bytes
+    """As workers know it; see `PreparedRequest`."""
     priority: int
     deadline: float
     trace_headers: dict[str, str]
@@ -128,6 +131,12 @@ class Preparation:
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-aside")
         self._num_aside = 0
+
+    def _tenant_digest(self, tenant: str) -> bytes:
+        """What workers are told of a tenant: enough to tell tenants apart, and nothing of their names."""
+        if not tenant:
+            return b""
+        return hashlib.blake2b(tenant.encode(), key=self._key.derive(TENANTS), digest_size=8).digest()
 
     def close(self) -> None:
         for threads in (self._threads, self._aside):
@@ -211,6 +220,7 @@ class Preparation:
             sampling=sampling,
             cache_salt=request.cache_salt,
             cache=request.cache,
+            tenant=self._tenant_digest(request.client.tenant),
             priority=request.priority,
             deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
             trace_headers=request.trace_headers,
@@ -231,6 +241,7 @@ class Preparation:
             sampling=SamplingParams(),
             cache_salt=request.cache_salt,
             cache=request.cache,
+            tenant=self._tenant_digest(request.client.tenant),
             priority=0,
             deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
             trace_headers=request.trace_headers,
@@ -256,6 +267,7 @@ class Preparation:
             resume=resume,
             deadline=request.deadline,
             priority=request.priority,
+            tenant=request.tenant,
             trace_headers=request.trace_headers,
             client_request_id=request.client_request_id,
             pooling_params=request.pooling,

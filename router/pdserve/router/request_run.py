@@ -25,6 +25,7 @@ from pdserve.router.attempt import Attempt
 from pdserve.router.attempt_failure import AttemptFailed, PrefillNeeded, backoff_s
 from pdserve.router.client_error import as_client_sees
 from pdserve.router.client_stream import ClientStream
+from pdserve.router.full_workers import FullWorkers
 from pdserve.router.legs import Outputs, PromptLogprobs
 from pdserve.router.place import Cost, Place
 from pdserve.router.placement import Wish, WorkerKey
@@ -103,6 +104,7 @@ class RequestRun:
         self._numbers = itertools.count()
         """Of attempts."""
         self._casualties = Casualties(services.poison, services.fleet)
+        self._full = FullWorkers(services.settings.queue_timeout_s)
         self._record = record.run(self.timeline)
 
     async def run(self) -> None:
@@ -215,6 +217,9 @@ class RequestRun:
                 failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
             except AttemptFailed as failed:
                 failure = failed
+            if (full := failure.refused_by) is not None:
+                await self._full.refused(full, failure.error)
+                continue
             if isinstance(failure.error, Evicted) and course.num_evictions < MAX_EVICTIONS:
                 course.num_evictions += 1
             else:
@@ -346,7 +351,7 @@ class RequestRun:
                 max_tokens=request.sampling.max_tokens - num_resumed,
                 hashes=lambda layout: self._hashed(request, layout, resume).placement_hashes,
                 wish=course.wish,
-                blamed=course.blamed,
+                blamed=course.blamed | self._full.keys,
                 dead=self._casualties.workers,
             )
 

@@ -23,6 +23,8 @@ def routing_view(client: Client, settings: RouterSettings, admission: Admission,
         "transfer_bytes_per_s": placer.bandwidth.bytes_per_s,
         "running": admission.num_running,
         "queued": admission.num_queued,
+        "sessions": admission.num_sessions,
+        "max_sessions": admission.capacity.num_sessions,
         "tenants": {
             tenant: {
                 "requests": account.num_requests,

@@ -1,22 +1,22 @@
 """`StreamingSession`: a client's turns on one sequence of one decode worker, whose KV stays from turn to turn.
 
 Each turn is a `SessionTurn`, a run of its own `Generation`: limits, admission, metrics and spans are those of a request.
-Between turns a session has no place and counts for no limit but the worker's own.
+Between turns a session has no place; it counts for `max_sessions` of its key and of its worker until it is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from pdserve.common import timeline as moments
 from pdserve.common.engine_types import FinishReason
-from pdserve.common.errors import InternalError, PdServeError, WorkerLost
+from pdserve.common.errors import InternalError, Overloaded, PdServeError, WorkerLost
 from pdserve.common.timeline import now_unix_ns
 from pdserve.router.client_error import as_client_sees
 from pdserve.router.legs import Admitted, DecodeLegEvent, LegFailed, Outputs, SessionLeg
-from pdserve.router.placement import Placement, Wish
+from pdserve.router.placement import Placement, Wish, WorkerKey
 from pdserve.router.preparation import TokenizedRequest
 from pdserve.router.request_run import Course, RequestRun
 from pdserve.router.worker import Booking, Share, Worker
@@ -26,9 +26,10 @@ from pdserve.text.output_processor import OutputProcessor
 class StreamingSession:
     """Lives as long as the client's call; `close` it. No turn may begin before the last one has ended."""
 
-    def __init__(self, session_id: str = "") -> None:
-        """session_id: for the log."""
+    def __init__(self, session_id: str = "", on_close: Callable[[], None] = lambda: None) -> None:
+        """session_id: for the log. on_close: called by each `close`."""
         self._session_id = session_id
+        self._on_close = on_close
         self.token_ids: list[int] = []
         """Everything so far, prompts and answers."""
         self.worker: Worker | None = None
@@ -70,6 +71,18 @@ class StreamingSession:
 
     def close(self) -> None:
         """End the call at both ends."""
+        self._on_close()
+        self._end_leg()
+
+    async def leave(self) -> None:
+        """The worker has refused the session: it is as before `open`, and may be opened at another."""
+        self._end_leg()
+        await self.closed()
+        self.worker = self._leg = self._reader = self._farewell = None
+        self._events = asyncio.Queue()
+        self.token_ids = []
+
+    def _end_leg(self) -> None:
         if self._farewell is not None:
             self._farewell()
         if self._leg is not None:
@@ -110,12 +123,30 @@ class SessionTurn(RequestRun):
 
     async def _attempts(self, request: TokenizedRequest, processor: OutputProcessor, course: Course) -> None:
         session = self._session
-        if session.worker is None:
-            placement = await self._find_worker(request)
-        else:
+        if session.worker is not None:
             # what it holds between turns is in the worker's own report
-            placement = Placement(decode=session.worker, decode_share=Share(legs=1, tokens=len(request.token_ids)))
-        worker = placement.decode
+            share = Share(legs=1, tokens=len(request.token_ids))
+            await self._at(Placement(decode=session.worker, decode_share=share), request)
+            return
+        refused: dict[WorkerKey, Overloaded] = {}
+        while True:
+            placement = await self._find_worker(request, refused)
+            worker = placement.decode
+            if worker is not None and worker.key in refused:
+                # there is no other; sessions last too long to wait for one to end
+                raise refused[worker.key]
+            try:
+                await self._at(placement, request)
+                return
+            except Overloaded as error:
+                if not error.by_peer or worker is None:
+                    raise
+                refused[worker.key] = error
+                await session.leave()
+
+    async def _at(self, placement: Placement, request: TokenizedRequest) -> None:
+        """One turn at the session's worker; the first opens it there. Raises: what ends the session."""
+        session, worker = self._session, placement.decode
         if worker is None:
             raise InternalError("a session without a decode worker")
         self.timeline.mark(moments.PLACED)
@@ -144,9 +175,10 @@ class SessionTurn(RequestRun):
         else:
             await self._session.ended()
 
-    async def _find_worker(self, request: TokenizedRequest) -> Placement:
+    async def _find_worker(self, request: TokenizedRequest, refused: Collection[WorkerKey]) -> Placement:
+        """refused: workers that had no room."""
         started_unix_ns = now_unix_ns()
-        decision = await self._place(request, 0, None, Course(wish=Wish.SESSION))
+        decision = await self._place(request, 0, None, Course(wish=Wish.SESSION, blamed=frozenset(refused)))
         self.timeline.mark(moments.PLACED)
         self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
         return decision.placement

@@ -90,6 +90,9 @@ def _load(message: worker_pb2.Load) -> WorkerLoad:
         blocks_total=message.blocks_total,
         blocks_free=message.blocks_free,
         blocks_in_use=message.blocks_in_use,
+        num_sessions=message.num_sessions,
+        max_sessions=message.max_sessions,
+        max_waiting=message.max_waiting,
         prefill_tokens_per_s=message.prefill_tokens_per_s,
     )
 

@@ -73,6 +73,12 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_in_use: int = 0
+    num_sessions: int = 0
+    """Streaming sessions, also between turns."""
+    max_sessions: int = 0
+    """At most; 0: not told, or none."""
+    max_waiting: int = 0
+    """Requests that may wait there, those for remote KV included; 0: not told."""
     prefill_tokens_per_s: float = 0.0
     """Without what a step costs anyway; 0: unknown."""
 
@@ -148,6 +154,17 @@ class Worker:
         """Requests here: this router's, and what its last report showed beyond them."""
         reported = self.load.num_running + self.load.num_waiting + self.load.num_remote_kv
         return self._own.legs + max(0, reported - self._own_reported.legs)
+
+    @property
+    def has_full_queue(self) -> bool:
+        """Whether it would refuse a request, as its last report shows it."""
+        load = self.load
+        return 0 < load.max_waiting <= load.num_waiting + load.num_remote_kv
+
+    @property
+    def has_all_sessions(self) -> bool:
+        """Whether it would refuse a session, as its last report shows it."""
+        return 0 < self.load.max_sessions <= self.load.num_sessions
 
     @property
     def held_blocks(self) -> int:

@@ -14,7 +14,14 @@ from pdserve.common.engine_types import (
     SchedulerStats,
     StreamingUpdate,
 )
-from pdserve.common.errors import DeadlineExceeded, Draining, InvalidRequest, PdServeError, WorkerLost
+from pdserve.common.errors import (
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    PdServeError,
+    WorkerLost,
+)
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_thread import ENGINE_FAILED, EngineThread
 from pdserve.engine.output_stream import OutputStream
@@ -30,7 +37,10 @@ OnEnded = Callable[[Request | None], None]
 class EngineClient:
     """Lives in the asyncio thread."""
 
-    def __init__(self, core: EngineCore, num_threads: int = 1, cpu_core: int | None = None) -> None:
+    def __init__(
+        self, core: EngineCore, num_threads: int = 1, cpu_core: int | None = None, max_waiting: int | None = None
+    ) -> None:
+        """max_waiting: requests that may wait in the engine; None: no limit."""
         self._core = core
         self._streams: dict[str, OutputStream] = {}
         self._thread = EngineThread(
@@ -38,6 +48,12 @@ class EngineClient:
         )
         self.stats = SchedulerStats(num_blocks_total=core.config.num_blocks, num_blocks_free=core.config.num_blocks)
         self._prefill_rate = PrefillRate()
+        self.max_waiting = max_waiting
+        self._num_submitted = 0
+        self.num_sessions = 0
+        """Streaming sessions that are open, also between turns; counted by whoever serves them."""
+        self.max_sessions = 0
+        """At most; 0: none are served here."""
         self.died = asyncio.Event()
         self.draining = False
         self.on_unclaimed: Callable[[EngineCoreOutput], None] | None = None
@@ -67,6 +83,12 @@ class EngineClient:
         return self._prefill_rate.tokens_per_s
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place in a step or for remote KV, those included that are on their way to the engine."""
+        stats = self.stats
+        return stats.num_waiting_reqs + stats.num_remote_kv_reqs + self._num_submitted - stats.num_added_reqs
+
+    @property
     def num_streams(self) -> int:
         return len(self._streams)
 
@@ -83,12 +105,17 @@ class EngineClient:
     ) -> OutputStream:
         """Queue a request; its stream raises DeadlineExceeded when its deadline passes, whatever the router does.
 
-        stream_interval: `OutputStream`'s. Raises: InvalidRequest, Draining, WorkerLost.
+        stream_interval: `OutputStream`'s. Raises: InvalidRequest, Draining, WorkerLost; Overloaded where
+        `max_waiting` requests wait.
         """
         if self.draining:
             raise Draining("the worker is draining")
         if self.died.is_set():
             raise WorkerLost("the engine has failed")
+        if self.max_waiting is not None and (num_waiting := self.num_waiting) >= self.max_waiting:
+            raise Overloaded(
+                f"{num_waiting} requests wait on this worker, at most {self.max_waiting} may (max_waiting)"
+            )
         self._core.verify(request)
         if request.request_id in self._streams:
             raise InvalidRequest(f"request {request.request_id} is here already", "request_id")
@@ -97,7 +124,7 @@ class EngineClient:
         if request.deadline:
             left_s = max(0.0, request.deadline - time.monotonic())
             self._deadlines[request.request_id] = asyncio.get_running_loop().call_later(left_s, self._expire, stream)
-        self._thread.post(lambda core: core.add_request(request))
+        self._add(request)
         return stream
 
     def _expire(self, stream: OutputStream) -> None:
@@ -118,6 +145,10 @@ class EngineClient:
 
     def submit_quietly(self, request: EngineCoreRequest) -> None:
         """Queue a verified request whose outputs go to `on_unclaimed`."""
+        self._add(request)
+
+    def _add(self, request: EngineCoreRequest) -> None:
+        self._num_submitted += 1
         self._thread.post(lambda core: core.add_request(request))
 
     def release(self, stream: OutputStream, on_ended: OnEnded | None = None) -> None:

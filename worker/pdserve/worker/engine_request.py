@@ -42,6 +42,7 @@ def make_engine_request(
         local_prefill_tokens=local_prefill_tokens,
         resumable=resumable,
         priority=request.priority,
+        tenant=request.tenant,
         index=index,
         n=request.num_sequences,
         trace_headers=request.trace_headers,

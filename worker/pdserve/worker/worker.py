@@ -101,7 +101,7 @@ class Worker:
             model.grammar_compiler(),
             LogitsProcessors.from_entry_points(settings.logits_processors),
         )
-        self.engine = EngineClient(core, settings.num_threads, settings.cpu_core)
+        self.engine = EngineClient(core, settings.num_threads, settings.cpu_core, settings.waiting_limit)
         self.adapter.connect(self.engine)
         self.identity = self._identity(role, deployment_key.fingerprint)
         limits = LeaseLimits(settings.attach_timeout_s, settings.lease_grace_s, settings.lease_max_s)

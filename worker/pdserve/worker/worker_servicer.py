@@ -124,6 +124,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             prompt_tokens_computed=stats.num_computed_prompt_tokens,
             prefill_tokens_per_s=self._engine.prefill_tokens_per_s,
             open_transfers=self._num_transfers(),
+            num_sessions=self._engine.num_sessions,
+            max_sessions=self._engine.max_sessions,
+            max_waiting=self._engine.max_waiting or 0,
         )
 
 
