@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from tls_authority import HOST, Authority
+from tls_authority import HOST, Authority, role_uri
 
 from pdserve.common.tls import TlsIdentity
+from pdserve.common.tls_roles import ServiceRole
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.tcp import TcpConnector
 from pdserve.kv_transfer.tcp_frames import ReadAnswer, ReadRequest
@@ -316,3 +317,41 @@ def test_windows_of_many_records(identity: TlsIdentity) -> None:
     assert receiver.read_counters.blocks_reread == 0
     for connector in connectors:
         connector.close()
+
+
+# Roles.
+
+
+def role_identity(authority: Authority, role: str, shown: str | None = None) -> TlsIdentity:
+    """A service of this role, which asks its peers for roles. shown: what its certificate says instead."""
+    files, role_of = authority.issue(uris=[role_uri(role)]), ServiceRole(role)
+    identity = files.identity(role=role_of)
+    if shown is not None:
+        other = authority.issue(uris=[role_uri(shown)] if shown else []).identity()
+        other.server.peers, other.client.peers = identity.server.peers, identity.client.peers
+        return other
+    return identity
+
+
+@pytest.mark.parametrize("shown", ["router", "prefill", ""])
+def test_i8_only_decode_certificates_read(
+    make_connector: MakeConnector, authority: Authority, caplog: pytest.LogCaptureFixture, shown: str
+) -> None:
+    source = make_connector(role_identity(authority, "prefill"))
+    transfer = Transfer(source, make_pool(seed=SOURCE_SEED), range(NUM_BLOCKS))
+    assert still_serves(source, transfer, role_identity(authority, "decode"))
+    assert not still_serves(source, transfer, role_identity(authority, "decode", shown))
+    assert "no role spiffe://pdserve.internal/pdserve/decode" in caplog.text
+    assert source.source_counters.failed_handshakes >= 1
+
+
+@pytest.mark.parametrize("shown", ["router", "decode", ""])
+def test_blocks_are_read_from_prefill_certificates_alone(
+    make_connector: MakeConnector, authority: Authority, shown: str
+) -> None:
+    source = make_connector(role_identity(authority, "prefill", shown))
+    receiver = make_connector(role_identity(authority, "decode"), seed=None)
+    transfer = Transfer(source, make_pool(seed=SOURCE_SEED), range(NUM_BLOCKS))
+    assert "TLS: its certificate has no role spiffe://pdserve.internal/pdserve/prefill" in failure(
+        receiver, source.metadata, transfer
+    )

@@ -13,6 +13,7 @@ from transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID, ReceiverOwner, SourceO
 
 from pdserve.common.errors import PdServeError
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.role_guard import CallerRoles
 from pdserve.common.rpc import bind, make_channel, make_server
 from pdserve.kv_transfer import attach_client, attach_servicer
 from pdserve.kv_transfer.attach_client import Receiving, attach
@@ -95,6 +96,7 @@ class Rig:
             SOURCE_EPOCH,
             lambda: self._tick("source"),
             self.source_digests,
+            CallerRoles(None),
         )
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         self.port = bind(self.server, "127.0.0.1", port)

@@ -18,6 +18,7 @@ from pdserve.common.block_hash import BlockHasher
 from pdserve.common.derived_key import DATA_PLANE
 from pdserve.common.engine_types import EngineCoreRequest, FinishReason
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.role_guard import CallerRoles
 from pdserve.common.rpc import bind, make_channel, make_server
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.engine.config import EngineConfig
@@ -73,7 +74,13 @@ class Node:
         self.transfers = SourceTransfers(self.connectors, LeaseLimits(2.0, 0.4, 20.0), self.adapter)
         self.server: grpc.aio.Server | None = make_server()
         servicer = AttachServicer(
-            self.transfers, self.connectors, LAYOUT, self.peer.epoch, lambda: self.engine.tick, DIGESTS
+            self.transfers,
+            self.connectors,
+            LAYOUT,
+            self.peer.epoch,
+            lambda: self.engine.tick,
+            DIGESTS,
+            CallerRoles(None),
         )
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         self.port = bind(self.server, "127.0.0.1", 0)

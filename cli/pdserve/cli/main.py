@@ -325,6 +325,27 @@ def keys_new(
     make_key(name, tenant, role)
 
 
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Where the files go; made if it is not there.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="What others connect to, an address or a DNS name; may be repeated. Default: loopback."),
+    ] = None,
+    days: Annotated[int, typer.Option(help="How long the certificates are valid.")] = 365,
+    trust_domain: Annotated[str, typer.Option(help="Begins the role in a certificate.")] = "pdserve.internal",
+) -> None:
+    """TLS for development: two authorities, and a certificate with its role for each kind of service."""
+    from pdserve.cli.development_certificates import write_certificates
+
+    files = write_certificates(folder, host or ["127.0.0.1", "localhost"], days, trust_domain)
+    for path in files:
+        print(path)
+    print(f"\nservices:  pdserve router|prefill|decode --config {files[-1]}")
+    print(f"clients:   --ca-file {folder / 'clients-ca.pem'}")
+    print("The authorities' keys, services-ca.key and clients-ca.key, are needed to issue more, and by no service.")
+
+
 def main() -> None:
     """Entry point: errors of ours are one line, not a traceback."""
     try:

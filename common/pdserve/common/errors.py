@@ -7,6 +7,7 @@
         UnsupportedMediaType
       NotFound                a model, worker or request that is not there
       Unauthenticated         no or a wrong API key
+      PermissionDenied        a service's certificate lacks the role for a call
       Overloaded              admission refused it; `retry_after_s` says when to come back
       DeadlineExceeded        the request's own deadline passed
       Cancelled               the client left, or somebody aborted it
@@ -102,6 +103,14 @@ class Unauthenticated(PdServeError):
     http_status = 401
     hold_back_s: float = 0.0
     """How long the answer should be held back: addresses that fail again and again are answered later."""
+
+
+class PermissionDenied(PdServeError):
+    """A service called another whose methods its certificate's roles do not open."""
+
+    code = "permission_denied"
+    grpc_status = grpc.StatusCode.PERMISSION_DENIED
+    http_status = 503
 
 
 class Overloaded(PdServeError):

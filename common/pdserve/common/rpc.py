@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import grpc
 import grpc.aio
@@ -73,9 +73,12 @@ def make_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel
     return grpc.aio.secure_channel(address, credentials, options=[*_CHANNEL_OPTIONS, *name])
 
 
-def make_server() -> grpc.aio.Server:
-    """A server with the keepalive that leases rely on, whose handlers may raise `PdServeError`."""
-    return grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_SERVER_OPTIONS)
+def make_server(*guards: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
+    """A server with the keepalive that leases rely on, whose handlers may raise `PdServeError`.
+
+    guards: what each call passes before its handler, in this order.
+    """
+    return grpc.aio.server(interceptors=[_ErrorInterceptor(), *guards], options=_SERVER_OPTIONS)
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None = None) -> int:
@@ -94,7 +97,23 @@ def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None = 
 
 
 def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    return grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.client_ca, tls.client_ca is not None)
+    """Each handshake is made with the generation that is current then."""
+    used = tls.current
+
+    def configuration(generation: ServerTls) -> grpc.ServerCertificateConfiguration:
+        pair = (generation.key, generation.certificate)
+        return grpc.ssl_server_certificate_configuration([pair], generation.client_ca)
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        if (current := tls.current) is used:
+            return None
+        used = current
+        return configuration(current)
+
+    # the stubs do not know that None leaves everything as it is
+    fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], renewed)
+    return grpc.dynamic_ssl_server_credentials(configuration(used), fetch, tls.client_ca is not None)
 
 
 def metadata_of(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:

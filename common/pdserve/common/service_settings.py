@@ -16,6 +16,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.redis_url import parse_redis_url
 from pdserve.common.registry import is_namespace
 from pdserve.common.tls import TlsFile, TlsIdentity, load_identity
+from pdserve.common.tls_roles import ServiceRole
 
 SamplerName = Literal[
     "always_on",
@@ -44,8 +45,10 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tls_key_file: str | None = None
     """Its private key, not encrypted."""
     tls_ca_file: str | None = None
-    """PEM certificates of the CA that signed those of all services, this one's too. Whom it signed may do all that a
-    router or a worker may: clients need another CA."""
+    """PEM certificates of the CA that signed those of all services, this one's too; clients need another CA."""
+    tls_roles: Literal["required", "ignore"] = "required"
+    """Whether a service's certificate says what it may do; `ignore`: whoever has one may do all that a router or a worker
+    may."""
     tls_server_name: str | None = None
     """The name that workers' certificates are made out to, where that is not the host that peers connect to."""
     deployment_key: str | None = None
@@ -91,8 +94,20 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Who this service is to other services; None without TLS. Reads the files. Raises: ConfigError."""
         certificate, key, ca = (self._tls_file(name) for name in ("tls_cert_file", "tls_key_file", "tls_ca_file"))
         if certificate and key and ca:
-            return load_identity(certificate, key, ca, server_name=self.tls_server_name, own_host=self._own_host())
+            return load_identity(
+                certificate,
+                key,
+                ca,
+                server_name=self.tls_server_name,
+                own_host=self._own_host(),
+                role=ServiceRole(self.section) if self.tls_roles == "required" else None,
+                worker_id=self._own_worker_id(),
+            )
         self._verify_none_given("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_server_name")
+        return None
+
+    def _own_worker_id(self) -> str | None:
+        """What a certificate that names one worker must name; None: it must name none."""
         return None
 
     def _own_host(self) -> str | None:

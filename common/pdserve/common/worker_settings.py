@@ -104,6 +104,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     def _own_host(self) -> str | None:
         return self.peers_host
 
+    def _own_worker_id(self) -> str | None:
+        return self.worker_id
+
     def name(self, port: int) -> str:
         """The id of a worker that listens on `port`: the one given, else one that no other machine draws."""
         if self.worker_id is not None:

@@ -14,6 +14,8 @@ import grpc
 from pdserve.common.errors import LayoutMismatch, PdServeError, TransferFailed
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.peer_host import peer_host
+from pdserve.common.role_guard import CallerRoles, Context
+from pdserve.common.tls_roles import ServiceRole
 from pdserve.common.wire import layout_from_wire
 from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import ConnectorSet
@@ -134,6 +136,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         epoch: int,
         engine_tick: Callable[[], int],
         digests: DigestRule,
+        callers: CallerRoles,
     ) -> None:
         self._transfers = transfers
         self._connectors = connectors
@@ -141,6 +144,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         self._epoch = epoch
         self._engine_tick = engine_tick
         self._digests = digests
+        self._callers = callers
 
     async def Attach(
         self,
@@ -150,7 +154,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         stream = _EventQueue()
         incoming = aiter(requests)
         try:
-            transfer, connector = await self._open(incoming, stream, peer_host(context.peer()))
+            transfer, connector = await self._open(incoming, stream, context)
         except PdServeError as error:
             level = logging.DEBUG if isinstance(error, AttachedTooLate) else logging.WARNING
             log.log(level, "an attach was refused: %s", error.message[:MAX_CAUSE_CHARS])
@@ -170,7 +174,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             transfer.detach(stream, "it was closed")
 
     async def _open(
-        self, requests: AsyncIterator[kv_source_pb2.AttachRequest], stream: _EventQueue, peer: str
+        self, requests: AsyncIterator[kv_source_pb2.AttachRequest], stream: _EventQueue, context: Context
     ) -> tuple[SourceTransfer, BlockConnector]:
         """Check the first message, find its transfer, choose its connector. Raises: PdServeError."""
         try:
@@ -184,11 +188,12 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         if first.WhichOneof("message") != "open":
             raise TransferFailed("the first message is not Open")
         request = first.open
+        self._callers.verify(context, (ServiceRole.DECODE,), request.receiver.worker_id)
         if request.source_epoch != self._epoch:
             raise TransferFailed("the transfer belongs to another life of this worker")
         if differences := self._layout.differences(layout_from_wire(request.layout)):
             raise LayoutMismatch(f"KV layouts differ (source != receiver): {'; '.join(differences)}")
-        algorithm = self._digests.choose(request.digest_algorithms, peer)
+        algorithm = self._digests.choose(request.digest_algorithms, peer_host(context.peer()))
         connector = self._connectors.choose(request.connectors)
         if connector is None:
             here, there = ", ".join(self._connectors.names), ", ".join(request.connectors)

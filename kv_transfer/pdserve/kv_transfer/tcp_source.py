@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from pdserve.common.tls_roles import ServiceRole
 from pdserve.kv_transfer.block_runs import block_runs
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.event_thread import EventThread
@@ -146,7 +147,13 @@ class TcpSource:
     def _secure(self, stream: TcpStream) -> Stream:
         """TLS, where it is wanted; its handshake holds up nobody but this connection's thread."""
         tls = self._settings.tls
-        return stream if tls is None else TlsStream(stream, tls.server.context, self._settings.first_request_s)
+        if tls is None:
+            return stream
+        secured = TlsStream(stream, tls.server.context, self._settings.first_request_s)
+        peers = tls.server.current.peers
+        if peers is not None and (objection := peers.objection(secured.peer_uris, (ServiceRole.DECODE,))) is not None:
+            raise HandshakeFailed(objection)
+        return secured
 
     def _answer(self, connection: TcpStream, stream: Stream, reader: Reader, request: ReadRequest) -> None:
         allowed = self._allow(stream, reader, request)

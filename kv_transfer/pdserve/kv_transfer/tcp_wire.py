@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from pdserve.common.errors import TransferFailed
+from pdserve.common.tls_roles import ServiceRole
 from pdserve.kv_transfer.block_runs import block_runs
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
 from pdserve.kv_transfer.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
@@ -95,9 +96,14 @@ def _connect(address: TcpAddress, settings: TcpSettings) -> Stream:
     stream = dial(address.host, address.port, settings.connect_timeout_s, settings.read_stall_s, settings.send_stall_s)
     if settings.tls is None:
         return stream
-    client = settings.tls.client
+    client = settings.tls.client.current
     try:
-        return TlsStream(stream, client.context, settings.connect_timeout_s, client.server_name or address.host)
+        secured = TlsStream(stream, client.context, settings.connect_timeout_s, client.server_name or address.host)
+        if client.peers is not None:
+            objection = client.peers.objection(secured.peer_uris, (ServiceRole.PREFILL,))
+            if objection is not None:
+                raise StreamBroken(f"TLS: {objection}")
+        return secured
     except BaseException:
         stream.close()
         raise

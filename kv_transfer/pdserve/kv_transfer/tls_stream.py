@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
-from pdserve.common.tls import tls_problem
+from pdserve.common.tls import certificate_uris, tls_problem
 from pdserve.kv_transfer.tcp_stream import StreamBroken, TcpStream
 
 _PIECE_BYTES = 128 << 10
@@ -48,6 +48,11 @@ class TlsStream:
         """The names in the peer's certificate, each with its kind before it (`DNS:`, `IP Address:`, `URI:`), sorted."""
         certificate = cast(dict[str, Any], self._ssl.getpeercert() or {})
         return tuple(sorted(f"{kind}:{name}" for kind, name in certificate.get("subjectAltName", ())))
+
+    @property
+    def peer_uris(self) -> tuple[str, ...]:
+        """The URIs among the names in the peer's certificate."""
+        return certificate_uris(cast(dict[str, Any], self._ssl.getpeercert() or {}))
 
     def send(self, views: Sequence[memoryview]) -> None:
         """As `Stream.send`."""

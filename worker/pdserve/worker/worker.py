@@ -24,7 +24,8 @@ from pdserve.common.errors import Draining
 from pdserve.common.first_done import first_done
 from pdserve.common.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.host_address import host_and_port
-from pdserve.common.rpc import bind, make_server
+from pdserve.common.role_guard import CallerRoles, RoleGuard
+from pdserve.common.rpc import abort_with, bind, make_server
 from pdserve.common.tls import TlsIdentity
 from pdserve.common.worker_settings import WorkerSettings
 from pdserve.engine.engine_core import EngineCore
@@ -77,7 +78,8 @@ class Worker:
         self.settings = settings
         self.model = model
         self.connectors = connectors
-        self.server = make_server()
+        self._callers = CallerRoles(tls.server if tls is not None else None)
+        self.server = make_server(RoleGuard(self._callers, abort_with))
         self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)
         self.peers = PeerChannels(tls.client if tls is not None else None, insecure=settings.insecure)
         self._is_source = False
@@ -154,6 +156,7 @@ class Worker:
             self.identity.peer.epoch,
             lambda: self.engine.tick,
             self.digests,
+            self._callers,
         )
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         return "pdserve.v1.KvSourceService"
