@@ -11,18 +11,20 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from pdserve.common.errors import ConfigError, InvalidRequest
+from pdserve.text.template_budget import MAX_VALUE_CHARS, BudgetedEnvironment, TemplateTooCostly, rendering
 from pdserve.text.tool_prompt import as_plain_text, with_parsed_calls
 
 FIELD = "messages"
 _MAX_DEPTH = 64
+_TOLD_CHARS = 120
+"""Of what a template says against the messages, which it may repeat."""
 
 
 class ChatTemplate:
-    """One compiled template. Rendering is safe from any thread.
+    """One compiled template. Rendering is safe from any thread, and has a budget (`template_budget.py`).
 
     Source: the environment (whitespace control, filters, globals, `generation` blocks) is that of transformers'
     `apply_chat_template`, so that a model's template gives the text the model was trained on.
@@ -35,6 +37,7 @@ class ChatTemplate:
         """
         self._special_tokens = dict(special_tokens)
         environment = _environment()
+        self._functions = frozenset(environment.globals)
         try:
             self._template = environment.from_string(source)
             self._knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
@@ -55,6 +58,7 @@ class ChatTemplate:
         Raises: InvalidRequest when the messages are malformed or the template refuses them.
         """
         plain = with_parsed_calls([plain_message(message, place) for place, message in enumerate(messages)])
+        self._verify_names(variables or {})
         given = {
             "documents": None,
             **_plain(dict(variables or {}), "chat_template_kwargs"),
@@ -67,10 +71,32 @@ class ChatTemplate:
         if not given["messages"]:
             raise InvalidRequest("messages must hold at least one message", FIELD)
         try:
-            return self._template.render(given)
+            with rendering():
+                text = self._template.render(given)
+        except TemplateTooCostly as error:
+            raise InvalidRequest(
+                f"the model's chat template needs too much for these messages: {error}", FIELD
+            ) from error
         except Exception as error:
             # A template is a program over the client's values: whatever it stumbles on is about this request.
-            raise InvalidRequest(f"the model's chat template refused the messages: {error!s:.300}", FIELD) from error
+            told = f"{error!s:.{_TOLD_CHARS}}"
+            raise InvalidRequest(f"the model's chat template refused the messages: {told}", FIELD) from error
+        if len(text) > MAX_VALUE_CHARS:
+            raise InvalidRequest(
+                f"the model's chat template makes {len(text)} characters of the messages, at most {MAX_VALUE_CHARS} are "
+                "allowed",
+                FIELD,
+            )
+        return text
+
+    def _verify_names(self, variables: Mapping[str, Any]) -> None:
+        """Raises: InvalidRequest for a variable that would replace a function of the template's."""
+        for name in variables:
+            if name in self._functions:
+                raise InvalidRequest(
+                    f"chat_template_kwargs has {name!r}, which is a function of chat templates and cannot be replaced",
+                    "chat_template_kwargs",
+                )
 
 
 def plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
@@ -157,14 +183,15 @@ def _refuse_internal(name: Any) -> None:
         raise jinja2.exceptions.SecurityError(f"a namespace must not hold {name!r}")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BudgetedEnvironment:
+    environment = BudgetedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_new_dict, namespace=_GuardedNamespace
     )
+    environment.measure_filters()
     return environment
 
 
