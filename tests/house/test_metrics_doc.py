@@ -17,7 +17,10 @@ from pdserve.common.metrics import RedisCollector, make_registry
 from pdserve.common.timeline import CRITICAL_PATH
 from pdserve.kv_transfer.source_transfer import PeerId
 from pdserve.kv_transfer.transfer_view import TransferLog
+from pdserve.router.audit_log import AuditLog
+from pdserve.router.key_metrics import KeyMetrics
 from pdserve.router.router_metrics import RouterMetrics
+from pdserve.router.router_telemetry import AuditCollector
 from pdserve.worker.identity import Role
 from pdserve.worker.worker_metrics import WorkerMetrics
 
@@ -61,7 +64,14 @@ def redis_collector() -> RedisCollector:
 def router_registry() -> CollectorRegistry:
     registry = make_registry(None)
     RouterMetrics(registry, lambda: 0, lambda: {"prefill": {"live": 1}}, lambda: 0)
+    registry.register(AuditCollector(AuditLog(None, "")))
     registry.register(redis_collector())
+    return registry
+
+
+def key_registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    KeyMetrics(registry)
     return registry
 
 
@@ -82,9 +92,14 @@ def test_every_metric_is_described_as_it_is(heading: str, registry: CollectorReg
     assert offered(registry) == everywhere | described(heading)
 
 
-@pytest.mark.parametrize("registry", [router_registry(), worker_registry()])
+def test_metrics_that_name_keys_are_described() -> None:
+    assert offered(key_registry()) == described("Router, for operators")
+
+
+@pytest.mark.parametrize("registry", [router_registry(), key_registry(), worker_registry()])
 def test_names_carry_units_and_labels_are_bounded(registry: CollectorRegistry) -> None:
     allowed = {"outcome", "code", "phase", "policy", "kind", "role", "state", "worker", "leg", "connector", "task"}
+    allowed |= {"key", "tenant"}
     for name, (kind, labels, _) in offered(registry).items():
         assert set(labels) <= allowed | {"model_fingerprint"}, name
         if kind == "histogram":

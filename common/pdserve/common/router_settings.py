@@ -55,6 +55,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     changes."""
     no_auth: bool = False
     """Listen beyond loopback though clients need neither an API key nor a certificate."""
+    audit_log: str | None = None
+    """Where one JSON line for each client request goes: a path, or `stderr`; default: nowhere."""
     shared_prefix_cache: tuple[str, ...] = ()
     """Tenants that share cached prefixes: groups of their names, joined by `+`, or `*` for all; default: none do."""
     front_tls_cert_file: str | None = None
@@ -127,6 +129,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} is {limit}, at least 1 is needed")
         self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s")
         self._verify_keys()
+        if self.audit_log is not None and not self.audit_log.strip():
+            raise ConfigError("audit_log is given but empty: a path or stderr is needed, or leave the setting out")
         self.cache_groups()
         for field in ("prefill", "decode"):
             for address in getattr(self, field):

@@ -12,7 +12,7 @@ from pathlib import Path
 from pdserve.common.api_key_file import KeyEntry, key_hash, read_keys
 from pdserve.common.errors import ConfigError, Unauthenticated
 from pdserve.common.router_settings import RouterSettings
-from pdserve.router.client import ANYBODY, Client
+from pdserve.router.client import ANYBODY, ASKING, Client
 from pdserve.router.failed_attempts import FailedAttempts
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,9 @@ class ApiKeys:
     async def authenticate(self, authorization: str | None, address: str = "") -> Client:
         """As `check`; a failure is raised after the delay that repeated failures from one address have."""
         try:
-            return self.check(authorization, address)
+            client = self.check(authorization, address)
+            ASKING.set(client)
+            return client
         except Unauthenticated as error:
             await self.failures.hold_back(error.hold_back_s)
             raise

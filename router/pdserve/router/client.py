@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
 import msgspec
 
 from pdserve.common.api_key_file import UNLIMITED, KeyLimits, Role
@@ -49,3 +51,5 @@ class CacheGroup(msgspec.Struct, frozen=True):
 
 ANYBODY = Client(role="operator")
 """A client of a router that asks for no key."""
+ASKING: ContextVar[Client | None] = ContextVar("asking", default=None)
+"""The client of the request that this task serves, once it is authenticated: for records of requests that are refused."""

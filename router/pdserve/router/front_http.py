@@ -93,8 +93,10 @@ class HttpFront:
         return json_response(routing_view(client, inference.settings, inference.admission, inference.placer))
 
     async def metrics(self, request: Request) -> Response:
-        """For Prometheus."""
-        return Response(self._inference.telemetry.exposition(), headers={"content-type": CONTENT_TYPE})
+        """For Prometheus; with an operator's key also what is counted by API key."""
+        by_key = "authorization" in request.headers and (await self._authenticate(request)).sees_all
+        content = self._inference.telemetry.exposition(by_key=by_key)
+        return Response(content, headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:
         await self._authenticate(request)

@@ -65,6 +65,9 @@ class Inference:
             settings, model, lambda: self.admission.num_requests, fleet.counts, lambda: len(index)
         )
 
+        self.keys.on_failure = self.telemetry.audit.failed_authentication
+        self.keys.on_change = lambda: self.telemetry.key_metrics.keep([entry.name for entry in self.keys.entries])
+
     @property
     def tokenizer(self) -> Tokenizer:
         return self.preparation.tokenizer
@@ -131,7 +134,7 @@ class Inference:
         priorities = [client.allowed_priority(request.priority) for request in requests]
         request_id = uuid.uuid4().hex
         record = self.telemetry.request(
-            request_id, requests[0].trace_headers, client_request_id=requests[0].client_request_id
+            request_id, requests[0].trace_headers, client_request_id=requests[0].client_request_id, client=client
         )
         cache = self._cache_group(client)
         requests = [
@@ -177,7 +180,9 @@ class Inference:
         priority = client.allowed_priority(request.priority)
         # it came with the first turn and names them all
         client_request_id = session.client_request_id = session.client_request_id or request.client_request_id
-        record = self.telemetry.request(request_id, request.trace_headers, client_request_id=client_request_id)
+        record = self.telemetry.request(
+            request_id, request.trace_headers, client_request_id=client_request_id, client=client
+        )
         request = msgspec.structs.replace(
             request,
             trace_headers=record.headers,
@@ -199,7 +204,7 @@ class Inference:
             raise InvalidRequest(f"{field} has {len(requests)} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", field)
         request_id = uuid.uuid4().hex
         record = self.telemetry.request(
-            request_id, requests[0].trace_headers, "embeddings", requests[0].client_request_id
+            request_id, requests[0].trace_headers, "embeddings", requests[0].client_request_id, client
         )
         cache = self._cache_group(client)
         requests = [

@@ -37,15 +37,27 @@ class RequestRecord:
     """Ends when the client's request does, in whatever way."""
 
     def __init__(
-        self, metrics: RouterMetrics, started_unix_ns: int, span: OpenSpan | None, headers: dict[str, str]
+        self,
+        metrics: RouterMetrics,
+        started_unix_ns: int,
+        span: OpenSpan | None,
+        headers: dict[str, str],
+        on_end: Callable[[RequestRecord], None] = lambda record: None,
     ) -> None:
-        """span: None when nothing is traced. headers: the trace context that workers get."""
+        """span: None when nothing is traced. headers: the trace context that workers get. on_end: called once, when
+        everything is known."""
         self.metrics = metrics
         self.started_unix_ns = started_unix_ns
         self.span = span
         self.headers = headers
+        self._on_end = on_end
         self._runs: list[RunRecord] = []
         self._ended = False
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """One for each of its prompts."""
+        return self._runs
 
     def run(self, timeline: Timeline) -> RunRecord:
         """One of its prompts begins, and has `arrived` with the request."""
@@ -69,6 +81,7 @@ class RequestRecord:
             run.count(now)
         if self.span is not None:
             self._end_span(self.span, now)
+        self._on_end(self)
 
     def _end_span(self, span: OpenSpan, now: int) -> None:
         errors = [run.cause for run in self._runs if run.cause is not None]
@@ -110,6 +123,11 @@ class RunRecord:
     def cause(self) -> PdServeError | None:
         """Why it did not come to its own end; None if it did."""
         return None if self.finish_reason is not None else self.cut_short_by
+
+    @property
+    def outcome(self) -> str:
+        """A finish reason, or the code of what cut it short."""
+        return self.finish_reason or (self.cause or _LEFT).code
 
     @property
     def cut_short_by(self) -> PdServeError:
@@ -196,7 +214,7 @@ class RunRecord:
     def count(self, now: int) -> None:
         """Over: what the metrics want to know."""
         metrics, cause = self._metrics, self.cause
-        metrics.requests.labels(self.finish_reason or (cause or _LEFT).code).inc()
+        metrics.requests.labels(self.outcome).inc()
         metrics.output_tokens.inc(self.num_output_tokens)
         if self.num_output_tokens or cause is None:
             metrics.prompt_tokens.inc(self.num_prompt_tokens)

@@ -7,7 +7,13 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from pdserve.common.circuit_breaker import CircuitBreaker
 from pdserve.common.errors import PdServeError
@@ -16,6 +22,9 @@ from pdserve.common.router_settings import RouterSettings
 from pdserve.common.telemetry import make_telemetry
 from pdserve.common.timeline import now_unix_ns
 from pdserve.common.trace_headers import TRACEPARENT
+from pdserve.router.audit_log import AuditLog
+from pdserve.router.client import ANYBODY, ASKING, Client
+from pdserve.router.key_metrics import KeyMetrics
 from pdserve.router.request_record import RequestRecord
 from pdserve.router.router_metrics import RouterMetrics
 
@@ -33,11 +42,15 @@ class RouterTelemetry:
         worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
         num_indexed_blocks: Callable[[], int],
     ) -> None:
-        """Raises: ConfigError for a collector that cannot be."""
+        """Raises: ConfigError for a collector that cannot be, or an audit log that cannot be written."""
         self._model = model
         self._telemetry = make_telemetry(settings, "router", f"{socket.gethostname()}-{os.getpid()}")
         self._registry = make_registry(self._telemetry.counts if self._telemetry else None)
         self.metrics = RouterMetrics(self._registry, num_requests, worker_counts, num_indexed_blocks)
+        self._key_registry = CollectorRegistry()
+        self.key_metrics = KeyMetrics(self._key_registry)
+        self.audit = AuditLog(settings.audit_log, model)
+        self._registry.register(AuditCollector(self.audit))
 
     def request(
         self,
@@ -45,16 +58,21 @@ class RouterTelemetry:
         caller_headers: Mapping[str, str],
         operation: str = "text_completion",
         client_request_id: str = "",
+        client: Client = ANYBODY,
     ) -> RequestRecord:
         """A client's request begins.
 
         caller_headers: its trace context, validated; may be empty. operation: what OpenTelemetry calls its kind.
-        client_request_id: what the client calls it; may be empty.
+        client_request_id: what the client calls it; may be empty. client: whose it is.
         """
         started = now_unix_ns()
+
+        def on_end(record: RequestRecord) -> None:
+            self._ended(record, client, request_id, operation)
+
         if self._telemetry is None:
             headers = dict(caller_headers) or new_trace_headers()
-            return RequestRecord(self.metrics, started, None, headers)
+            return RequestRecord(self.metrics, started, None, headers, on_end)
         attributes = {
             "pdserve.request.id": request_id,
             "gen_ai.response.id": request_id,
@@ -64,31 +82,82 @@ class RouterTelemetry:
         }
         if client_request_id:
             attributes["pdserve.client_request.id"] = client_request_id
+        if client.key_name:
+            attributes |= {"pdserve.key": client.key_name, "pdserve.tenant": client.tenant}
         span = self._telemetry.tracing.root(SPAN_NAME, caller_headers, started, attributes)
-        return RequestRecord(self.metrics, started, span, span.headers)
+        return RequestRecord(self.metrics, started, span, span.headers, on_end)
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
-        """Counts the error of a request that is refused before it has a record."""
+        """Counts the error of a request that is refused before it has a record, in the task that serves it."""
+        started = time.monotonic()
+        ASKING.set(None)
         try:
             yield
         except PdServeError as error:
+            self._refused(error, time.monotonic() - started)
             self.metrics.requests.labels(error.code).inc()
             self.metrics.errors.labels(error.code).inc()
             raise
+
+    def _ended(self, record: RequestRecord, client: Client, request_id: str, operation: str) -> None:
+        for run in record.runs:
+            self.key_metrics.ended(client, run.outcome)
+            if run.num_output_tokens or run.cause is None:
+                self.key_metrics.used(
+                    client, prompt=run.num_prompt_tokens, cached=run.num_cached_tokens, output=run.num_output_tokens
+                )
+        cause = next((run.cause for run in record.runs if run.cause is not None), None)
+        self.audit.request(
+            client,
+            request_id=request_id,
+            operation=operation,
+            num_prompts=len(record.runs),
+            num_prompt_tokens=sum(run.num_prompt_tokens for run in record.runs),
+            num_output_tokens=sum(run.num_output_tokens for run in record.runs),
+            num_cached_tokens=sum(run.num_cached_tokens for run in record.runs),
+            outcome=record.runs[0].outcome if cause is None else cause.code,
+            status=200 if cause is None else cause.http_status,
+            duration_s=(now_unix_ns() - record.started_unix_ns) / 1e9,
+        )
+
+    def _refused(self, error: PdServeError, duration_s: float) -> None:
+        client = ASKING.get()
+        if client is None:
+            # not authenticated: a line of its own says so
+            return
+        self.key_metrics.ended(client, error.code)
+        self.audit.request(
+            client, request_id="", operation="", num_prompts=0, num_prompt_tokens=0, num_output_tokens=0,
+            num_cached_tokens=0, outcome=error.code, status=error.http_status, duration_s=duration_s,
+        )  # fmt: skip
 
     def watch_redis(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
         """Have metrics say how this service gets on with Redis; see `RedisCollector`."""
         self._registry.register(RedisCollector(breaker, events))
 
-    def exposition(self) -> bytes:
-        """The metrics as they stand."""
-        return exposition(self._registry)
+    def exposition(self, *, by_key: bool = False) -> bytes:
+        """The metrics as they stand. by_key: with those that name API keys, which are for operators."""
+        return exposition(self._registry) + (exposition(self._key_registry) if by_key else b"")
 
     async def close(self) -> None:
         """Export the last spans; bounded."""
+        await asyncio.to_thread(self.audit.close)
         if self._telemetry is not None:
             await asyncio.to_thread(self._telemetry.tracing.close)
+
+
+class AuditCollector(Collector):
+    """Lines of the audit log."""
+
+    def __init__(self, audit: AuditLog) -> None:
+        self._audit = audit
+
+    def collect(self) -> Iterable[Metric]:
+        lines = CounterMetricFamily("pdserve_audit_lines", "Lines of the audit log.", labels=["outcome"])
+        lines.add_metric(["written"], self._audit.num_written - self._audit.num_dropped)
+        lines.add_metric(["dropped"], self._audit.num_dropped)
+        yield lines
 
 
 def new_trace_headers() -> dict[str, str]:

@@ -17,6 +17,8 @@ def trace_leg(tracing: Tracing, record: LegRecord, worker_id: str, block_bytes: 
             "pdserve.worker.id": worker_id,
             "pdserve.engine_request.id": record.request.request_id,
         }
+        if record.request.tenant:
+            attributes["pdserve.tenant.digest"] = record.request.tenant.hex()
         if record.request.client_request_id:
             attributes["pdserve.client_request.id"] = record.request.client_request_id
         events: list[Event] = []
