@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import random
 import statistics
 import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,12 @@ from conditions import conditions
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pdserve.common.engine_types import EngineCoreRequest
+from pdserve.common.errors import PdServeError
+from pdserve.engine.grammar import Grammar
+from pdserve.engine.grammar_compiler import GrammarCompiler
+from pdserve.engine.grammar_jobs import GrammarJob
 from pdserve.engine.grammar_masks import GrammarMaskTable
+from pdserve.engine.grammar_messages import GrammarLimits
 from pdserve.engine.loaded_model import model_folder
 from pdserve.engine.request import Request
 from pdserve.llm import AsyncLLM, SamplingParams, StructuredOutputsParams
@@ -99,68 +104,94 @@ def large_vocabulary(folder: Path) -> Path:
     return folder
 
 
-def walk(compiled: Any, vocab_size: int, eos: int, num_rows: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of fill, apply and accept in each step of random answers, all rows together."""
-    from pdserve.engine.sequence_grammar import SequenceGrammar
+class Opened:
+    """A compiler, and sequences opened in its processes."""
 
-    table, rows = GrammarMaskTable(num_rows, vocab_size), np.arange(num_rows)
+    def __init__(self, folder: Path, vocab_size: int, eos: int) -> None:
+        self.compiler = GrammarCompiler(folder, vocab_size, GrammarLimits(compile_s=60.0))
+        self._eos = eos
+
+    def open(self, params: StructuredOutputsParams) -> Grammar:
+        """Compiled, or found compiled."""
+        results: queue.SimpleQueue[Grammar | PdServeError] = queue.SimpleQueue()
+        self.compiler.submit(GrammarJob(params, (self._eos,), (), lambda: True, lambda: None, results.put))
+        result = results.get()
+        if isinstance(result, PdServeError):
+            raise result
+        return result
+
+
+def walk(opened: Opened, params: StructuredOutputsParams, vocab_size: int, num_rows: int) -> tuple[list[float], ...]:
+    """Seconds in each step of random answers, all rows together.
+
+    Engine time of asking for masks and taking them in; the wait for them, with nothing computed meanwhile; apply.
+    """
+    table, rows, hosts = GrammarMaskTable(num_rows, vocab_size), np.arange(num_rows), opened.compiler.hosts
     requests = []
     for row in range(num_rows):
         request = Request(
             EngineCoreRequest(request_id=str(row), prompt_token_ids=[1], sampling_params=SamplingParams())
         )
-        request.grammar = SequenceGrammar(compiled, (eos,))
+        request.grammar = opened.open(params)
         table.add(row, request)
         requests.append(request)
-    fills, applies, accepts = list[float](), list[float](), list[float]()
+    own, waits, applies = list[float](), list[float](), list[float]()
     logits = torch.empty(num_rows, vocab_size)
     generator = torch.Generator().manual_seed(3)
     for _ in range(NUM_STEPS):
         logits.normal_(generator=generator)
         start = time.perf_counter()
+        assert not table.late(rows, 10.0).any()
+        waited = time.perf_counter()
         mask = table.of_step(rows)
-        filled = time.perf_counter()
         assert mask is not None
+        filled = time.perf_counter()
         mask.apply(logits)
         applied = time.perf_counter()
         tokens = logits.argmax(-1).tolist()
         chosen = time.perf_counter()
-        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+        for request, token in zip(requests, tokens, strict=True):
             assert request.grammar is not None
-            request.grammar.accept(token)
-            if request.grammar.has_ended:
-                request.grammar = SequenceGrammar(compiled, (eos,))
+            assert request.grammar.accept(token)
+        hosts.flush()
+        own.append(time.perf_counter() - chosen + filled - waited)
+        waits.append(waited - start)
+        applies.append(applied - filled)
+        for row, request in enumerate(requests):
+            if request.grammar is not None and request.grammar.has_ended:
+                request.grammar.close()
+                request.grammar = opened.open(params)
                 table.remove(row)
                 table.add(row, request)
-        accepts.append(time.perf_counter() - chosen)
-        fills.append(filled - start)
-        applies.append(applied - filled)
-    return fills, applies, accepts
+    for request in requests:
+        if request.grammar is not None:
+            request.grammar.close()
+    hosts.flush()
+    return own, waits, applies
 
 
 def vocabulary_report(name: str, folder: Path, vocab_size: int, eos: int) -> None:
-    from pdserve.engine.sequence_grammar import Vocabulary, compile_grammar
-
+    opened = Opened(folder, vocab_size, eos)
     start = time.perf_counter()
-    vocabulary = Vocabulary(folder, vocab_size)
-    vocabulary.plain, vocabulary.without_controls  # noqa: B018  (made when first asked for)
+    opened.open(StructuredOutputsParams(choice=("ready",))).close()
     print(f"\n{name}: {vocab_size:,} tokens, made ready in {time.perf_counter() - start:.2f} s")
-    print(f"{'':26}{'compile':>10}{'again':>10}" + "".join(f"{f'fill {n}':>10}{f'apply {n}':>10}" for n in BATCHES))
+    columns = [f"{what} {num_rows}" for num_rows in BATCHES for what in ("own", "wait", "apply")]
+    print(f"{'':26}{'compile':>10}{'again':>10}" + "".join(f"{column:>10}" for column in columns))
     for form, params in FORMS.items():
         times = []
         for _ in range(2):
             start = time.perf_counter()
-            compiled = compile_grammar(vocabulary, params)
+            opened.open(params).close()
             times.append(time.perf_counter() - start)
-        columns = [f"{times[0] * 1e3:.1f} ms", f"{times[1] * 1e3:.2f} ms"]
+        cells = [f"{times[0] * 1e3:.1f} ms", f"{times[1] * 1e3:.2f} ms"]
         for num_rows in BATCHES:
-            fills, applies, _ = walk(compiled, vocab_size, eos, num_rows)
-            columns += [f"{statistics.median(fills) * 1e6:.0f} us", f"{statistics.median(applies) * 1e6:.0f} us"]
-        print(f"{form:26}" + "".join(f"{column:>10}" for column in columns))
+            cells += [f"{statistics.median(each) * 1e6:.0f} us" for each in walk(opened, params, vocab_size, num_rows)]
+        print(f"{form:26}" + "".join(f"{cell:>10}" for cell in cells))
+    opened.compiler.close()
 
 
 def main() -> None:
-    # before xgrammar is imported, as in a worker that has not seen a grammar yet
+    # before anything else, as in a worker that has not seen a grammar yet
     before, beside, took = asyncio.run(first_grammar())
     for name, value in conditions().items():
         print(f"{name:<12} {value}")

@@ -14,7 +14,8 @@ from hash_model import VOCAB_SIZE, next_logits, sampled_token
 
 from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.common.structured_outputs import FIELD, StructuredOutputsParams
-from pdserve.engine.grammar_compiler import GrammarCompiler, GrammarJob
+from pdserve.engine.grammar_compiler import GrammarCompiler
+from pdserve.engine.grammar_jobs import GrammarJob
 from pdserve.engine.sequence_grammar import SequenceGrammar
 
 EOS = VOCAB_SIZE - 1
@@ -103,7 +104,8 @@ class LateCompiler(GrammarCompiler):
             return InvalidRequest(f"{FIELD} cannot be compiled", FIELD)
         assert job.params.regex is not None
         try:
-            return SequenceGrammar(_compiler().compile_regex(job.params.regex), job.eos_token_ids, job.output_token_ids)
+            compiled = _compiler().compile_regex(job.params.regex)
+            return SequenceGrammar(compiled, job.eos_token_ids, VOCAB_SIZE, job.output_token_ids)
         except PdServeError as error:
             return error
 

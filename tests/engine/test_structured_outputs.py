@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import queue
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +22,11 @@ from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import InternalError, InvalidRequest, Overloaded
 from pdserve.common.structured_outputs import MAX_DEPTH, StructuredOutputsParams
 from pdserve.engine import grammar_waits
-from pdserve.engine.grammar_compiler import GrammarCompiler, GrammarJob
+from pdserve.engine.grammar_compiler import GrammarCompiler
+from pdserve.engine.grammar_jobs import GrammarJob
 from pdserve.engine.remote_kv import HoldReturned, Landed, ReceiveInto, SourceFinished
 from pdserve.engine.request import RequestStatus, Wait
+from pdserve.engine.sequence_grammar import SequenceGrammar, Vocabulary, compile_grammar
 from pdserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 320
@@ -50,8 +50,10 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def compiler(folder: Path) -> GrammarCompiler:
-    return GrammarCompiler(folder, VOCAB_SIZE)
+def compiler(folder: Path) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(folder, VOCAB_SIZE)
+    yield compiler
+    compiler.close()
 
 
 Make = Callable[..., Harness]
@@ -341,6 +343,7 @@ class HeldCompiler(GrammarCompiler):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, VOCAB_SIZE)
         self.held: list[GrammarJob] = []
+        self._vocabulary = Vocabulary(folder, VOCAB_SIZE)
 
     def submit(self, job: GrammarJob) -> None:
         self.held.append(job)
@@ -350,6 +353,10 @@ class HeldCompiler(GrammarCompiler):
         for job in held:
             if job.is_wanted():
                 job.deliver(self._grammar(job))
+
+    def _grammar(self, job: GrammarJob) -> SequenceGrammar:
+        compiled = compile_grammar(self._vocabulary, job.params)
+        return SequenceGrammar(compiled, job.eos_token_ids, VOCAB_SIZE, job.output_token_ids)
 
 
 @pytest.fixture
@@ -413,37 +420,6 @@ def test_a_grammar_has_its_whole_time_after_a_long_wait_for_its_turn(
     assert text_of(tokenizer, engine.answers[late]) == "no"
     now += 1.0
     assert engine.run()[first].error_code == InvalidRequest.code
-
-
-@pytest.mark.parametrize("lower", [0, 5, 15], ids=lambda lower: f"started {lower} lower")
-def test_only_what_holds_no_lock_of_the_interpreter_gives_way_to_others(folder: Path, lower: int) -> None:
-    niceness: dict[str, int] = {}
-    mine = os.getpriority(os.PRIO_PROCESS, 0) + lower
-
-    class Noting(GrammarCompiler):
-        def _make_vocabulary(self) -> Any:
-            niceness.setdefault("vocabulary", os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-            return super()._make_vocabulary()
-
-        def _grammar(self, job: GrammarJob) -> Any:
-            niceness.setdefault("grammar", os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-            return super()._grammar(job)
-
-    delivered: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    params = asked(choice=["yes"])["structured_outputs"]
-
-    def submit() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), mine)  # of this thread, and of those it starts
-        Noting(folder, VOCAB_SIZE, num_threads=1).submit(
-            GrammarJob(params, (EOS,), (), lambda: True, lambda: None, delivered.put)
-        )
-
-    service = threading.Thread(target=submit)
-    service.start()
-    service.join()
-    delivered.get(timeout=60)
-    assert niceness["vocabulary"] == min(mine, 19)
-    assert niceness["grammar"] == min(mine + 10, 19)
 
 
 def test_abort_while_compiling(make: Make, held: HeldCompiler) -> None:
@@ -538,16 +514,14 @@ def test_the_grammars_end_ends_the_answer(make: Make, tokenizer: Tokenizer) -> N
 
 
 def test_a_place_after_output_is_the_place_that_led_there(folder: Path, tokenizer: Tokenizer) -> None:
-    from pdserve.engine.sequence_grammar import SequenceGrammar, Vocabulary, compile_grammar
-
     compiled = compile_grammar(Vocabulary(folder, VOCAB_SIZE), StructuredOutputsParams(choice=["yes", "yellow"]))
     tokens = tokenizer.encode("ye", add_special_tokens=False)
-    resumed = SequenceGrammar(compiled, (EOS,), tokens)
+    resumed = SequenceGrammar(compiled, (EOS,), VOCAB_SIZE, tokens)
     [letter] = tokenizer.encode("l", add_special_tokens=False)
     assert not resumed.accept(tokens[0])
     assert resumed.accept(letter)
     with pytest.raises(InternalError, match="output position 0 does not fit"):
-        SequenceGrammar(compiled, (EOS,), [letter])
+        SequenceGrammar(compiled, (EOS,), VOCAB_SIZE, [letter])
 
 
 def test_threads_compile_and_wake(folder: Path, compiler: GrammarCompiler) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -40,6 +40,17 @@ class PriorityQueue(Generic[T]):
         """Ahead of its equals. key: not in the queue yet."""
         self.append(key, item, priority)
         self._buckets[priority].move_to_end(key, last=False)
+
+    def insert(self, key: Hashable, item: T, priority: int, comes_before: Callable[[T], bool]) -> None:
+        """Ahead of those at the end of its equals that it comes before; costs as much as they are. key: not in the queue yet."""
+        later = []
+        for other_key, other in reversed(self._buckets.get(priority, OrderedDict[Hashable, T]()).items()):
+            if not comes_before(other):
+                break
+            later.append(other_key)
+        self.append(key, item, priority)
+        for other_key in reversed(later):
+            self._buckets[priority].move_to_end(other_key)
 
     def remove(self, key: Hashable) -> bool:
         """Take it out; False when it was not here."""

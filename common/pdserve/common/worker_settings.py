@@ -71,6 +71,14 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Longest uncached prompt that decode prefills itself; default: no limit."""
     run_ahead_share: float = 0.5
     """Part of the pool in which prefill may compute transfers that nobody wants yet."""
+    grammar_timeout_s: float = 10.0
+    """For a grammar of `structured_outputs` to be compiled, and before that to get its turn."""
+    grammar_token_s: float = 0.05
+    """Processor time in which a grammar must accept a token and find what may follow; its process is killed after 5 times it."""
+    grammar_request_s: float = 1.0
+    """The same for all tokens of a request's sequences together; 5 ms more for each token."""
+    grammar_memory_mib: int = 2048
+    """Address space that the process of a grammar may take beyond what it begins with."""
     attach_timeout_s: float = 10.0
     lease_grace_s: float = 3.0
     """How long a source keeps blocks after the control stream broke."""
@@ -136,6 +144,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             "max_num_seqs",
             "max_waiting",
             "num_threads",
+            "grammar_memory_mib",
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, at least 1 is needed")
@@ -152,6 +161,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             )
         if not 0 < self.run_ahead_share <= 1:
             raise ConfigError(f"run_ahead_share is {self.run_ahead_share}, above 0 and at most 1 is needed")
+        self._verify_seconds("grammar_timeout_s", "grammar_token_s", "grammar_request_s")
         self._verify_seconds("attach_timeout_s", "lease_grace_s", "lease_max_s", "drain_s")
 
 

@@ -56,13 +56,16 @@ class Admission:
         return len(self._preempted)
 
     def add(self, request: Request) -> None:
+        """In its place by arrival, though its grammar may have come after others' requests."""
+        self._count(request)
         if request.is_unwanted_source:
-            self._enter(self._unwanted, request)
+            self._unwanted.insert(request)
         else:
-            self._enter(self._wanted if request.is_pinned_source else self._waiting, request)
+            (self._wanted if request.is_pinned_source else self._waiting).insert(request)
 
     def add_ready(self, request: Request) -> None:
-        self._enter(self._ready, request)
+        self._count(request)
+        self._ready.append(request)
 
     def add_preempted(self, request: Request) -> None:
         self._count(request)
@@ -78,10 +81,6 @@ class Admission:
         if any(queue.remove(request) for queue in self._queues):
             self.num_waiting_tokens -= self._num_tokens.pop(request.request_id)
             self._turns.ended(request)
-
-    def _enter(self, queue: RequestQueue, request: Request) -> None:
-        self._count(request)
-        queue.append(request)
 
     def _count(self, request: Request) -> None:
         self._num_tokens[request.request_id] = request.num_uncomputed_tokens

@@ -51,6 +51,8 @@ class Endings:
         """End a sequence, or all that would have continued its prompt, in whatever state it is, and tell so."""
         self._outputs.tokens(request, new_token_ids or [], status, new_logprobs, cause, pooling_output=pooling_output)
         if request.num_sequences > 1:
+            if request.grammar is not None:
+                request.grammar.close()
             request.grammar = None  # none of them goes on from its place
             for sequence in request.fork():
                 self._outputs.tokens(sequence, [], status, cause=cause)
@@ -62,6 +64,8 @@ class Endings:
         """It is over, and what there is to tell has been told."""
         self._admission.remove(request)
         self._grammars.forget(request)
+        if request.grammar is not None:
+            request.grammar.close()
         self._running.leave(request)
         self._kv.free(request)
         del self._requests[request.request_id]

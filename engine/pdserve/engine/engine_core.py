@@ -15,7 +15,7 @@ from pdserve.common.sampling_params import SamplingParams, verify_token_ids
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.grammar_compiler import GrammarCompiler
 from pdserve.engine.logits_processors import LogitsProcessors
-from pdserve.engine.model_runner import DecoderModel, ModelRunner
+from pdserve.engine.model_runner import MASK_WAIT_S, DecoderModel, ModelRunner
 from pdserve.engine.remote_kv import IntoEngine, KVConnector, NoTransfers, ReceiveFailed, SourceFinished
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
@@ -188,8 +188,10 @@ class EngineCore:
             self.scheduler.update_from_output(scheduled, computed)
             if self.scheduler.num_computed_prompt_tokens > num_before:
                 self.scheduler.prefill_s += time.monotonic() - started_at
+            self.scheduler.grammars.hosts.flush()
         else:
             self.scheduler.keep_left(scheduled)
+            self.scheduler.grammars.hosts.wait(MASK_WAIT_S)
         stored, removed = self.scheduler.pool.take_changes()
         return EngineCoreOutputs(
             outputs=self.scheduler.outputs.take(),

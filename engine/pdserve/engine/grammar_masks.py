@@ -1,19 +1,17 @@
-"""Which tokens the grammars of a step's rows allow: one bitmask for the batch, filled in one call, applied in another."""
+"""Which tokens the grammars of a step's rows allow: their bitmasks together, applied in one call."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.engine.grammar import Grammar
 from pdserve.engine.request import Request
-
-if TYPE_CHECKING:
-    from pdserve.engine.sequence_grammar import BitmaskFill, SequenceGrammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +37,8 @@ class GrammarMaskTable:
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._num_rows = num_rows
-        self._grammars: dict[int, SequenceGrammar] = {}
+        self._grammars: dict[int, Grammar] = {}
         self._has_grammar = np.zeros(num_rows, dtype=np.bool_)
-        self._bitmask: Tensor | None = None
-        """`[num_rows, ceil(V / 32)]` int32, made with the first grammar; a bit a token, the lowest first."""
-        self._fill: BitmaskFill | None = None
 
     def add(self, row: int, request: Request) -> None:
         if request.grammar is not None:
@@ -56,21 +50,28 @@ class GrammarMaskTable:
         if self._grammars.pop(row, None) is not None:
             self._has_grammar[row] = False
 
+    def late(self, rows: NDArray[np.int64], wait_s: float) -> NDArray[np.bool_]:
+        """Rows of the batch whose masks have not come after a wait of at most `wait_s` for all together. `[N]`"""
+        is_late = np.zeros(len(rows), dtype=np.bool_)
+        if self._grammars:
+            until = time.monotonic() + wait_s
+            for place in np.flatnonzero(self._has_grammar[rows]).tolist():
+                is_late[place] = self._grammars[int(rows[place])].allowed(until) is None
+        return is_late
+
     def of_step(self, rows: NDArray[np.int64]) -> GrammarMask | None:
-        """For logits whose row i is the batch's row `rows[i]`; None when no row has a grammar."""
+        """For logits whose row i is the batch's row `rows[i]`, none of them late; None when no row has a grammar."""
         if not self._grammars:
             return None
         places = np.flatnonzero(self._has_grammar[rows]).tolist()
         if not places:
             return None
-        if self._bitmask is None or self._fill is None:
-            from pdserve.engine.sequence_grammar import BitmaskFill  # here, because the module costs a second
-
-            self._bitmask = torch.zeros(self._num_rows, -(-self._vocab_size // 32), dtype=torch.int32)
-            self._fill = BitmaskFill(torch.get_num_threads())
         # at the end of a prompt all sequences that continue it have its row
         masked, of_place = np.unique(rows[places], return_inverse=True)
-        self._fill([self._grammars[row] for row in masked.tolist()], self._bitmask)
-        words = self._bitmask[: len(masked)].numpy().view(np.uint8)
-        bits = np.unpackbits(words, axis=1, count=self._vocab_size, bitorder="little")
+        words = [self._grammars[row].allowed(0.0) for row in masked.tolist()]
+        if any(word is None for word in words):
+            raise RuntimeError("a row is sampled whose mask has not come")
+        bits = np.unpackbits(
+            np.stack([w for w in words if w is not None]), axis=1, count=self._vocab_size, bitorder="little"
+        )
         return GrammarMask(places, torch.from_numpy(bits.view(np.bool_)[of_place]))

@@ -12,17 +12,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.structured_outputs import FIELD
-from pdserve.engine.grammar_compiler import GrammarCompiler, GrammarJob
+from pdserve.engine.grammar import Grammar
+from pdserve.engine.grammar_compiler import GrammarCompiler
+from pdserve.engine.grammar_host import GrammarHosts
+from pdserve.engine.grammar_jobs import GrammarJob
 from pdserve.engine.request import Request, Wait
 
-if TYPE_CHECKING:
-    from pdserve.engine.sequence_grammar import SequenceGrammar
-
-Arrived = tuple[Request, "SequenceGrammar | PdServeError"]
+Arrived = tuple[Request, Grammar | PdServeError]
 
 
 @dataclass(slots=True)
@@ -50,6 +49,8 @@ class GrammarWaits:
         timeout_s: for one grammar to get its turn, and again for it to be compiled.
         """
         self._compiler = compiler
+        self.hosts = GrammarHosts() if compiler is None else compiler.hosts
+        """Where the grammars of sequences are, once they are compiled."""
         self._timeout_s = timeout_s
         self._waiting: OrderedDict[Request, _Compilation] = OrderedDict()
         """In the order in which they came, which is that of the time by which they must have their turn."""
@@ -95,9 +96,14 @@ class GrammarWaits:
         if self.on_arrival is not None:
             self.on_arrival()
 
+    def close(self) -> None:
+        """End what compiles and holds grammars; waits."""
+        if self._compiler is not None:
+            self._compiler.close()
+
     def take(self) -> list[Arrived]:
         """What has come since the last call for those that still wait, and the failure of those that waited too long."""
-        if not self:
+        if not self and self._arrived.empty():
             return []
         self._something_arrived.clear()
         taken: list[Arrived] = []
@@ -105,10 +111,16 @@ class GrammarWaits:
             request, grammar = self._arrived.get()
             if self._stop_waiting(request):
                 taken.append((request, grammar))
+            elif not isinstance(grammar, PdServeError):
+                grammar.close()
         return taken + self._overdue(time.monotonic())
 
     def _overdue(self, now: float) -> list[Arrived]:
         overdue: list[Arrived] = []
+        if self._compiler is not None and self._compiler.is_starting:
+            # nobody's turn can come yet, and no other worker would be faster
+            for compilation in self._waiting.values():
+                compilation.turn_by = now + self._timeout_s
         while self._waiting and next(iter(self._waiting.values())).turn_by <= now:
             request, compilation = self._waiting.popitem(last=False)
             if compilation.began_at is None:

@@ -51,7 +51,7 @@ class InputBatch:
         self._plugins = PluginTable(processors)
         self.pooler = Pooler(rows)
         self.prompt_logprobs = PromptLogprobsTable()
-        self._grammars = GrammarMaskTable(rows, vocab_size)
+        self.grammars = GrammarMaskTable(rows, vocab_size)
 
     def add(self, request: Request, block_ids: list[int]) -> None:
         """A sequence enters: everything it has is copied into its row."""
@@ -80,7 +80,7 @@ class InputBatch:
         self._token_rules.add(row, request)
         self._plugins.add(row, params.logits_processors)
         self._penalties.set(row, params)
-        self._grammars.add(row, request)
+        self.grammars.add(row, request)
 
     def remove(self, request_id: str) -> None:
         """A sequence leaves; harmless when it never came."""
@@ -91,7 +91,7 @@ class InputBatch:
             self._plugins.remove(row)
             self.pooler.remove(row)
             self.prompt_logprobs.remove(row)
-            self._grammars.remove(row)
+            self.grammars.remove(row)
             self._free_rows.append(row)
 
     def add_blocks(self, request_id: str, block_ids: list[int]) -> None:
@@ -123,6 +123,6 @@ class InputBatch:
             token_rules=self._token_rules.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
             plugins=self._plugins.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
             penalties=self._penalties.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
-            grammar_mask=self._grammars.of_step(rows),
+            grammar_mask=self.grammars.of_step(rows),
             num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
         )

@@ -15,6 +15,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.worker_settings import WorkerSettings
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.grammar_compiler import GrammarCompiler
+from pdserve.engine.grammar_messages import GrammarLimits
 from pdserve.models.config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
@@ -40,11 +41,19 @@ class LoadedModel:
     def num_blocks(self) -> int:
         return int(self.kv_cache.shape[0])
 
-    def grammar_compiler(self) -> GrammarCompiler | None:
+    def grammar_compiler(self, settings: WorkerSettings) -> GrammarCompiler | None:
         """For structured outputs; reads nothing yet. None without a tokenizer."""
         if not (self.folder / "tokenizer.json").is_file():
             return None
-        return GrammarCompiler(self.folder, self.decoder.config.vocab_size)
+        limits = GrammarLimits(
+            compile_s=settings.grammar_timeout_s,
+            token_s=settings.grammar_token_s,
+            kill_s=5 * settings.grammar_token_s,
+            request_s=settings.grammar_request_s,
+            memory_mib=settings.grammar_memory_mib,
+        )
+        vocab_size = self.decoder.config.vocab_size
+        return GrammarCompiler(self.folder, vocab_size, limits, max_processes=settings.max_num_seqs)
 
     def engine_config(self, settings: WorkerSettings) -> EngineConfig:
         """The engine's part of the settings, with what the model leaves of them."""
@@ -58,6 +67,7 @@ class LoadedModel:
             long_prefill_token_threshold=settings.long_prefill_token_threshold,
             max_local_prefill_tokens=settings.max_local_prefill_tokens,
             run_ahead_share=settings.run_ahead_share,
+            grammar_timeout_s=settings.grammar_timeout_s,
         )
 
 

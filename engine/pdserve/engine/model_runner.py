@@ -22,6 +22,9 @@ from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pdserve.kernels.attention_batch import AttentionBatch, PrefillChunk
 from pdserve.kernels.block_copies import copy_blocks
 
+MASK_WAIT_S = 0.02
+"""How long a step waits for masks that should be there; rows without one by then wait for theirs without the others."""
+
 
 class DecoderModel(Protocol):
     """What the runner needs of a model."""
@@ -85,6 +88,12 @@ class ModelRunner:
             is_pooled = self.batch.pooler.is_pooled(rows[complete])
             pooler_output = self._pool(hidden, rows, ends, complete[is_pooled], failed_requests)
             complete = complete[~is_pooled]
+        is_late = self.batch.grammars.late(rows[complete], MASK_WAIT_S)
+        held_back = rows[complete[is_late]]
+        # its last token is computed again, to the same values, when the mask is there
+        self.batch.num_computed[held_back] -= 1
+        complete = complete[~is_late]
+        held_back_ids = {self.batch.requests[row].request_id for row in held_back.tolist()}
         if len(complete) == 0:
             return ModelRunnerOutput(
                 [],
@@ -93,6 +102,7 @@ class ModelRunner:
                 pooler_output=pooler_output,
                 prompt_logprobs=prompt_logprobs,
                 failed_requests=failed_requests,
+                held_back=held_back_ids,
             )
         logits = self._model.compute_logits(hidden[torch.from_numpy(ends[complete]).to(self._device)])
         sampled_rows = rows[complete]
@@ -111,6 +121,7 @@ class ModelRunner:
             prompt_logprobs,
             device_event=written,
             failed_requests=failed_requests,
+            held_back=held_back_ids,
         )
 
     def _sample(self, logits: Tensor, rows: NDArray[np.int64], num_sequences: NDArray[np.int64]) -> SamplerOutput:

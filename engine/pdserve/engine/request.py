@@ -17,7 +17,7 @@ from pdserve.common.engine_types import (
 )
 
 if TYPE_CHECKING:
-    from pdserve.engine.sequence_grammar import SequenceGrammar
+    from pdserve.engine.grammar import Grammar
 
 _arrivals = itertools.count()
 
@@ -101,7 +101,7 @@ class Request:
         self.waits_for: set[Wait] = {Wait.REMOTE_KV} if core.remote_prefill else set()
         if self.sampling_params.structured_outputs is not None:
             self.waits_for.add(Wait.GRAMMAR)
-        self.grammar: SequenceGrammar | None = None
+        self.grammar: Grammar | None = None
         """Its place in its grammar, once that is compiled: after every output token, whatever is preempted."""
         self.status = self._first_status()
         self.stop_reason: int | None = None

@@ -15,6 +15,12 @@ class RequestQueue:
     def append(self, request: Request) -> None:
         self._requests.append(request.request_id, request, request.priority)
 
+    def insert(self, request: Request) -> None:
+        """Ahead of those at the end of the queue that came after it, and of the same priority."""
+        self._requests.insert(
+            request.request_id, request, request.priority, lambda other: request.arrival < other.arrival
+        )
+
     def prepend(self, request: Request) -> None:
         """Ahead of those of the same priority."""
         self._requests.prepend(request.request_id, request, request.priority)

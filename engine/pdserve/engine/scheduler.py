@@ -198,7 +198,8 @@ class Scheduler:
         """Its KV is here, and the first token of each of its sequences came with it."""
         sequences = self.siblings.branch(request, first_tokens)
         if sequences is None:
-            cause = TransferFailed("the source's first token does not fit the request's grammar")
+            failure = None if request.grammar is None else request.grammar.failure
+            cause = failure or TransferFailed("the source's first token does not fit the request's grammar")
             self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
             return
         for sequence, ended_with in sequences:
@@ -223,12 +224,25 @@ class Scheduler:
             elif not request.waits_for:
                 self.admission.add(request)
 
+    def _look_at_grammars(self) -> None:
+        """Take in the masks that have come, and end the sequences whose grammars ended or failed."""
+        self.grammars.hosts.flush()
+        self.grammars.hosts.receive()
+        for request in list(self.running.values()):
+            if request.grammar is None:
+                continue
+            if (failure := request.grammar.failure) is not None:
+                self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=failure)
+            elif request.grammar.has_ended:
+                self.endings.finish(request, RequestStatus.FINISHED_STOPPED)
+
     # ---- one step
 
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. Changes block tables; `update_from_output` must follow a step."""
         step = Step(self.config.max_num_batched_tokens)
         self._take_grammars()
+        self._look_at_grammars()
         num_growing = self.running.num_growing + self.admission.num_ready + self.grammars.num_landed
         self.receives.reserve(num_growing)
         ahead = self.running.running_ahead()
@@ -246,6 +260,8 @@ class Scheduler:
             num_tokens = self.config.chunk(request.num_uncomputed_tokens, step.budget)
             if num_tokens <= 0 or request.status is not RequestStatus.RUNNING:
                 continue
+            if request.grammar is not None and not request.grammar.is_prompt:
+                continue  # it waits for its mask, and the others do not
             added = self.preemption.make_room(step, request, request.num_computed_tokens + num_tokens)
             if added is not None:
                 step.put(request, num_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from pdserve.common.engine_types import LogprobsLists
@@ -46,6 +46,9 @@ class ModelRunnerOutput:
     """request_id -> its embedding; of those whose prompt is complete."""
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     """request_id -> of the prompt tokens after those computed in this step; only of those that ask."""
+    held_back: Set[str] = frozenset()
+    """Sequences that got no token though all theirs were computed: the mask of their grammar has not come. Their last token
+    counts as not computed."""
     device_event: object | None = None
     """On a GPU: recorded after the step's last kernel that writes KV."""
     failed_requests: Mapping[str, PdServeError] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """`SequenceGrammar`: one sequence's place in its grammar; and from `StructuredOutputsParams` to a compiled grammar.
 
-Whoever imports this imports xgrammar and transformers, which takes a second: `GrammarCompiler` does so in its threads,
-with the first request that asks for a form.
+Importing this imports xgrammar and transformers, which takes a second: `grammar_process` alone does so, with the first
+request that asks for a form.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import xgrammar
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
 from pdserve.common.structured_outputs import FIELD, StructuredOutputsParams
 from pdserve.engine.schema_support import verify_enforced
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CACHE_BYTES = 32 << 20
 """Of compiled grammars, for each compiler; those used longest ago go first."""
@@ -36,50 +35,60 @@ _LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: .*? is false: )?"
 
 
 class SequenceGrammar:
-    """Which tokens may come next. The engine thread alone uses it, once it is made."""
+    """A `Grammar` in this process. Its calls may take as long as the grammar likes: see `GrammarSequences`."""
+
+    failure: PdServeError | None = None
+    is_prompt = True
 
     def __init__(
-        self, compiled: xgrammar.CompiledGrammar, eos_token_ids: Sequence[int], output_token_ids: Sequence[int] = ()
+        self,
+        compiled: xgrammar.CompiledGrammar,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        output_token_ids: Sequence[int] = (),
     ) -> None:
         """A place after `output_token_ids`, which a sequence that is resumed has already.
 
         eos_token_ids: may come where the grammar may end; without any, it ends as soon as it can.
-        Raises: InternalError when the tokens do not fit.
+        vocab_size: of the model's logits. Raises: InternalError when the tokens do not fit.
         """
-        self.matcher = xgrammar.GrammarMatcher(
+        self._vocab_size = vocab_size
+        self._matcher = xgrammar.GrammarMatcher(
             compiled,
             override_stop_tokens=list(eos_token_ids) or None,
             terminate_without_stop_token=not eos_token_ids,
         )
-        for place, token_id in enumerate(output_token_ids):
+        self._num_replayed = 0
+        self.replay(output_token_ids)
+
+    def replay(self, output_token_ids: Sequence[int]) -> None:
+        """Go on by tokens that earlier attempts gave. Raises: InternalError when one does not fit."""
+        for token_id in output_token_ids:
             if not self.accept(token_id):
-                raise InternalError(f"token {token_id} at output position {place} does not fit the request's grammar")
+                raise InternalError(
+                    f"token {token_id} at output position {self._num_replayed} does not fit the request's grammar"
+                )
+            self._num_replayed += 1
 
     def accept(self, token_id: int) -> bool:
-        """Go on by one token; False, and nothing changed, when it cannot come here."""
-        return not self.has_ended and self.matcher.accept_token(token_id)
+        return not self.has_ended and self._matcher.accept_token(token_id)
 
     def fork(self) -> SequenceGrammar:
-        """Another sequence's place, the same as this one's now."""
         other = copy.copy(self)
-        other.matcher = self.matcher.fork()
+        other._matcher = self._matcher.fork()
         return other
+
+    def allowed(self, until: float = 0.0) -> NDArray[np.uint8]:
+        bitmask = np.zeros((1, -(-self._vocab_size // 32)), np.int32)
+        self._matcher.fill_next_token_bitmask(bitmask)
+        return bitmask.reshape(-1).view(np.uint8)
 
     @property
     def has_ended(self) -> bool:
-        """Nothing can follow."""
-        return bool(self.matcher.is_terminated())
+        return bool(self._matcher.is_terminated())
 
-
-class BitmaskFill:
-    """Writes the masks of many sequences in one call, which holds no interpreter lock."""
-
-    def __init__(self, max_threads: int) -> None:
-        self._batch = xgrammar.BatchGrammarMatcher(max_threads=max_threads)
-
-    def __call__(self, grammars: Sequence[SequenceGrammar], bitmask: Tensor) -> None:
-        """bitmask `[N, ceil(V / 32)]` int32; row i becomes what `grammars[i]` allows, a bit a token."""
-        self._batch.batch_fill_next_token_bitmask([grammar.matcher for grammar in grammars], bitmask)
+    def close(self) -> None:
+        """Nothing to give back."""
 
 
 class Vocabulary:
@@ -90,6 +99,7 @@ class Vocabulary:
 
         Special tokens have no text in a grammar: they must not be taken for the characters of their names.
         """
+        self.size = vocab_size
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         described = xgrammar.TokenizerInfo.from_huggingface(
             PreTrainedTokenizerFast(tokenizer_object=backend), vocab_size=vocab_size, stop_token_ids=[0]
@@ -121,6 +131,13 @@ class Vocabulary:
             add_prefix_space=self._add_prefix_space,
         )
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+
+
+def warm_up(vocabulary: Vocabulary) -> None:
+    """Make what most grammars need, so that processes that are forked from this one have it."""
+    for compiler in (vocabulary.plain, vocabulary.without_controls):
+        for any_whitespace in (True, False):
+            compiler.compile_json_schema(_JSON_OBJECT, any_whitespace=any_whitespace)
 
 
 def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgrammar.CompiledGrammar:

@@ -42,6 +42,7 @@ class Siblings:
         for sequence, token_id in reversed(list(zip(sequences, token_ids, strict=True))):
             ends.insert(0, sequence.append_output(token_id, self._config.max_model_len))
             if ends[0] is RequestStatus.FINISHED_ERROR:
+                _close_grammars(sequences[1:])
                 return None
         for place, sequence in enumerate(sequences):
             if sequence.index in request.ended_elsewhere:
@@ -52,6 +53,8 @@ class Siblings:
                 self._of.setdefault(sequence.core.request_id, {})[sequence.index] = sequence
                 if sequence is not request and ended_with is None:
                     self._enter(sequence, request)
+        elif len(sequences) > 1:
+            _close_grammars(sequences[1:])  # they go on elsewhere
         return list(zip(sequences, ends, strict=True))
 
     def _enter(self, sequence: Request, begins_as: Request) -> None:
@@ -73,3 +76,9 @@ class Siblings:
     def of(self, request_id: str) -> list[Request]:
         """Empty for a request that is unknown, has not forked, or has ended."""
         return list(self._of.get(request_id, {}).values())
+
+
+def _close_grammars(sequences: Sequence[Request]) -> None:
+    for sequence in sequences:
+        if sequence.grammar is not None:
+            sequence.grammar.close()

@@ -66,6 +66,10 @@ class StepBooking:
         computed_at = time.monotonic()
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             request = self._requests[request_id]
+            if request_id in computed.held_back:
+                num_tokens -= 1
+                if num_tokens == 0:
+                    continue
             if request.num_computed_tokens < request.num_given_tokens:
                 self.num_computed_prompt_tokens += num_tokens
                 request.prefill_chunks.append((computed_at, num_tokens))
@@ -84,7 +88,8 @@ class StepBooking:
         request.mark("first_token")
         sequences = self._siblings.branch(request, token_ids)
         if sequences is None:
-            cause = InternalError("a token was sampled that does not fit the request's grammar")
+            failure = None if request.grammar is None else request.grammar.failure
+            cause = failure or InternalError("a token was sampled that does not fit the request's grammar")
             self._endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
             return
         for (sequence, ended_with), token_id, of_token in zip(sequences, token_ids, logprobs, strict=True):

@@ -126,10 +126,12 @@ class AsyncLLM:
         """
         ended_with = self._ended_with = self._ended_with or Cancelled("AsyncLLM was shut down")
         if self._thread is None:
+            self._engine.close()
             return
         atexit.unregister(self.shutdown)
         self._thread.post(lambda core: core.fail_all(ended_with))
         self._thread.stop()
+        self._engine.close()
         self._thread.call_soon(self._end_streams)
 
     async def __aenter__(self) -> Self:

@@ -197,6 +197,8 @@ class LLM:
 
     def shutdown(self) -> None:
         """Let model and cache go; harmless when called again."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = self._core = None
 
     def __enter__(self) -> Self:

@@ -13,6 +13,7 @@ from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.errors import ConfigError
 from pdserve.common.worker_settings import WorkerSettings
 from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.grammar_compiler import GrammarCompiler
 from pdserve.engine.loaded_model import load_model, model_folder
 from pdserve.engine.logits_processors import LogitsProcessors
 from pdserve.text.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ class LocalEngine:
         folder = model_folder(str(model))
         self.tokenizer = Tokenizer.from_folder(folder)
         self.model = load_model(folder, self._settings)
-        self._grammars = self.model.grammar_compiler()
+        self._grammars: GrammarCompiler | None = None
         # no hash leaves this process, so nobody needs to be kept from reading them
         self.hasher = BlockHasher(DEVELOPMENT_KEY, self._settings.block_size)
         self.logits_processors = LogitsProcessors.from_entry_points(self._settings.logits_processors)
@@ -65,10 +66,18 @@ class LocalEngine:
     def vocab_size(self) -> int:
         return self.model.decoder.config.vocab_size
 
+    def close(self) -> None:
+        """End what an engine has started beside itself; the engine must have ended. May be called again."""
+        if self._grammars is not None:
+            self._grammars.close()
+
     def make_core(self) -> EngineCore:
         """An engine with an empty cache over the one pool: the last one made owns it."""
         config = self.model.engine_config(self._settings)
         model = self.model
+        # the last engine may have left sequences in their grammars
+        self.close()
+        self._grammars = model.grammar_compiler(self._settings)
         return EngineCore(
             config,
             model.decoder,

@@ -66,7 +66,9 @@ class EngineClient:
         self._thread.start()
 
     def stop(self) -> None:
+        """End the thread and what compiles and holds grammars; waits."""
         self._thread.stop()
+        self._core.scheduler.grammars.close()
 
     @property
     def tick(self) -> int:

@@ -100,7 +100,7 @@ class Worker:
             self.hasher,
             model.decoder.config.vocab_size,
             self.adapter,
-            model.grammar_compiler(),
+            model.grammar_compiler(settings),
             LogitsProcessors.from_entry_points(settings.logits_processors),
         )
         self.engine = EngineClient(core, settings.num_threads, settings.cpu_core, settings.waiting_limit)

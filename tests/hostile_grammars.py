@@ -1,0 +1,18 @@
+"""Forms that are small as texts and cost seconds or minutes in a matcher or a compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MANY_RULES = "\n".join(f'r{n} ::= "a"* "a"*' for n in range(200))
+_ANY_OF_THEM = f"({' | '.join(f'r{n}' for n in range(200))})*"
+
+SLOW_TO_MATCH: dict[str, dict[str, Any]] = {
+    "nested stars": {"regex": "(a*)*b"},
+    "200 rules": {"grammar": f"root ::= {_ANY_OF_THEM}\n{_MANY_RULES}"},
+    "200 rules behind a beginning": {"grammar": f'root ::= "aaaaaa" {_ANY_OF_THEM}\n{_MANY_RULES}'},
+    "ambiguous pairs": {"grammar": 'root ::= x x x x x x\nx ::= x x | "a"* | ""'},
+}
+SLOW_TO_COMPILE: dict[str, Any] = {"regex": "a?" * 2700 + "a" * 2700}
+EITHER_WAY: dict[str, Any] = {"grammar": f'root ::= "b" [a-z]* | "aaaaaa" {_ANY_OF_THEM}\n{_MANY_RULES}'}
+"""Cheap for an output that begins with b."""
