@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sampling_reference
 import torch
 from engine_harness import MakeEngine
 from engine_pair import Pair
@@ -13,9 +14,7 @@ from hash_model import VOCAB_SIZE, greedy_answer, next_logits
 from numpy.typing import NDArray
 
 from pdserve.common.engine_types import FinishReason
-from pdserve.engine import sampler
 from pdserve.engine.logit_entries import Entries
-from pdserve.engine.noise import uniform
 from pdserve.engine.penalties import Penalties
 from pdserve.engine.sampler import Sampler, SamplingMetadata
 from pdserve.engine.token_rules import TokenRules
@@ -112,12 +111,89 @@ def test_forbidden_tokens_never_come() -> None:
     assert 0 in draw(count, token_rules=forbidden((0, (0,))))[1:]
 
 
-@pytest.mark.parametrize("noise", [0.0, 1 - 2**-53])
-def test_the_ends_of_the_noise_choose_no_token_of_probability_zero(monkeypatch: Any, noise: float) -> None:
-    monkeypatch.setattr(sampler, "uniform", lambda seeds, indexes, positions: np.full(len(seeds), noise))
-    chosen = 1 if noise == 0 else 6
-    assert draw(1, token_rules=forbidden((0, (0, 7)))).tolist() == [chosen]
-    assert draw(1, top_k=3).tolist() == [0 if noise == 0 else 2]
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_distribution_takes_its_most_likely_token(temperature: float) -> None:
+    logits = np.tile(LOGITS, (4, 1))
+    logits[0, 5] = np.inf
+    logits[1, [3, 6]] = np.inf
+    logits[2, 4] = np.nan
+    for fields in ({}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.2}):
+        asked = metadata(4, temperature=temperature, **fields)
+        sampled = Sampler()(torch.from_numpy(logits.copy()), asked).sampled_token_ids
+        assert sampled[:3].tolist() == [5, 3, 4]
+        assert 0 <= sampled[3] < len(LOGITS)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.3},
+        {"temperature": 1.6},
+        {"top_k": 30},
+        {"top_p": 0.8},
+        {"min_p": 0.05},
+        {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocab_size", [60, 3000])
+def test_tokens_of_many_seeds_come_in_their_exact_distribution(fields: dict[str, Any], vocab_size: int) -> None:
+    random = np.random.default_rng(12)
+    row = (random.permutation(-1.1 * np.log(np.arange(1, vocab_size + 1)))).astype(np.float32)
+    count = 20_000
+    asked = metadata(count, **({"top_k": vocab_size} | fields))
+    asked.seeds[:] = np.arange(count) * 977 - 10_000
+    asked.positions[:] = 5
+    sampler = Sampler()
+    sampled = np.concatenate(
+        [
+            sampler(
+                torch.from_numpy(np.tile(row, (2000, 1))), part(asked, slice(first, first + 2000))
+            ).sampled_token_ids
+            for first in range(0, count, 2000)
+        ]
+    )
+    params = sampling_reference.Params(**fields)
+    kept, _ = sampling_reference.kept(row.astype(np.float64).tolist(), params)
+    expected = np.zeros(vocab_size)
+    expected[kept] = softmax(row[kept].astype(np.float64) / params.temperature) * count
+    counts = np.bincount(sampled, minlength=vocab_size)
+    assert not counts[expected == 0].any()
+    chi_square(counts, expected)
+
+
+def chi_square(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> None:
+    """Tokens that are expected less than 10 times count together."""
+    rare = expected < 10
+    seen = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
+    freedom = len(wanted) - 1
+    value = float(((seen - wanted) ** 2 / wanted).sum())
+    # Wilson and Hilferty: 4.9 standard deviations, 99.9999 %
+    assert value < freedom * (1 - 2 / (9 * freedom) + 4.9 * np.sqrt(2 / (9 * freedom))) ** 3, (value, freedom)
+
+
+@pytest.mark.parametrize("apart", [{"positions": 1}, {"indexes": 1}, {"seeds": 1}, {"positions": 1, "seeds": -1}])
+def test_tokens_of_neighbouring_positions_sequences_and_seeds_are_independent(apart: dict[str, int]) -> None:
+    count = 40_000
+    first = metadata(count)
+    first.seeds[:], first.positions[:] = np.arange(count) % 200, np.arange(count) // 200 * 2
+    second = metadata(count)
+    for name in ("seeds", "indexes", "positions"):
+        getattr(second, name)[:] = getattr(first, name) + apart.get(name, 0)
+    tokens = [
+        Sampler()(torch.from_numpy(np.tile(LOGITS, (count, 1))), each).sampled_token_ids for each in (first, second)
+    ]
+    pairs = np.bincount(tokens[0] * len(LOGITS) + tokens[1], minlength=len(LOGITS) ** 2)
+    probs = softmax(LOGITS.astype(np.float64))
+    chi_square(pairs, np.outer(probs, probs).reshape(-1) * count)
+
+
+def part(whole: SamplingMetadata, rows: slice) -> SamplingMetadata:
+    fields = {field: getattr(whole, field) for field in SamplingMetadata.__slots__}
+    return SamplingMetadata(**{field: values[rows] for field, values in fields.items() if values is not None})
 
 
 @pytest.mark.parametrize("name", ["top_p", "min_p", "top_k"])
@@ -130,34 +206,26 @@ def test_a_row_does_not_depend_on_its_batch_mates(name: str) -> None:
     whole.temperature[::4] = 0
     together = Sampler()(logits.clone(), whole).sampled_token_ids
     for row in range(12):
-        alone = SamplingMetadata(
-            **{
-                field: values[row : row + 1]
-                for field in SamplingMetadata.__slots__
-                if (values := getattr(whole, field)) is not None
-            }
-        )
+        alone = part(whole, slice(row, row + 1))
         assert Sampler()(logits[row : row + 1].clone(), alone).sampled_token_ids[0] == together[row]
 
 
-def test_noise_is_a_function_of_seed_index_and_position() -> None:
-    def one(seed: int, index: int, position: int) -> float:
-        return float(uniform(np.array([seed]), np.array([index]), np.array([position]))[0])
-
-    assert one(1, 2, 3) == one(1, 2, 3)
-    seeds = [0, 1, -1, 2**63 - 1, -(2**63)]
-    values = {one(seed, index, position) for seed in seeds for index in range(4) for position in range(50)}
-    assert len(values) == 5 * 4 * 50
-    assert all(0 <= value < 1 for value in values)
-    grid = np.arange(100_000)
-    for spread in (
-        uniform(grid, grid * 0, grid * 0),
-        uniform(grid * 0, grid, grid * 0),
-        uniform(grid * 0, grid * 0, grid),
-    ):
-        counts = np.bincount((spread * 50).astype(int), minlength=50)
-        assert ((counts - 2000) ** 2 / 2000).sum() < 112  # 99.9999 % of 49 degrees of freedom
-        assert abs(np.corrcoef(spread[:-1], spread[1:])[0, 1]) < 0.02
+@pytest.mark.parametrize(
+    "fields", [{}, {"top_p": 0.9}, {"top_k": 25}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.7}], ids=str
+)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+def test_tokens_are_the_references(fields: dict[str, Any], temperature: float) -> None:
+    random = np.random.default_rng(13)
+    logits = (random.normal(size=(150, 90)) * random.uniform(0.3, 6, (150, 1))).astype(np.float32)
+    asked = metadata(150, temperature=temperature, **({"top_k": 90} | fields))
+    asked.seeds[:], asked.indexes[:] = random.integers(-(2**63), 2**63 - 1, 150), np.arange(150) % 4
+    sampled = Sampler()(torch.from_numpy(logits.copy()), asked).sampled_token_ids
+    rounded = {name: float(np.float32(value)) if name != "top_k" else value for name, value in fields.items()}
+    params = sampling_reference.Params(temperature=float(np.float32(temperature)), **rounded)
+    for row in range(150):
+        coordinates = (int(asked.seeds[row]), int(asked.indexes[row]), int(asked.positions[row]))
+        expected = sampling_reference.sample(logits[row].astype(np.float64).tolist(), params, *coordinates)
+        assert sampled[row] == expected.token_id or expected.margin < 1e-5, (row, expected)
 
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 12, "top_p": 0.95}

@@ -17,7 +17,7 @@ PROCESS_BYTES = 400 << 20
 CUDA_PROCESS_BYTES = 1 << 30
 """The host's part of a CUDA context comes on top."""
 _LOGITS_BYTES, _LOGITS_COPIES = 4, 3
-"""Float32; the sampler sorts them."""
+"""Float32: the logits, a copy for rows with a rule, and log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@
     4. logit_bias is added
     5. logits_processors: plug-ins, in the order in which a row names them (`logits_plugin_stage.py`)
     6. repetition, then frequency, then presence penalty (`penalties.py`)
-    7. greedy rows take the most likely token; the others are divided by their temperature
-    8. min_p, then top_k, then top_p leave a set of tokens
-    9. one token of that set by inverse CDF of one uniform number: seed, sequence index, output position (`noise.py`)
+    7. greedy rows take the most likely token, of equals the lowest id; the others are divided by their temperature
+    8. min_p, then top_k, then top_p keep some tokens (`kept_tokens.py`)
+    9. of these the one with the highest sum of scaled logit and noise (`token_draw.py`, `noise.py`)
 
-A row's result does not depend on its batch mates: filtered and unfiltered rows are drawn apart, each by its own rule.
-A row whose rules leave no token at all gets `NO_TOKEN`.
+A row's result does not depend on its batch mates: each number is computed from its own row alone, in an order that does
+not depend on the others. A row whose rules leave no token at all gets `NO_TOKEN`.
 Source: the stages follow vLLM's V1 sampler in order and meaning.
 """
 
@@ -22,18 +22,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.errors import InternalError
+from pdserve.engine import device_draw
 from pdserve.engine.grammar_masks import GrammarMask
+from pdserve.engine.kept_tokens import Cut, border, top_p_alone
 from pdserve.engine.logits_plugin_stage import PluginStage
 from pdserve.engine.logprobs import LogprobsTensors, RawLogprobs
-from pdserve.engine.noise import uniform
 from pdserve.engine.penalties import Penalties
 from pdserve.engine.scheduler_output import NO_TOKEN
+from pdserve.engine.scratch import Scratch
+from pdserve.engine.token_draw import KeptRows, NoiseRows, draw
 from pdserve.engine.token_rules import TokenRules
+
+SAMPLER_VERSION = 2
+"""Part of a worker's identity: workers of one version sample the same tokens. Raised with any change of stages 7 to 9."""
+
+_BLOCK_LOGITS, _BLOCK_ROWS = 1 << 18, 128
+"""At once, at most: arrays of this size stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,10 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Stateless; one call a step."""
+    """One call a step. Keeps memory from one call to the next, and nothing else."""
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
 
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """logits `[N, V]` float32; changed in place."""
@@ -87,61 +98,55 @@ class Sampler:
 
     def _sample(self, logits: Tensor, metadata: SamplingMetadata) -> NDArray[np.int64]:
         """`[N]` token ids: stages 7 to 9."""
-        random_rows = np.flatnonzero(metadata.temperature > 0)
-        best = logits.max(-1)
-        sampled: NDArray[np.int64] = best.indices.cpu().numpy()
-        if len(random_rows):
-            sampled = sampled.copy()
-            filtered = (
-                (metadata.top_k[random_rows] < logits.shape[-1])
-                | (metadata.top_p[random_rows] < 1)
-                | (metadata.min_p[random_rows] > 0)
-            )
-            for rows, draw in ((random_rows[filtered], _draw_filtered), (random_rows[~filtered], _draw_plain)):
-                if len(rows):
-                    sampled[rows] = draw(logits, rows, metadata).cpu().numpy()
+        on_host = logits.device.type == "cpu"
+        values = logits.numpy() if on_host else None
+        sampled, highest = device_draw.most_likely(logits) if values is None else _most_likely(values)
+        # a row whose highest logit is no number or infinite has no distribution: it keeps the most likely token
+        rows = np.flatnonzero((metadata.temperature > 0) & np.isfinite(highest))
+        if len(rows):
+            cut = Cut(metadata.temperature[rows], metadata.top_p[rows], metadata.top_k[rows], metadata.min_p[rows])
+            noise = NoiseRows(metadata.seeds[rows], metadata.indexes[rows], metadata.positions[rows])
+            if values is None:
+                sampled[rows] = device_draw.draw(logits, rows, highest[rows], cut, noise)
+            else:
+                sampled[rows] = self._draw(values, rows, highest[rows], cut, noise)
         if metadata.token_rules is not None or metadata.plugins is not None or metadata.grammar_mask is not None:
-            sampled = np.where(best.values.isneginf().cpu().numpy(), NO_TOKEN, sampled)
+            sampled = np.where(np.isneginf(highest), NO_TOKEN, sampled)
         return sampled
 
+    def _draw(
+        self,
+        logits: NDArray[np.float32],
+        rows: NDArray[np.int64],
+        highest: NDArray[np.float32],
+        cut: Cut,
+        noise: NoiseRows,
+    ) -> NDArray[np.int64]:
+        """`[R]` token ids of these rows of the logits. logits `[N, V]`, the others `[R]` or of R rows."""
+        vocab_size = logits.shape[1]
+        alone = top_p_alone(cut, vocab_size)
+        limited = (cut.top_k < vocab_size) | (cut.min_p > 0)
+        drawn = np.empty(len(rows), dtype=np.int64)
+        at_once = max(1, min(_BLOCK_LOGITS // vocab_size, _BLOCK_ROWS))
+        for kind, is_cut in ((alone, True), (limited, True), (~alone & ~limited, False)):
+            members = np.flatnonzero(kind)
+            for first in range(0, len(members), at_once):
+                block = members[first : first + at_once]
+                values, asked = self._rows(logits, rows[block]), cut.of(block)
+                found = border(values, highest[block], asked, self._scratch) if is_cut else None
+                kept = KeptRows(values, highest[block], asked.temperature, found)
+                drawn[block] = draw(kept, noise.of(block), self._scratch)
+        return drawn
 
-def _scaled(logits: Tensor, rows: NDArray[np.int64], metadata: SamplingMetadata) -> Tensor:
-    """`[R, V]` logits over temperature."""
-    return logits[torch.from_numpy(rows).to(logits.device)] / _column(metadata.temperature, rows, logits)
+    def _rows(self, logits: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """These rows, ascending, of the logits: in place where they follow one another, else copied."""
+        if rows[-1] - rows[0] == len(rows) - 1:
+            return logits[rows[0] : rows[-1] + 1]
+        copied = self._scratch.array("logits", (len(rows), logits.shape[1]), np.float32)
+        return np.take(logits, rows, axis=0, out=copied, mode="clip")
 
 
-def _column(values: NDArray[np.float32] | NDArray[np.int64], rows: NDArray[np.int64], like: Tensor) -> Tensor:
-    return torch.from_numpy(values[rows]).to(like.device).unsqueeze(-1)
-
-
-def _draw_plain(logits: Tensor, rows: NDArray[np.int64], metadata: SamplingMetadata) -> Tensor:
-    """`[R]` token ids over the whole vocabulary."""
-    probs = torch.softmax(_scaled(logits, rows, metadata), dim=-1)
-    return _inverse_cdf(probs, rows, metadata)
-
-
-def _draw_filtered(logits: Tensor, rows: NDArray[np.int64], metadata: SamplingMetadata) -> Tensor:
-    """`[R]` token ids out of what min_p, top_k and top_p leave."""
-    scaled, token_ids = _scaled(logits, rows, metadata).sort(dim=-1, descending=True, stable=True)
-    probs = torch.softmax(scaled, dim=-1)
-    keep = probs >= probs[:, :1] * _column(metadata.min_p, rows, logits)
-    keep &= torch.arange(probs.shape[-1], device=probs.device) < _column(metadata.top_k, rows, logits)
-    # top_p counts within what min_p and top_k left; the token that crosses the line stays
-    left = torch.where(keep, probs, 0)
-    left = left / left.sum(-1, keepdim=True)
-    before = left.cumsum(-1) - left
-    keep &= before < _column(metadata.top_p, rows, logits)
-    keep[:, 0] = True
-    chosen = _inverse_cdf(torch.where(keep, probs, 0), rows, metadata)
-    return token_ids.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-
-
-def _inverse_cdf(weights: Tensor, rows: NDArray[np.int64], metadata: SamplingMetadata) -> Tensor:
-    """`[R]` columns; weights `[R, V]`, not negative, not all zero. A column of weight 0 is never chosen."""
-    noise = uniform(metadata.seeds[rows], metadata.indexes[rows], metadata.positions[rows])
-    cdf = weights.double().cumsum(-1)
-    target = torch.from_numpy(noise).to(cdf.device).unsqueeze(-1) * cdf[:, -1:]
-    # the first column whose cdf exceeds the target; rounding may put the target at the very end
-    chosen = torch.searchsorted(cdf, target, right=True).squeeze(-1)
-    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.int8).max(-1).indices
-    return torch.minimum(chosen, last)
+def _most_likely(logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """`[N]` token ids, of equals the lowest, and their logits."""
+    best = logits.argmax(-1)
+    return best, logits[np.arange(len(best)), best]
