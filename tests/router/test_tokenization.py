@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from fake_worker import EOS, MAX_MODEL_LEN, SPECIAL, said, tokens
 
+from pdserve.common.api_key_file import key_hash
 from pdserve.router.preparation import Preparation
 from pdserve.router.tokenization_http import MAX_TEXT_BYTES, MAX_TOKENS
 from pdserve.text.tokenizer import Tokenizer
@@ -109,9 +110,9 @@ async def held(cluster, monkeypatch):
         assert held.go_on.wait(20)
         return decode(tokenizer, token_ids, **options)
 
-    def count(preparation, call):
+    def count(preparation, call, client):
         held.asked += 1
-        return aside(preparation, call)
+        return aside(preparation, call, client)
 
     monkeypatch.setattr(Tokenizer, "decode", wait)
     monkeypatch.setattr(Preparation, "aside", count)
@@ -175,3 +176,25 @@ async def test_nothing_is_done_for_who_has_waited_too_long(cluster, held):
     assert (await detokenize(cluster, 3)).status_code == 200
     assert len(held.served) == 2
     assert held.served[1] == [3]
+
+
+async def test_one_tenant_cannot_hold_the_thread_beside(cluster, held, monkeypatch, tmp_path):
+    monkeypatch.setattr("pdserve.router.preparation.MAX_ASIDE", 4)
+    file = tmp_path / "keys.toml"
+    file.write_text(
+        "".join(f'[[keys]]\nname = "{name}"\nsha256 = "{key_hash(name)}"\n' for name in ("greedy", "quiet"))
+    )
+    await cluster.start(prefill=0, decode=0, api_keys_file=str(file))
+
+    def ask(name):
+        headers = {"authorization": f"Bearer {name}"}
+        return asyncio.create_task(cluster.http.post("/detokenize", json={"tokens": [1]}, headers=headers))
+
+    greedy = [ask("greedy") for _ in range(10)]
+    # one is served, two wait, as many as others still could
+    await until(lambda: sum(task.done() for task in greedy) == 7)
+    quiet = ask("quiet")
+    await until(lambda: held.asked == 11)
+    held.go_on.set()
+    assert (await quiet).status_code == 200
+    assert sorted(task.status_code for task in await asyncio.gather(*greedy)) == [200] * 3 + [429] * 7

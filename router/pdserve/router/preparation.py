@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -20,6 +18,7 @@ from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.prepared_request import PreparedRequest, ResumeState, verify_priority
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.router.client import ANYBODY, CacheGroup, Client
+from pdserve.router.fair_threads import FairThreads
 from pdserve.router.worker import Worker
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.best_of import for_engines
@@ -128,9 +127,8 @@ class Preparation:
     def __init__(self, tokenizer: Tokenizer, deployment_key: DeploymentKey) -> None:
         self.tokenizer = tokenizer
         self._key = deployment_key
-        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._aside = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-aside")
-        self._num_aside = 0
+        self._threads = FairThreads(_TOKENIZER_THREADS, "tokenizer")
+        self._aside = FairThreads(1, "tokenizer-aside")
 
     def _tenant_digest(self, tenant: str) -> bytes:
         """What workers are told of a tenant: enough to tell tenants apart, and nothing of their names."""
@@ -140,20 +138,21 @@ class Preparation:
 
     def close(self) -> None:
         for threads in (self._threads, self._aside):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
 
-    async def aside(self, call: Callable[[], T]) -> T:
+    async def aside(self, call: Callable[[], T], client: Client = ANYBODY) -> T:
         """What `call` returns or raises, from a thread that no generation waits for: one call after the other.
 
-        Cancelled while it waits, it is never called. Raises: Overloaded, when too many wait.
+        Cancelled while it waits, it is never called. Raises: Overloaded, when too many wait, or as many of one tenant as
+        others could still have.
         """
-        if self._num_aside > MAX_ASIDE:
-            raise Overloaded(f"{MAX_ASIDE} texts wait to be tokenized or detokenized, which are all that may")
-        self._num_aside += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._aside, call)
-        finally:
-            self._num_aside -= 1
+        num_waiting, num_own = self._aside.num_waiting, self._aside.num_waiting_of(client.tenant)
+        if num_waiting >= MAX_ASIDE or (client.tenant and num_own >= MAX_ASIDE - num_waiting):
+            raise Overloaded(
+                f"{num_waiting} texts wait to be tokenized or detokenized, {num_own} of them of this tenant; at most "
+                f"{MAX_ASIDE} may"
+            )
+        return await self._aside.run(client.tenant, call)
 
     async def tokenize(
         self, request: ClientRequest | EmbeddingRequest, limits: Limits | None = None, num_before: int = 0
@@ -167,8 +166,9 @@ class Preparation:
         rule = None
         if limits is not None:
             rule = LengthRule(limits.max_model_len, num_before, has_output=isinstance(request, ClientRequest))
-        encoded = await asyncio.get_running_loop().run_in_executor(
-            self._threads, encode_prompt, self.tokenizer, request.prompt, request.field, rule
+        prompt, field = request.prompt, request.field
+        encoded = await self._threads.run(
+            request.client.tenant, lambda: encode_prompt(self.tokenizer, prompt, field, rule)
         )
         return encoded.token_ids
 
@@ -178,9 +178,7 @@ class Preparation:
         if not words:
             return ()
         request.sampling.verify_bad_words()
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, bad_words_token_ids, self.tokenizer, words
-        )
+        return await self._threads.run(request.client.tenant, lambda: bad_words_token_ids(self.tokenizer, words))
 
     def complete(
         self,

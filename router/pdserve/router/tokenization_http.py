@@ -92,12 +92,12 @@ class TokenizationHttp:
 
     async def tokenize(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
-            await authenticated(self._keys, request)
+            client = await authenticated(self._keys, request)
             body = await read_body(request, TokenizeBody, self._inference.settings.request_timeout_s)
             self._inference.check_model(body.model)
             body.verify()
             limits = self._inference.limits()
-            return await self._aside(request, lambda: self._tokenized(body, limits))
+            return await self._aside(request, client, lambda: self._tokenized(body, limits))
 
     def _tokenized(self, body: TokenizeBody, limits: Limits | None) -> Response:
         tokenizer = self._inference.tokenizer
@@ -113,7 +113,7 @@ class TokenizationHttp:
 
     async def detokenize(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
-            await authenticated(self._keys, request)
+            client = await authenticated(self._keys, request)
             body = await read_body(request, DetokenizeBody, self._inference.settings.request_timeout_s)
             self._inference.check_model(body.model)
             if len(body.tokens) > MAX_TOKENS:
@@ -121,17 +121,17 @@ class TokenizationHttp:
                     f"tokens has {len(body.tokens)} entries, at most {MAX_TOKENS} are detokenized at once", "tokens"
                 )
             limits = self._inference.limits()
-            return await self._aside(request, lambda: self._detokenized(body, limits))
+            return await self._aside(request, client, lambda: self._detokenized(body, limits))
 
     def _detokenized(self, body: DetokenizeBody, limits: Limits | None) -> Response:
         tokenizer = self._inference.tokenizer
         verify_token_ids("tokens", body.tokens, limits.vocab_size if limits else tokenizer.vocab_size)
         return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-    async def _aside(self, request: Request, answer: Callable[[], Response]) -> Response:
+    async def _aside(self, request: Request, client: Client, answer: Callable[[], Response]) -> Response:
         """What `answer` returns or raises. Raises: Overloaded; DeadlineExceeded; Cancelled when the client left."""
         timeout_s = self._inference.settings.request_timeout_s
-        answering = asyncio.ensure_future(self._inference.preparation.aside(answer))
+        answering = asyncio.ensure_future(self._inference.preparation.aside(answer, client))
         leaving = asyncio.ensure_future(until_disconnect(request.receive))
         async with first_of(answering, leaving, timeout_s=timeout_s):
             if answering.done():
