@@ -24,6 +24,8 @@ DATA_PLANE = "data plane"
 """Digests of KV bytes on their way; the context is the transfer id."""
 TENANTS = "tenants"
 """What workers know tenants by."""
+USAGE = "usage of tenants"
+"""MACs of what routers tell each other of tenants; the context is the router's id."""
 FINGERPRINT = "fingerprint"
 """A short value for an operator's eyes, by which two services' keys are compared. It is never sent or published."""
 

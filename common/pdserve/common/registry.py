@@ -75,6 +75,13 @@ class Keys:
     def workers(self) -> str:
         return f"{{{self.namespace}}}:workers"
 
+    @property
+    def routers(self) -> str:
+        return f"{{{self.namespace}}}:routers"
+
+    def usage(self, router_id: str) -> str:
+        return f"{{{self.namespace}}}:usage:{router_id}"
+
     def worker(self, worker_id: str) -> str:
         return f"{{{self.namespace}}}:worker:{worker_id}"
 

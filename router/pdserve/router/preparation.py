@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -11,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from pdserve.common.block_hash import BlockHasher, placement_hash
-from pdserve.common.derived_key import TENANTS, DeploymentKey
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import Overloaded
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import PoolingParams
@@ -19,6 +18,7 @@ from pdserve.common.prepared_request import PreparedRequest, ResumeState, verify
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.router.client import ANYBODY, CacheGroup, Client
 from pdserve.router.fair_threads import FairThreads
+from pdserve.router.tenant_digest import tenant_digest
 from pdserve.router.worker import Worker
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.best_of import for_engines
@@ -130,12 +130,6 @@ class Preparation:
         self._threads = FairThreads(_TOKENIZER_THREADS, "tokenizer")
         self._aside = FairThreads(1, "tokenizer-aside")
 
-    def _tenant_digest(self, tenant: str) -> bytes:
-        """What workers are told of a tenant: enough to tell tenants apart, and nothing of their names."""
-        if not tenant:
-            return b""
-        return hashlib.blake2b(tenant.encode(), key=self._key.derive(TENANTS), digest_size=8).digest()
-
     def close(self) -> None:
         for threads in (self._threads, self._aside):
             threads.close()
@@ -218,7 +212,7 @@ class Preparation:
             sampling=sampling,
             cache_salt=request.cache_salt,
             cache=request.cache,
-            tenant=self._tenant_digest(request.client.tenant),
+            tenant=tenant_digest(self._key, request.client.tenant),
             priority=request.priority,
             deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
             trace_headers=request.trace_headers,
@@ -239,7 +233,7 @@ class Preparation:
             sampling=SamplingParams(),
             cache_salt=request.cache_salt,
             cache=request.cache,
-            tenant=self._tenant_digest(request.client.tenant),
+            tenant=tenant_digest(self._key, request.client.tenant),
             priority=0,
             deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
             trace_headers=request.trace_headers,

@@ -18,6 +18,7 @@ from pdserve.common.router_settings import RouterSettings
 from pdserve.common.rpc import bind
 from pdserve.common.settings import describe
 from pdserve.router.fleet import Fleet
+from pdserve.router.fleet_usage import make_fleet_usage
 from pdserve.router.front_grpc import GrpcFront
 from pdserve.router.front_http import HttpFront
 from pdserve.router.inference import Inference
@@ -65,12 +66,15 @@ async def run_router(
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
             if not settings.asks_for_keys and not is_loopback(settings.host) and settings.no_auth:
                 log.warning("no_auth: clients need no API key, and anybody who reaches %s may ask", settings.host)
-            following = background_task("api_keys", inference.keys.follow)
+            tasks = {background_task("api_keys", inference.keys.follow)}
+            if (usage := make_fleet_usage(settings, key, inference.admission.tenants)) is not None:
+                tasks.add(background_task("usage", usage.run))
             try:
                 await _serve(inference, ready, stop)
             finally:
-                following.cancel()
-                await asyncio.wait({following})
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
                 await inference.telemetry.close()
     finally:
         preparation.close()

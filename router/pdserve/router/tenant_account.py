@@ -69,6 +69,10 @@ class TenantAccount:
     def spend(self, tokens: float) -> None:
         """tokens: below 0 gives back what was charged and not used."""
         self.tokens_used += tokens
+        self.spend_elsewhere(tokens)
+
+    def spend_elsewhere(self, tokens: float) -> None:
+        """Another router has; as in `spend`."""
         if self.bucket is not None:
             self.bucket.spend(tokens)
 
