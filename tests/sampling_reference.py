@@ -13,10 +13,10 @@ from dataclasses import dataclass
 _32, _64 = 1 << 32, 1 << 64
 
 
-def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
-    """Philox4x32-10: four words of 32 bits from four and two."""
+def philox(counter: Sequence[int], key: Sequence[int], rounds: int = 7) -> list[int]:
+    """Philox4x32: four words of 32 bits from four and two."""
     c, k = list(counter), list(key)
-    for _ in range(10):
+    for _ in range(rounds):
         high_0, low_0 = divmod(0xD2511F53 * c[0], _32)
         high_1, low_1 = divmod(0xCD9E8D57 * c[2], _32)
         c = [high_1 ^ c[1] ^ k[0], low_1, high_0 ^ c[3] ^ k[1], low_0]

@@ -20,7 +20,7 @@ from pdserve.engine.token_draw import SLACK, NoiseRows, highest_sums
 
 _KEY_BITS = 32
 _LOW = 0xFFFFFFFF
-_PHILOX_MULTIPLIERS, _PHILOX_WEYL, _PHILOX_ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 10
+_PHILOX_MULTIPLIERS, _PHILOX_WEYL, _PHILOX_ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 7
 
 
 def most_likely(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -85,7 +85,7 @@ def _beginning(logits: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _leads(noise: NoiseRows, vocab_size: int, device: torch.device) -> Tensor:
-    """`[R, V]`; Philox4x32-10 in 64-bit integers, whose products wrap as unsigned ones do."""
+    """`[R, V]`; Philox4x32-7 in 64-bit integers, whose products wrap as unsigned ones do."""
     calls = -(-vocab_size // TOKENS_PER_LEAD_CALL)
     seeds = _column(noise.seeds, device)
     words = [
