@@ -10,7 +10,7 @@ from types import TracebackType
 
 import grpc.aio
 
-from pdserve.common.rpc import make_channel
+from pdserve.common.public_server import make_public_channel
 from pdserve.common.tls import ClientTls
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 
@@ -31,7 +31,7 @@ class InferenceClient:
 
     def __init__(self, address: str, tls: ClientTls | None = None, api_key: str = "") -> None:
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        self._channel = make_channel(address, tls)
+        self._channel = make_public_channel(address, tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> InferenceClient:

@@ -13,7 +13,7 @@ from inference_client import InferenceClient
 from openai import AsyncOpenAI
 from oracle import Oracle
 
-from pdserve.common.rpc import make_channel
+from pdserve.common.public_server import make_public_channel
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 
@@ -38,7 +38,7 @@ async def test_equal_to_transformers_over_both_front_ends(
         async with (
             InferenceClient(cluster.router.address) as client,
             AsyncOpenAI(base_url=f"http://{cluster.router.http}/v1", api_key="none", max_retries=0) as openai,
-            make_channel(cluster.router.address) as channel,
+            make_public_channel(cluster.router.address) as channel,
         ):
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             mean = request_pb2.PoolingParams(pooling_type=request_pb2.POOLING_TYPE_MEAN, dimensions=24)

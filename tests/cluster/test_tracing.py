@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from random_prompts import prompt_of
 from redis_server import redis_server
 
-from pdserve.common.rpc import make_channel
+from pdserve.common.public_server import make_public_channel
 from pdserve.common.timeline import PATH_PHASES
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 
@@ -152,7 +152,7 @@ def check_path(spans: dict[str, ReceivedSpan]) -> None:
 async def test_every_request_has_one_trace_over_all_services(cluster: Cluster, collector: OtlpReceiver) -> None:
     """I12."""
     trace_ids = [secrets.token_hex(16) for _ in range(8)]
-    async with make_channel(cluster.router.address) as channel:
+    async with make_public_channel(cluster.router.address) as channel:
 
         async def ask(number: int) -> int:
             call = start(channel, prompt_of(100 + 30 * number, number), 12, trace_ids[number])
@@ -207,7 +207,7 @@ async def test_a_request_without_a_context_begins_a_trace(cluster: Cluster, coll
 
 async def test_an_aborted_request_has_its_spans_and_says_why(cluster: Cluster, collector: OtlpReceiver) -> None:
     trace_id = secrets.token_hex(16)
-    async with make_channel(cluster.router.address) as channel:
+    async with make_public_channel(cluster.router.address) as channel:
         call = start(channel, prompt_of(200, 40), 1500, trace_id)
         num_tokens = 0
         async for message in call:
@@ -229,7 +229,7 @@ async def test_an_aborted_request_has_its_spans_and_says_why(cluster: Cluster, c
 
 
 async def test_every_service_has_metrics_and_health(cluster: Cluster) -> None:
-    async with make_channel(cluster.router.address) as channel:
+    async with make_public_channel(cluster.router.address) as channel:
         async for _ in start(channel, prompt_of(64, 80), 4, secrets.token_hex(16)):
             pass
     totals: dict[str, float] = {}

@@ -14,8 +14,8 @@ import grpc.aio
 import httpx
 import pytest
 
+from pdserve.common.public_server import make_public_channel
 from pdserve.common.router_settings import RouterSettings
-from pdserve.common.rpc import make_channel
 from pdserve.router.service import run_router
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -32,6 +32,8 @@ def _share(name: str) -> None:
 _share("fake_worker")
 _share("candidates")
 _share("bad_requests")
+_share("loop_watch")
+_share("worst_bodies")
 from fake_worker import FakeWorker, save_tokenizer  # noqa: E402
 
 
@@ -98,7 +100,7 @@ class Cluster:
             self.running.result()
         self.addresses = await ready
         self.http = httpx.AsyncClient(base_url=f"http://{self.addresses[0]}", timeout=30, trust_env=False)
-        self.channel = make_channel(self.addresses[1])
+        self.channel = make_public_channel(self.addresses[1])
         self.grpc = InferenceServiceStub(self.channel)
         if wait:
             await self.live(

@@ -183,7 +183,7 @@ async def test_paths_methods_and_kinds_of_body(quick, beside):
 async def test_a_body_beyond_the_limit(quick, beside):
     for path in ENDPOINTS:
         response = await quick.http.post(path, content=b" " * (17 << 20))
-        assert check(response, 413, "the body has more than 16777216 bytes")["code"] == "body_too_large"
+        assert check(response, 413, "the body has more than 2097152 bytes")["code"] == "body_too_large"
         beside.go_on()
 
 

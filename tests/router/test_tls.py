@@ -15,8 +15,8 @@ from tls_authority import IssuedFiles
 
 from pdserve.cli.grpc_client import GrpcClient
 from pdserve.common.errors import WorkerLost
+from pdserve.common.public_server import make_public_channel
 from pdserve.common.router_settings import RouterSettings
-from pdserve.common.rpc import make_channel
 from pdserve.common.tls import TlsFile, load_client
 from pdserve.router.service import run_router
 from pdserve.v1 import inference_pb2
@@ -115,7 +115,7 @@ class Front:
         tls = load_client(
             self._ca, *([TlsFile("c", str(client.cert)), TlsFile("k", str(client.key))] if client else [])
         )
-        async with make_channel(self.grpc, tls) as channel:
+        async with make_public_channel(self.grpc, tls) as channel:
             await InferenceServiceStub(channel).GetModel(inference_pb2.GetModelRequest(), timeout=5)
         assert (await self.get("https", tls.context)).status_code == 200
 
@@ -129,7 +129,7 @@ async def test_front_ends_speak_tls_and_nothing_else(model_folder, authority):
     await front.ask_both(None)
     with pytest.raises(httpx.TransportError):
         await front.get("http")
-    async with make_channel(front.grpc) as channel:
+    async with make_public_channel(front.grpc) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await InferenceServiceStub(channel).GetModel(inference_pb2.GetModelRequest(), timeout=5)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -11,9 +11,10 @@ from fake_worker import EOS, MAX_MODEL_LEN, SPECIAL, said, tokens
 
 from pdserve.common.api_key_file import key_hash
 from pdserve.router.preparation import Preparation
-from pdserve.router.tokenization_http import MAX_TEXT_BYTES, MAX_TOKENS
+from pdserve.router.tokenization_http import MAX_TOKENS, max_text_bytes
 from pdserve.text.tokenizer import Tokenizer
 
+MAX_TEXT_BYTES = max_text_bytes(131_072)
 USER = {"role": "user", "content": "hi"}
 
 
@@ -74,12 +75,13 @@ async def test_but_a_key_is(cluster):
         assert response.status_code == 200
 
 
-async def test_texts_longer_than_the_model_takes_are_counted_but_not_any(quick):
+async def test_texts_longer_than_the_model_takes_are_counted_but_not_any(cluster):
+    quick = await cluster.start(prefill=0, decode=1, max_request_bytes=8 << 20)
     answer = await ask(quick, "/tokenize", prompt="x" * (MAX_MODEL_LEN + 1))
     assert (answer["count"], answer["max_model_len"]) == (MAX_MODEL_LEN + 1, MAX_MODEL_LEN)
     whole = "x" * (MAX_TEXT_BYTES - 2) + "\u00fc"
     answer = await ask(quick, "/tokenize", prompt=whole)
-    assert answer["count"] == MAX_TEXT_BYTES == MAX_TOKENS
+    assert answer["count"] == MAX_TEXT_BYTES
     assert await ask(quick, "/detokenize", tokens=answer["tokens"]) == {"prompt": whole}
     for path, body, field, told in (
         ("/tokenize", {"prompt": f"{whole}x"}, "prompt", f"prompt has {MAX_TEXT_BYTES + 1} bytes"),
@@ -89,7 +91,7 @@ async def test_texts_longer_than_the_model_takes_are_counted_but_not_any(quick):
             "messages",
             f"messages has {MAX_TEXT_BYTES + len(SPECIAL[1] + SPECIAL[2])} bytes",
         ),
-        ("/detokenize", {"tokens": [*answer["tokens"], 0]}, "tokens", f"tokens has {MAX_TOKENS + 1} entries"),
+        ("/detokenize", {"tokens": [0] * (MAX_TOKENS + 1)}, "tokens", f"tokens has {MAX_TOKENS + 1} entries"),
     ):
         response = await quick.http.post(path, json=body)
         error = response.json()["error"]

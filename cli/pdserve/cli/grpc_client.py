@@ -9,7 +9,8 @@ import grpc
 
 from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import WorkerLost
-from pdserve.common.rpc import failed_to_shake_hands, from_rpc_error, make_channel
+from pdserve.common.public_server import make_public_channel
+from pdserve.common.rpc import failed_to_shake_hands, from_rpc_error
 from pdserve.common.timeline import Timeline
 from pdserve.common.tls import ClientTls
 from pdserve.common.wire import finish_reason_from_wire, moments_from_wire
@@ -40,7 +41,7 @@ class GrpcClient:
     """`async with GrpcClient(address) as client: async for delta in client.chat([...])`"""
 
     def __init__(self, address: str, api_key: str | None = None, tls: ClientTls | None = None) -> None:
-        self._channel = make_channel(address, tls)
+        self._channel = make_public_channel(address, tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
 

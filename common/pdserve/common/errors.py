@@ -74,7 +74,7 @@ class PromptTooLong(InvalidRequest):
 
 
 class BodyTooLarge(InvalidRequest):
-    """An HTTP body of more bytes than a message may have."""
+    """A request of more bytes than a router takes."""
 
     code = "body_too_large"
     http_status = 413

@@ -9,8 +9,11 @@ from typing import ClassVar, Literal
 from pdserve.common.api_key_file import is_name, read_keys, verify_plain_keys
 from pdserve.common.deployment_key import is_loopback
 from pdserve.common.errors import ConfigError
+from pdserve.common.rpc import MAX_MESSAGE_BYTES
 from pdserve.common.service_settings import SchedulingPolicy, ServiceSettings
 from pdserve.common.tls import ServerTls, load_front
+
+_LEAST_REQUEST_BYTES = 1024
 
 
 class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -46,6 +49,10 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """How long a request waits for a place; refused at once when it would be longer."""
     max_requests_per_key: int | None = None
     """Sequences of one tenant in the router at once, where its key has no `max_sequences`; default: no limit."""
+    max_request_bytes: int | None = None
+    """Bytes of one request, a JSON body or a gRPC message; default: 1 MiB, and 8 bytes per token of the model's length."""
+    max_body_bytes_in_flight: int | None = None
+    """Bytes of requests in reading at the same time, outside of admission; default: 64 MiB, or 16 requests at the limit."""
     max_unread_bytes: int = 1 << 20
     """Text that a client has not read, at most, before its request is cancelled."""
     api_keys: tuple[str, ...] | None = None
@@ -127,6 +134,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         for name in ("max_running_requests", "max_requests_per_key"):
             if (limit := getattr(self, name)) is not None and limit < 1:
                 raise ConfigError(f"{name} is {limit}, at least 1 is needed")
+        self._verify_bytes()
         self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s")
         self._verify_keys()
         if self.audit_log is not None and not self.audit_log.strip():
@@ -148,6 +156,18 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
             read_keys(Path(self.api_keys_file))
         if self.no_auth and self.asks_for_keys:
             raise ConfigError("no_auth is true, and API keys are given: one or the other is meant")
+
+    def _verify_bytes(self) -> None:
+        """Raises: ConfigError."""
+        if (limit := self.max_request_bytes) is not None and not _LEAST_REQUEST_BYTES <= limit <= MAX_MESSAGE_BYTES:
+            raise ConfigError(
+                f"max_request_bytes is {limit}, {_LEAST_REQUEST_BYTES} to {MAX_MESSAGE_BYTES} bytes are possible"
+            )
+        in_flight, least = self.max_body_bytes_in_flight, self.max_request_bytes or _LEAST_REQUEST_BYTES
+        if in_flight is not None and in_flight < least:
+            raise ConfigError(
+                f"max_body_bytes_in_flight is {in_flight}, at least one request ({least} bytes) is needed"
+            )
 
 
 def _verify_address(field: str, address: str) -> None:

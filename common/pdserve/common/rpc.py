@@ -28,6 +28,8 @@ ERROR_CODE_KEY = "pdserve-error-code"
 ERROR_FIELD_KEY = "pdserve-error-field"
 """Of an `InvalidRequest`: which field is wrong."""
 RETRY_AFTER_KEY = "pdserve-retry-after-s"
+_TOO_LARGE = "message larger than max"
+"""Stands in the status with which gRPC itself refuses a message."""
 _MAX_DETAILS_BYTES = 2000
 """Of an error's message: peers may refuse more than 8 KiB of trailing metadata, and gRPC writes a byte as up to three."""
 
@@ -78,7 +80,7 @@ def make_server(*guards: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
 
     guards: what each call passes before its handler, in this order.
     """
-    return grpc.aio.server(interceptors=[_ErrorInterceptor(), *guards], options=_SERVER_OPTIONS)
+    return grpc.aio.server(interceptors=[ErrorInterceptor(), *guards], options=_SERVER_OPTIONS)
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None = None) -> int:
@@ -143,6 +145,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
             return errors.Cancelled(message or "the call was cancelled")
         case grpc.StatusCode.INVALID_ARGUMENT:
             return errors.InvalidRequest(message)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if _TOO_LARGE in message:
+            # the channel's own refusal: another attempt would be refused likewise
+            return errors.BodyTooLarge(message)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return errors.Overloaded(message)
         case grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:
@@ -187,7 +192,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PdServe
     raise AssertionError("abort returned")  # pragma: no cover - abort always raises
 
 
-class _ErrorInterceptor(grpc.aio.ServerInterceptor):
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """`PdServeError` from a handler becomes its status; anything else is logged with its traceback and INTERNAL."""
 
     async def intercept_service(

@@ -132,10 +132,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     def greedy(self) -> bool:
         return self.temperature <= GREEDY_TEMPERATURE
 
-    def verify(self, vocab_size: int | None = None, max_logprobs: int = MAX_LOGPROBS) -> None:
+    def verify(self, vocab_size: int | None = None, max_logprobs: int = MAX_LOGPROBS, *, form: bool = True) -> None:
         """Raise `InvalidRequest` naming the field, its value and its limit.
 
         vocab_size: when known, token ids are held against it. max_logprobs: an engine gives more than it gives clients.
+        form: False where `structured_outputs` is known to be verified, which takes time in proportion to its size.
         """
         _require_finite("temperature", self.temperature)
         _require(0 <= self.temperature <= 100, "temperature", self.temperature, "from 0 to 100")
@@ -179,7 +180,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         if (asked := self.prompt_logprobs) is not None:
             _require(0 <= asked <= max_logprobs, "prompt_logprobs", asked, f"from 0 to {max_logprobs}")
         self.verify_sequences()
-        if self.structured_outputs is not None:
+        if form and self.structured_outputs is not None:
             self.structured_outputs.verify()
         if vocab_size is not None:
             allowed = self.allowed_token_ids or ()

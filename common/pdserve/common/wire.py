@@ -20,6 +20,11 @@ from pdserve.common.prepared_request import (
     verify_client_request_id,
 )
 from pdserve.common.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGITS_PROCESSORS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
     NamedLogitsProcessor,
     RequestOutputKind,
     SamplingParams,
@@ -146,6 +151,27 @@ def sampling_from_wire(
     )
     params.verify()
     return params
+
+
+_MOST_ENTRIES: Mapping[str, tuple[int, str]] = {
+    "stop": (MAX_STOP_STRINGS, " strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, " ids"),
+    "logit_bias": (MAX_LOGIT_BIASES, " tokens"),
+    "bad_words": (MAX_BAD_WORDS, " texts"),
+    "logits_processors": (MAX_LOGITS_PROCESSORS, ""),
+}
+
+
+def verify_entries(message: request_pb2.SamplingParams, vocab_size: int | None) -> None:
+    """A client's message, before anything is made of it. vocab_size: None where it is not known.
+
+    Raises: InvalidRequest for more entries of a field than it may have.
+    """
+    for field, (limit, unit) in _MOST_ENTRIES.items():
+        if (num := len(getattr(message, field))) > limit:
+            raise InvalidRequest(f"{field} must be at most {limit}{unit}, not {num}", field)
+    if vocab_size is not None and (num := len(message.allowed_token_ids)) > vocab_size:
+        raise InvalidRequest(f"allowed_token_ids must be at most {vocab_size} tokens, not {num}", "allowed_token_ids")
 
 
 def _logits_processors(message: request_pb2.SamplingParams) -> Iterator[NamedLogitsProcessor]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import grpc.aio
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.prepared_request import verify_client_request_id
-from pdserve.common.rpc import MAX_MESSAGE_BYTES, metadata_of
+from pdserve.common.rpc import metadata_of
 from pdserve.common.timeline import Timeline
 from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.common.wire import pooling_from_wire
@@ -16,15 +18,15 @@ from pdserve.router.client import Client
 from pdserve.router.failed_attempts import peer_address
 from pdserve.router.inference import Inference
 from pdserve.router.preparation import EmbeddingRequest
+from pdserve.router.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.request_run import Usage
-from pdserve.router.unknown_fields import refuse_unknown_fields
 from pdserve.text.prompt import TextInput, TokenInput
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
 REQUEST_ID_KEY = "x-request-id"
-MAX_NUMBERS = MAX_MESSAGE_BYTES // 4 - 16_384
-"""In the embeddings of one answer: its message takes 4 bytes each, and some for what is around them."""
+CALLER: ContextVar[Client] = ContextVar("caller")
+"""Whose key the call of this task has shown."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -35,15 +37,27 @@ class EmbedServicer(InferenceServiceServicer):
         self._inference = inference
         self._keys = inference.keys
 
+    async def authenticate(self, context: Context) -> None:
+        """Before a call's messages are read, in the task that serves it. Raises: Unauthenticated."""
+        with self._inference.telemetry.refusals():
+            authorization = metadata_of(context).get("authorization")
+            CALLER.set(await self._keys.authenticate(authorization, peer_address(context.peer())))
+
+    async def decode(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
+        """The message that `data` holds, for the server. Raises: InvalidRequest, BodyTooLarge."""
+        with self._inference.telemetry.refusals():
+            return await self._inference.bodies.message(data, parse)
+
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
         with self._inference.telemetry.refusals():
             metadata = metadata_of(context)
-            client = await self._client(context)
-            refuse_unknown_fields(request)
+            client = CALLER.get()
             self._inference.check_model(request.model)
-            embedding = self._inference.embedding(
-                self._embedding_requests(request, metadata, context.time_remaining()), field="inputs", client=client
+            remaining_s = context.time_remaining()
+            requests = await self._inference.bodies.aside(
+                request.ByteSize(), lambda: self._embedding_requests(request, metadata, remaining_s)
             )
+            embedding = await self._inference.embedding(requests, field="inputs", client=client)
         vectors = await embedding.results()
         await context.send_initial_metadata(((REQUEST_ID_KEY, embedding.request_id),))
         return inference_pb2.EmbedResponse(
@@ -53,23 +67,13 @@ class EmbedServicer(InferenceServiceServicer):
             moments=moment_messages(embedding.timeline),
         )
 
-    async def _client(self, context: Context) -> Client:
-        """Whose key the call shows. Raises: Unauthenticated."""
-        authorization = metadata_of(context).get("authorization")
-        return await self._keys.authenticate(authorization, peer_address(context.peer()))
-
     def _embedding_requests(
         self, request: inference_pb2.EmbedRequest, metadata: dict[str, str], remaining_s: float | None
     ) -> list[EmbeddingRequest]:
         verify_client_request_id(request.client_request_id)
+        if (num_inputs := len(request.inputs)) > MAX_EMBEDDING_INPUTS:
+            raise InvalidRequest(f"inputs has {num_inputs} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", "inputs")
         pooling = pooling_from_wire(request.pooling)
-        num_numbers = pooling.num_dimensions(self._inference.hidden_size()) * len(request.inputs)
-        if num_numbers > MAX_NUMBERS:
-            raise InvalidRequest(
-                f"inputs has {len(request.inputs)} entries: embeddings of {num_numbers} numbers do not fit into one "
-                f"message, {MAX_NUMBERS} do",
-                "inputs",
-            )
         return [
             EmbeddingRequest(
                 prompt=_input(entry, f"inputs[{place}]"),

@@ -11,6 +11,9 @@ from pdserve.router.embedding_run import EmbeddingRun
 from pdserve.router.request_record import RequestRecord
 from pdserve.router.visit import Visit
 
+_STARTED_AT_ONCE = 256
+"""Inputs begun in one callback of the event loop."""
+
 
 class Embedding(Visit[EmbeddingRun]):
     """`results` once."""
@@ -32,9 +35,19 @@ class Embedding(Visit[EmbeddingRun]):
 
         Raises: PdServeError, of the first input that failed; Overloaded, Draining before any has begun.
         """
+        if len(self._runs) > _STARTED_AT_ONCE:
+            # the runs have just been made, which is as long as all others should wait
+            await asyncio.sleep(0)
         self._enter()
-        tasks = [asyncio.create_task(run.run()) for run in self._runs]
+        tasks: list[asyncio.Task[list[float]]] = []
         try:
+            while len(tasks) < len(self._runs):
+                runs = self._runs[len(tasks) : len(tasks) + _STARTED_AT_ONCE]
+                tasks += [asyncio.create_task(run.run()) for run in runs]
+                if len(tasks) < len(self._runs):
+                    await asyncio.sleep(0)
+            if self._error is not None:
+                raise self._error
             self._all = asyncio.gather(*tasks)
             return await self._all
         except asyncio.CancelledError:
@@ -55,7 +68,9 @@ class Embedding(Visit[EmbeddingRun]):
 
     def cancel(self, error: PdServeError | None = None) -> None:
         """End all runs, and their calls with them; `results` raises `error`."""
-        if self._all is not None and not self._all.done():
-            self._error = error or Cancelled("the client left")
-            self._record.cut_short(self._error)
+        if self._error is not None or (self._all is not None and self._all.done()):
+            return
+        self._error = error or Cancelled("the client left")
+        self._record.cut_short(self._error)
+        if self._all is not None:
             self._all.cancel()

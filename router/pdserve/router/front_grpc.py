@@ -16,18 +16,19 @@ from pdserve.common.errors import DeadlineExceeded, InvalidRequest, PdServeError
 from pdserve.common.first_done import first_of
 from pdserve.common.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.prepared_request import verify_client_request_id
-from pdserve.common.rpc import MAX_MESSAGE_BYTES, abort_with, make_server, metadata_of
+from pdserve.common.public_server import make_public_server
+from pdserve.common.rpc import MAX_MESSAGE_BYTES, abort_with, metadata_of
 from pdserve.common.sampling_params import RequestOutputKind
 from pdserve.common.trace_headers import valid_trace_headers
-from pdserve.common.wire import finish_reason_to_wire, sampling_from_wire
+from pdserve.common.wire import finish_reason_to_wire, sampling_from_wire, verify_entries
 from pdserve.router.client_stream import merged
-from pdserve.router.embed_servicer import REQUEST_ID_KEY, Context, EmbedServicer, moment_messages, usage_message
+from pdserve.router.embed_servicer import CALLER, REQUEST_ID_KEY, Context, EmbedServicer, moment_messages, usage_message
 from pdserve.router.generation import Generation
 from pdserve.router.inference import Inference
 from pdserve.router.preparation import ClientRequest
+from pdserve.router.request_limits import MAX_MESSAGES
 from pdserve.router.session import StreamingSession
-from pdserve.router.unknown_fields import refuse_unknown_fields
-from pdserve.text.prompt import ChatInput, Prompt, TextInput, TokenInput
+from pdserve.text.prompt import ChatInput, LengthRule, Prompt, TextInput, TokenInput
 from pdserve.text.request_output import CompletionOutput, Logprob
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
@@ -50,14 +51,10 @@ class InferenceServicer(EmbedServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         with self._inference.telemetry.refusals():
             metadata = metadata_of(context)
-            client = await self._client(context)
-            refuse_unknown_fields(request)
+            client = CALLER.get()
             self._inference.check_model(request.model)
-            generation = self._inference.generation(
-                [self._client_request(request, metadata, context.time_remaining())],
-                stream=_streams(request),
-                client=client,
-            )
+            client_request = await self._built(request, metadata, context)
+            generation = self._inference.generation([client_request], stream=_streams(request), client=client)
         generation.on_stalled = lambda error: self._hang_up(context, error)
         # a cancelled call ends the legs at once, wherever this generator stands
         context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
@@ -71,7 +68,7 @@ class InferenceServicer(EmbedServicer):
         refusals = self._inference.telemetry.refusals
         with refusals():
             metadata = metadata_of(context)
-            client = await self._client(context)
+            client = CALLER.get()
             session_id = uuid.uuid4().hex
             session = self._inference.session(session_id, client)
         turns: list[Generation] = []
@@ -84,9 +81,8 @@ class InferenceServicer(EmbedServicer):
         try:
             while (request := await self._next_turn(request_iterator, session)) is not None:
                 with refusals():
-                    refuse_unknown_fields(request)
                     self._inference.check_model(request.model)
-                    turn = self._client_request(request, metadata, context.time_remaining(), session)
+                    turn = await self._built(request, metadata, context, session)
                     stream = _streams(request)
                     generation = self._inference.turn(session, session_id, turn, stream=stream, client=client)
                 generation.on_stalled = lambda error: self._hang_up(context, error)
@@ -160,7 +156,6 @@ class InferenceServicer(EmbedServicer):
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
-        await self._client(context)
         limits = self._inference.limits()
         return inference_pb2.GetModelResponse(
             model=self._inference.model,
@@ -168,6 +163,18 @@ class InferenceServicer(EmbedServicer):
             vocab_size=limits.vocab_size if limits else self._inference.tokenizer.vocab_size,
             model_fingerprint=self._inference.model_fingerprint(),
             hidden_size=self._inference.hidden_size(),
+        )
+
+    async def _built(
+        self,
+        request: inference_pb2.GenerateRequest,
+        metadata: dict[str, str],
+        context: Context,
+        session: StreamingSession | None = None,
+    ) -> ClientRequest:
+        remaining_s = context.time_remaining()
+        return await self._inference.bodies.aside(
+            request.ByteSize(), lambda: self._client_request(request, metadata, remaining_s, session)
         )
 
     def _client_request(
@@ -178,6 +185,7 @@ class InferenceServicer(EmbedServicer):
         session: StreamingSession | None = None,
     ) -> ClientRequest:
         sampling = request.sampling
+        self._verify_counts(request)
         verify_client_request_id(request.client_request_id)
         goes_on = session is not None and bool(session.token_ids)
         if session is not None:
@@ -200,6 +208,15 @@ class InferenceServicer(EmbedServicer):
             trace_headers=valid_trace_headers(metadata),
             client_request_id=request.client_request_id,
         )
+
+    def _verify_counts(self, request: inference_pb2.GenerateRequest) -> None:
+        """Raises: InvalidRequest for more entries of a field than it may have, before anything is made of them."""
+        if (num_messages := len(request.chat.messages)) > MAX_MESSAGES:
+            raise InvalidRequest(f"chat.messages must be at most {MAX_MESSAGES} messages, not {num_messages}", "chat")
+        limits = self._inference.limits()
+        if request.WhichOneof("prompt") == "tokens" and limits is not None:
+            LengthRule(limits.max_model_len).verify(len(request.tokens.token_ids), "tokens")
+        verify_entries(request.sampling, limits.vocab_size if limits is not None else None)
 
 
 _FIRST_TURN_ONLY = ("chat", "cache_salt", "client_request_id", "priority")
@@ -311,12 +328,20 @@ class GrpcFront:
     """The server with its services; `bind` it with `common.rpc.bind`, then start it."""
 
     def __init__(self, inference: Inference) -> None:
-        self.server = make_server()
+        servicer = InferenceServicer(inference)
+        self.server = make_public_server(
+            servicer.authenticate,
+            servicer.decode,
+            inference.bodies.budget,
+            max_request_bytes=inference.bodies.max_request_bytes,
+            max_connections=inference.bodies.max_connections,
+            read_timeout_s=inference.bodies.timeout_s,
+        )
         self._inference = inference
         self._health = health.aio.HealthServicer()
         self._serving: bool | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        add_InferenceServiceServicer_to_server(InferenceServicer(inference), self.server)
+        add_InferenceServiceServicer_to_server(servicer, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)

@@ -29,13 +29,14 @@ from pdserve.router.generation_response import (
 )
 from pdserve.router.inference import Inference
 from pdserve.router.openai_answer import Answer, error_json
-from pdserve.router.openai_embeddings import EmbeddingBody, embeddings_json
+from pdserve.router.openai_embeddings import EmbeddingBody, embeddings_body
 from pdserve.router.openai_protocol import ChatBody, CompletionBody
 from pdserve.router.openai_tool_answer import ToolAnswer
-from pdserve.router.preparation import ClientRequest
+from pdserve.router.preparation import ClientRequest, EmbeddingRequest
 from pdserve.router.request_body import read_body
 from pdserve.router.routing_view import routing_view
 from pdserve.router.tokenization_http import TokenizationHttp, authenticated
+from pdserve.text.prompt import ChatInput
 from pdserve.text.tokenizer import Tokenizer
 
 TIMELINE_HEADER = "x-pdserve-timeline"
@@ -108,47 +109,47 @@ class HttpFront:
         return json_response(self._model())
 
     async def completions(self, request: Request) -> Response:
-        with self._inference.telemetry.refusals():
-            client = await self._authenticate(request)
-            body = await read_body(request, CompletionBody, self._inference.settings.request_timeout_s)
-            return self._respond(request, body, client, chat=False)
+        return await self._generate(request, CompletionBody)
 
     async def chat_completions(self, request: Request) -> Response:
-        with self._inference.telemetry.refusals():
-            client = await self._authenticate(request)
-            body = await read_body(request, ChatBody, self._inference.settings.request_timeout_s)
-            return self._respond(request, body, client, chat=True)
+        return await self._generate(request, ChatBody)
 
     async def embeddings(self, request: Request) -> Response:
-        with self._inference.telemetry.refusals():
+        inference = self._inference
+        with inference.telemetry.refusals():
             client = await self._authenticate(request)
-            body = await read_body(request, EmbeddingBody, self._inference.settings.request_timeout_s)
-            inference = self._inference
-            inference.check_model(body.model)
-            requests = body.requests(
-                inference.settings.request_timeout_s, valid_trace_headers(request.headers), _client_request_id(request)
-            )
-            embedding = inference.embedding(requests, field="input", client=client)
+            headers, client_request_id = valid_trace_headers(request.headers), _client_request_id(request)
+
+            def build(body: EmbeddingBody) -> tuple[EmbeddingBody, list[EmbeddingRequest]]:
+                inference.check_model(body.model)
+                return body, body.requests(inference.settings.request_timeout_s, headers, client_request_id)
+
+            body, requests = await read_body(request, EmbeddingBody, inference.bodies, build)
+            embedding = await inference.embedding(requests, field="input", client=client)
         return EmbeddingResponse(
             embedding,
-            lambda vectors: embeddings_json(vectors, embedding.usage, inference.model, body.encoding_format),
+            lambda vectors: embeddings_body(vectors, embedding.usage, inference.model, body.encoding_format),
+            inference.bodies,
         )
 
     async def _authenticate(self, request: Request) -> Client:
         """Whose key the request shows. Raises: Unauthenticated."""
         return await authenticated(self._keys, request)
 
-    def _respond(self, request: Request, body: CompletionBody | ChatBody, client: Client, *, chat: bool) -> Response:
+    async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
         inference = self._inference
-        inference.check_model(body.model)
-        requests = body.requests(
-            inference.tokenizer.generation_defaults,
-            inference.settings.request_timeout_s,
-            valid_trace_headers(request.headers),
-            _client_request_id(request),
-        )
-        stream = bool(body.stream)
-        generation = inference.generation(requests, stream=stream, client=client)
+        with inference.telemetry.refusals():
+            client = await self._authenticate(request)
+            headers, client_request_id = valid_trace_headers(request.headers), _client_request_id(request)
+
+            def build(body: CompletionBody | ChatBody) -> tuple[CompletionBody | ChatBody, list[ClientRequest]]:
+                inference.check_model(body.model)
+                defaults, timeout_s = inference.tokenizer.generation_defaults, inference.settings.request_timeout_s
+                return body, body.requests(defaults, timeout_s, headers, client_request_id)
+
+            body, requests = await read_body(request, kind, inference.bodies, build)
+            stream = bool(body.stream)
+            generation = inference.generation(requests, stream=stream, client=client)
         fields: dict[str, Any] = {
             "request_id": generation.request_id,
             "model": inference.model,
@@ -158,11 +159,12 @@ class HttpFront:
             "num_prompt_logprobs": body.prompt_logprobs,
             "include_timeline": request.headers.get(TIMELINE_HEADER) == "1",
         }
-        tools = body.tool_use if isinstance(body, ChatBody) else None
-        if tools is not None and tools.tools:
-            answer: Answer = ToolAnswer(max_calls=tools.max_calls, **fields)
+        prompt = requests[0].prompt
+        if isinstance(prompt, ChatInput) and prompt.tools:
+            answer: Answer = ToolAnswer(max_calls=requests[0].max_tool_calls, **fields)
         else:
-            answer = Answer(chat=chat, echo=_echo(body, requests, inference.tokenizer), **fields)
+            echo = _echo(body, requests, inference.tokenizer)
+            answer = Answer(chat=isinstance(body, ChatBody), echo=echo, **fields)
         return GenerationResponse(generation, answer, stream=stream)
 
     def _model(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 from itertools import accumulate
@@ -9,11 +10,13 @@ from itertools import accumulate
 import msgspec
 
 from pdserve.common.errors import InvalidRequest, NotFound
+from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.router_settings import RouterSettings
 from pdserve.router.admission import Admission, Capacity
 from pdserve.router.admission import Limits as AdmissionLimits
 from pdserve.router.api_keys import ApiKeys
 from pdserve.router.client import ANYBODY, CacheGroup, Client
+from pdserve.router.client_bodies import ClientBodies
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.embedding import Embedding
 from pdserve.router.embedding_run import EmbeddingRun
@@ -23,6 +26,7 @@ from pdserve.router.placer import Placer
 from pdserve.router.poison import PoisonList
 from pdserve.router.prefix_index import PrefixIndex
 from pdserve.router.preparation import ClientRequest, EmbeddingRequest, Limits, Preparation
+from pdserve.router.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
 from pdserve.router.request_run import RequestRun
 from pdserve.router.router_telemetry import RouterTelemetry
 from pdserve.router.run_services import RunServices
@@ -30,21 +34,26 @@ from pdserve.router.session import SessionTurn, StreamingSession
 from pdserve.router.worker import WorkerRole
 from pdserve.text.tokenizer import Tokenizer
 
-MAX_PROMPTS = 128
-"""Prompts in one request."""
-MAX_EMBEDDING_INPUTS = 2048
-"""Inputs in one request for embeddings; OpenAI's limit."""
+_RUNS_AT_ONCE = 256
+"""Inputs of an embedding that are set up in one callback of the event loop."""
 
 
 class Inference:
     """One model behind both front ends."""
 
     def __init__(
-        self, model: str, settings: RouterSettings, fleet: Fleet, preparation: Preparation, index: PrefixIndex
+        self,
+        model: str,
+        settings: RouterSettings,
+        fleet: Fleet,
+        preparation: Preparation,
+        index: PrefixIndex,
+        bodies: ClientBodies,
     ) -> None:
         """index: is told elsewhere which blocks the workers hold."""
         self.model = model
         self.settings = settings
+        self.bodies = bodies
         self.fleet = fleet
         self.keys = ApiKeys.from_settings(settings)
         self.admission = Admission(
@@ -194,30 +203,41 @@ class Inference:
         run = SessionTurn(session, request_id, 0, request, client_stream, self._services, record)
         return Generation(request_id, client_stream, [run], self.admission, record, client)
 
-    def embedding(self, requests: Sequence[EmbeddingRequest], *, field: str, client: Client = ANYBODY) -> Embedding:
-        """Embeddings, one a request; they start when its `results` are awaited.
+    def verify_embedding_size(self, pooling: PoolingParams, num_inputs: int, field: str) -> None:
+        """Raises: InvalidRequest for more numbers than an answer has room for. field: the client's name of the inputs."""
+        num_numbers = pooling.num_dimensions(self.hidden_size()) * num_inputs
+        if num_numbers > MAX_EMBEDDING_NUMBERS:
+            raise InvalidRequest(
+                f"{field} has {num_inputs} entries: embeddings of {num_numbers} numbers do not fit into one "
+                f"message, {MAX_EMBEDDING_NUMBERS} do",
+                field,
+            )
+
+    async def embedding(
+        self, requests: Sequence[EmbeddingRequest], *, field: str, client: Client = ANYBODY
+    ) -> Embedding:
+        """Embeddings, one per request; they start when its `results` are awaited.
 
         field: what the client calls the list of its inputs. client: whose it is, for limits per API key.
         Raises: InvalidRequest for too many inputs.
         """
         if not 0 < len(requests) <= MAX_EMBEDDING_INPUTS:
             raise InvalidRequest(f"{field} has {len(requests)} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", field)
+        self.verify_embedding_size(requests[0].pooling, len(requests), field)
         request_id = uuid.uuid4().hex
         record = self.telemetry.request(
             request_id, requests[0].trace_headers, "embeddings", requests[0].client_request_id, client
         )
         cache = self._cache_group(client)
-        requests = [
-            msgspec.structs.replace(request, trace_headers=record.headers, client=client, cache=cache)
-            for request in requests
-        ]
-        runs = [
-            EmbeddingRun(
-                request_id if len(requests) == 1 else f"{request_id}-{place}",
-                request,
-                self._services,
-                record,
-            )
-            for place, request in enumerate(requests)
-        ]
+        runs: list[EmbeddingRun] = []
+        try:
+            for place, request in enumerate(requests):
+                if place and not place % _RUNS_AT_ONCE:
+                    await asyncio.sleep(0)
+                request = msgspec.structs.replace(request, trace_headers=record.headers, client=client, cache=cache)
+                run_id = request_id if len(requests) == 1 else f"{request_id}-{place}"
+                runs.append(EmbeddingRun(run_id, request, self._services, record))
+        except asyncio.CancelledError:
+            record.end()
+            raise
         return Embedding(request_id, runs, self.admission, record, client)

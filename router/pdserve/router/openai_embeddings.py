@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import base64
 import struct
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from pdserve.common.pooling_params import PoolingParams, PoolingType
-from pdserve.router.openai_prompts import OpenAIPrompts, as_prompts
+from pdserve.router.openai_prompts import OpenAIPrompts, as_prompts, num_prompts
 from pdserve.router.preparation import EmbeddingRequest
+from pdserve.router.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.request_run import Usage
 
 EncodingFormat = Literal["float", "base64"]
+_encode = msgspec.json.Encoder().encode
 
 
 class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -30,7 +32,8 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def requests(
         self, timeout_s: float, trace_headers: dict[str, str], client_request_id: str = ""
     ) -> list[EmbeddingRequest]:
-        """One an input. Raises: InvalidRequest."""
+        """One per input. Raises: InvalidRequest."""
+        num_prompts(self.input, "input", MAX_EMBEDDING_INPUTS)
         prompts = as_prompts(self.input, "input")
         pooling = PoolingParams(
             pooling_type=self.pooling_type or "last",
@@ -52,20 +55,15 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         ]
 
 
-def embeddings_json(
+def embeddings_body(
     vectors: list[list[float]], usage: Usage, model: str, encoding_format: EncodingFormat | None
-) -> dict[str, Any]:
-    """The body of an answer."""
-    return {
-        "object": "list",
-        "data": [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": _base64(vector) if encoding_format == "base64" else vector,
-            }
-            for index, vector in enumerate(vectors)
-        ],
+) -> bytes:
+    """The body of an answer, as JSON. Vector after vector: one call of the encoder for all would hold the interpreter."""
+    entries = []
+    for index, vector in enumerate(vectors):
+        written = _base64(vector) if encoding_format == "base64" else vector
+        entries.append(_encode({"object": "embedding", "index": index, "embedding": written}))
+    rest = {
         "model": model,
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
@@ -73,6 +71,7 @@ def embeddings_json(
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         },
     }
+    return b'{"object":"list","data":[' + b",".join(entries) + b"]," + _encode(rest)[1:]
 
 
 def _base64(vector: list[float]) -> str:

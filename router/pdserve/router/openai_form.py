@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.structured_outputs import StructuredOutputsFields, StructuredOutputsParams
+from pdserve.common.structured_outputs import FIELD, StructuredOutputsFields, StructuredOutputsParams
 from pdserve.router.request_body import writing
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -40,6 +40,16 @@ class OutputForm(NamedTuple):
     """None for any form."""
     field: str = "structured_outputs"
     """What the client calls it, for messages."""
+
+    def verify(self) -> None:
+        """Size and shape of the form; what compiles, an engine says. Raises: InvalidRequest in the client's words."""
+        if self.params is None:
+            return
+        try:
+            self.params.verify()
+        except InvalidRequest as error:
+            told = error.message if self.field == FIELD else f"{self.field}: {error.message}"
+            raise InvalidRequest(told, self.field) from None
 
 
 def output_form(response_format: ResponseFormat | None, structured_outputs: StructuredOutputsBody | None) -> OutputForm:

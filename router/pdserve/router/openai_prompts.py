@@ -8,6 +8,14 @@ from pdserve.text.prompt import TextInput, TokenInput
 OpenAIPrompts = str | list[int | str | list[int]]
 
 
+def num_prompts(given: OpenAIPrompts, field: str, limit: int) -> int:
+    """How many prompts these are. Raises: InvalidRequest for more than `limit`, before anything is made of them."""
+    num = 1 if isinstance(given, str) or not given or isinstance(given[0], int) else len(given)
+    if num > limit:
+        raise InvalidRequest(f"{field} has {num} entries, 1 to {limit} are allowed", field)
+    return num
+
+
 def as_prompts(given: OpenAIPrompts, field: str) -> list[TextInput | TokenInput]:
     """One or many. field: what the client calls them. Raises: InvalidRequest."""
     if isinstance(given, str):

@@ -9,13 +9,25 @@ from typing import Any
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.sampling_params import MAX_LOGPROBS, NamedLogitsProcessor, SamplingParams, clamped_logit_bias
+from pdserve.common.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGITS_PROCESSORS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    NamedLogitsProcessor,
+    SamplingParams,
+    clamped_logit_bias,
+)
+from pdserve.common.structured_outputs import StructuredOutputsParams
 from pdserve.router.openai_form import OutputForm, ResponseFormat, StructuredOutputsBody, output_form
 from pdserve.router.openai_neutral import verify_neutral
-from pdserve.router.openai_prompts import OpenAIPrompts, as_prompts
-from pdserve.router.openai_tools import NamedTool, ToolBody, ToolUse, tool_use
+from pdserve.router.openai_prompts import OpenAIPrompts, as_prompts, num_prompts
+from pdserve.router.openai_tools import NamedTool, ToolBody, tool_use
 from pdserve.router.preparation import ClientRequest
 from pdserve.router.request_body import shown
+from pdserve.router.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_MESSAGES, MAX_METADATA, MAX_PROMPTS
 from pdserve.text.prompt import ChatInput, Prompt
 
 
@@ -95,10 +107,11 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest("prompt_logprobs comes with a whole answer, not with stream true", "prompt_logprobs")
         verify_neutral(self)
 
-    def sampling(self, defaults: Mapping[str, float | int]) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, float | int], form: OutputForm) -> SamplingParams:
         """All but `logprobs`, which completions and chats ask for each in its own way.
 
-        Absent fields take `defaults`, then ours; limits are held in `Preparation`, where the lengths are known.
+        Absent fields take `defaults`, then ours; other limits than numbers of entries are held in `Preparation`, where
+        the lengths are known.
         """
         given: dict[str, Any] = dict(defaults)
         given |= {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
@@ -114,27 +127,40 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             given["bad_words"] = tuple(self.bad_words)
         if self.logits_processors is not None:
             given["logits_processors"] = tuple(self.logits_processors)
-        return SamplingParams(structured_outputs=self.form.params, **given)
+        return SamplingParams(structured_outputs=form.params, **given)
 
-    @property
-    def form(self) -> OutputForm:
-        """What the answer must look like. Raises: InvalidRequest."""
-        return output_form(self.response_format, self.structured_outputs)
+    def verify_counts(self, num_prompts: int) -> None:
+        """Raises: InvalidRequest for more entries of a field than it may have, before anything is made of them."""
+        for field, (limit, unit) in _MOST_ENTRIES.items():
+            entries = getattr(self, field, None)
+            if isinstance(entries, list | dict) and len(entries) > limit:
+                raise InvalidRequest(f"{field} must be at most {limit}{unit}, not {len(entries)}", field)
+        num_allowed = num_prompts * len(self.allowed_token_ids or ())
+        if num_allowed > MAX_ALLOWED_TOKEN_IDS:
+            raise InvalidRequest(
+                f"allowed_token_ids has {len(self.allowed_token_ids or ())} entries for each of {num_prompts} prompts, "
+                f"at most {MAX_ALLOWED_TOKEN_IDS} are allowed for all of them together",
+                "allowed_token_ids",
+            )
 
     def _requests(
         self,
         prompts: Sequence[Prompt],
         field: str,
         *,
+        form: OutputForm,
         max_tokens: int | None,
         max_tokens_field: str,
+        max_tool_calls: int | None = None,
         defaults: Mapping[str, float | int],
         timeout_s: float,
         trace_headers: dict[str, str],
         client_request_id: str,
     ) -> list[ClientRequest]:
+        """What is the same for all prompts is made and verified once."""
         self.verify()
-        sampling = self.sampling(defaults)
+        form.verify()
+        sampling = self.sampling(defaults, form)
         return [
             ClientRequest(
                 prompt=prompt,
@@ -142,7 +168,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 sampling=sampling,
                 max_tokens=max_tokens,
                 max_tokens_field=max_tokens_field,
-                form_field=self.form.field,
+                form_field=form.field,
+                max_tool_calls=max_tool_calls,
                 cache_salt=self.cache_salt or None,
                 priority=self.priority or 0,
                 timeout_s=timeout_s,
@@ -167,10 +194,12 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         trace_headers: dict[str, str],
         client_request_id: str = "",
     ) -> list[ClientRequest]:
-        """One a prompt. Raises: InvalidRequest."""
+        """One per prompt. Raises: InvalidRequest."""
+        self.verify_counts(num_prompts(self.prompt, "prompt", MAX_PROMPTS))
         return self._requests(
             as_prompts(self.prompt, "prompt"),
             "prompt",
+            form=output_form(self.response_format, self.structured_outputs),
             max_tokens=self.max_tokens,
             max_tokens_field="max_tokens",
             defaults=defaults,
@@ -184,8 +213,8 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         """Most likely tokens to report with each; None for no log-probabilities."""
         return self.logprobs
 
-    def sampling(self, defaults: Mapping[str, float | int]) -> SamplingParams:
-        params = msgspec.structs.replace(super().sampling(defaults), logprobs=self.num_logprobs)
+    def sampling(self, defaults: Mapping[str, float | int], form: OutputForm) -> SamplingParams:
+        params = msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
         if not self.echo or self.logprobs is None:
             return params
         # the echoed prompt has log-probabilities like the rest
@@ -228,20 +257,15 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         """Most likely tokens to report with each; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def sampling(self, defaults: Mapping[str, float | int]) -> SamplingParams:
-        return msgspec.structs.replace(super().sampling(defaults), logprobs=self.num_logprobs)
+    def sampling(self, defaults: Mapping[str, float | int], form: OutputForm) -> SamplingParams:
+        return msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
 
-    @property
-    def tool_use(self) -> ToolUse:
-        """What the tools come to. Raises: InvalidRequest."""
-        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
-
-    @property
-    def form(self) -> OutputForm:
-        forced = self.tool_use.form
+    def _form(self, forced: StructuredOutputsParams | None) -> OutputForm:
+        """What the answer must look like. forced: by the tools. Raises: InvalidRequest."""
+        form = output_form(self.response_format, self.structured_outputs)
         if forced is None:
-            return super().form
-        if super().form.params is not None:
+            return form
+        if form.params is not None:
             raise InvalidRequest("tool_choice forces a call, so that no other form can be asked for", "tool_choice")
         return OutputForm(forced, "tools")
 
@@ -253,6 +277,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         client_request_id: str = "",
     ) -> list[ClientRequest]:
         """Always one. Raises: InvalidRequest."""
+        self.verify_counts(1)
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise InvalidRequest(
                 f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {self.top_logprobs}", "top_logprobs"
@@ -261,6 +286,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         if not self.messages:
             raise InvalidRequest("messages is empty, at least one message is needed", "messages")
+        tools = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         newer = self.max_completion_tokens is not None
         if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
             raise InvalidRequest(
@@ -272,10 +298,12 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
                     self.messages,
                     self.add_generation_prompt is not False,
                     self.chat_template_kwargs or {},
-                    tools=self.tool_use.tools,
+                    tools=tools.tools,
                 )
             ],
             "messages",
+            form=self._form(tools.form),
+            max_tool_calls=tools.max_calls,
             max_tokens=self.max_completion_tokens if newer else self.max_tokens,
             max_tokens_field="max_completion_tokens" if newer else "max_tokens",
             defaults=defaults,
@@ -292,6 +320,15 @@ def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
     return clamped_logit_bias({int(key): bias for key, bias in biases.items()})
 
 
+_MOST_ENTRIES: Mapping[str, tuple[int, str]] = {
+    "messages": (MAX_MESSAGES, " messages"),
+    "stop": (MAX_STOP_STRINGS, " strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, " ids"),
+    "logit_bias": (MAX_LOGIT_BIASES, " tokens"),
+    "bad_words": (MAX_BAD_WORDS, " texts"),
+    "logits_processors": (MAX_LOGITS_PROCESSORS, ""),
+    "metadata": (MAX_METADATA, " pairs"),
+}
 _TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 _SAMPLING = (
     "temperature",

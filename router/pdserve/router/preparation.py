@@ -55,6 +55,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_field: str = "max_tokens"
     form_field: str = "structured_outputs"
     """What the client calls the form that it asks for."""
+    max_tool_calls: int | None = None
+    """Calls in an answer at most, where tools are given; None for no limit."""
     cache_salt: str | None = None
     priority: int = 0
     """Lower goes first, where the services' `scheduling_policy` is `priority`."""
@@ -205,7 +207,8 @@ class Preparation:
             ),
             seed=secrets.randbits(_SEED_BITS) if request.sampling.seed is None else request.sampling.seed,
         )
-        sampling.verify(limits.vocab_size)
+        # the front end has verified the form once for all prompts of the body
+        sampling.verify(limits.vocab_size, form=False)
         return TokenizedRequest(
             request_id=request_id,
             token_ids=token_ids,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 RouteAttributes = Mapping[str, "str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]"]
 _ADMISSION_SHOWN_NS = 1_000_000
+_COUNTED_AT_ONCE = 128
 _LEFT = Cancelled("the client left")
 _TOO_LATE = DeadlineExceeded("the request's deadline passed")
 
@@ -77,11 +78,17 @@ class RequestRecord:
             return
         self._ended = True
         now = now_unix_ns()
-        for run in self._runs:
-            run.count(now)
+        self._count(0, now)
         if self.span is not None:
             self._end_span(self.span, now)
         self._on_end(self)
+
+    def _count(self, first: int, now: int) -> None:
+        """Thousands of inputs take 0.1 s to count: others come in between."""
+        for run in self._runs[first : first + _COUNTED_AT_ONCE]:
+            run.count(now)
+        if first + _COUNTED_AT_ONCE < len(self._runs):
+            asyncio.get_running_loop().call_soon(self._count, first + _COUNTED_AT_ONCE, now)
 
     def _end_span(self, span: OpenSpan, now: int) -> None:
         errors = [run.cause for run in self._runs if run.cause is not None]

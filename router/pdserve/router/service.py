@@ -17,6 +17,7 @@ from pdserve.common.http_server import HttpServer, listening_socket
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.rpc import bind
 from pdserve.common.settings import describe
+from pdserve.router.client_bodies import ClientBodies, model_len_of
 from pdserve.router.fleet import Fleet
 from pdserve.router.fleet_usage import make_fleet_usage
 from pdserve.router.front_grpc import GrpcFront
@@ -54,6 +55,7 @@ async def run_router(
         log.warning("no deployment key: the public development key is used, which is safe on this machine only")
     model = _model_name(settings, model_folder)
     preparation = Preparation(Tokenizer.from_folder(model_folder), key)
+    bodies = ClientBodies(settings, model_len_of(model_folder))
     expected = Expected(key_check=key.fingerprint, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
     try:
         index = PrefixIndex()
@@ -61,7 +63,7 @@ async def run_router(
         tls = settings.tls()
         client_tls = tls.client if tls is not None else None
         async with Fleet(settings.prefill, settings.decode, expected, index, directory, client_tls) as fleet:
-            inference = Inference(model, settings, fleet, preparation, index)
+            inference = Inference(model, settings, fleet, preparation, index, bodies)
             if directory is not None:
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
             if not settings.asks_for_keys and not is_loopback(settings.host) and settings.no_auth:
@@ -78,6 +80,7 @@ async def run_router(
                 await inference.telemetry.close()
     finally:
         preparation.close()
+        bodies.close()
 
 
 def _model_name(settings: RouterSettings, model_folder: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -20,13 +20,22 @@ from pdserve.router.generation_response import json_response, until_disconnect
 from pdserve.router.inference import Inference
 from pdserve.router.preparation import Limits
 from pdserve.router.request_body import read_body
+from pdserve.router.request_limits import MAX_MESSAGES
 from pdserve.text.tokenizer import Tokenizer
 
-MAX_TEXT_BYTES = 1 << 20
-"""Of a text to tokenize. It may be longer than the model takes, for whoever wants to know by how much; but a second of
-work and hundreds of bytes of memory for each token are enough."""
-MAX_TOKENS = MAX_TEXT_BYTES
-"""To detokenize: no text that may be tokenized has more, but for special tokens."""
+_MIN_TEXT_BYTES = 1 << 19
+_TEXT_BYTES_PER_TOKEN = 5
+MAX_TOKENS = 1 << 20
+"""To detokenize."""
+MAX_TOKEN_STRS = 1 << 18
+"""A string takes more than 50 bytes of memory where a token's id takes 8."""
+
+
+def max_text_bytes(model_len: int) -> int:
+    """Of a text to tokenize. It may be longer than the model takes, for a client that asks by how much; but each byte may
+    be a token, which takes hundreds of bytes of memory for a moment.
+    """
+    return max(_MIN_TEXT_BYTES, _TEXT_BYTES_PER_TOKEN * model_len)
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -52,11 +61,15 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                     raise InvalidRequest(f"{field} needs messages, but prompt is given", field)
         elif not self.messages:
             raise InvalidRequest("messages is empty, at least one message is needed", "messages")
+        elif len(self.messages) > MAX_MESSAGES:
+            raise InvalidRequest(
+                f"messages must be at most {MAX_MESSAGES} messages, not {len(self.messages)}", "messages"
+            )
 
-    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """Raises: InvalidRequest, also what the chat template raises."""
+    def token_ids(self, tokenizer: Tokenizer, max_bytes: int) -> list[int]:
+        """max_bytes: of the text. Raises: InvalidRequest, also what the chat template raises."""
         if self.prompt is not None:
-            _verify_length(self.prompt, "prompt")
+            _verify_length(self.prompt, max_bytes, "prompt")
             return tokenizer.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
         variables: Mapping[str, Any] = self.chat_template_kwargs or {}
         text = tokenizer.apply_chat_template(
@@ -64,13 +77,23 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             add_generation_prompt=self.add_generation_prompt is not False,
             variables=variables,
         )
-        _verify_length(text, "messages")
+        _verify_length(text, max_bytes, "messages")
         return tokenizer.encode(text, add_special_tokens=bool(self.add_special_tokens), field="messages")
 
 
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: list[int]
     model: str | None = None
+
+    def verify(self) -> None:
+        """Raises: InvalidRequest."""
+        if len(self.tokens) > MAX_TOKENS:
+            raise InvalidRequest(
+                f"tokens has {len(self.tokens)} entries, at most {MAX_TOKENS} are detokenized at once", "tokens"
+            )
+
+
+B = TypeVar("B", TokenizeBody, DetokenizeBody)
 
 
 async def authenticated(keys: ApiKeys, request: Request) -> Client:
@@ -90,18 +113,28 @@ class TokenizationHttp:
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
 
+    def _verified(self, body: B) -> B:
+        """Raises: NotFound, InvalidRequest."""
+        self._inference.check_model(body.model)
+        body.verify()
+        return body
+
     async def tokenize(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
             client = await authenticated(self._keys, request)
-            body = await read_body(request, TokenizeBody, self._inference.settings.request_timeout_s)
-            self._inference.check_model(body.model)
-            body.verify()
+            body = await read_body(request, TokenizeBody, self._inference.bodies, self._verified)
             limits = self._inference.limits()
             return await self._aside(request, client, lambda: self._tokenized(body, limits))
 
     def _tokenized(self, body: TokenizeBody, limits: Limits | None) -> Response:
         tokenizer = self._inference.tokenizer
-        token_ids = body.token_ids(tokenizer)
+        token_ids = body.token_ids(tokenizer, max_text_bytes(self._inference.bodies.model_len))
+        if body.return_token_strs and len(token_ids) > MAX_TOKEN_STRS:
+            raise InvalidRequest(
+                f"return_token_strs is true, but there are {len(token_ids)} tokens, at most {MAX_TOKEN_STRS} are returned "
+                "as strings",
+                "return_token_strs",
+            )
         return json_response(
             {
                 "count": len(token_ids),
@@ -114,12 +147,7 @@ class TokenizationHttp:
     async def detokenize(self, request: Request) -> Response:
         with self._inference.telemetry.refusals():
             client = await authenticated(self._keys, request)
-            body = await read_body(request, DetokenizeBody, self._inference.settings.request_timeout_s)
-            self._inference.check_model(body.model)
-            if len(body.tokens) > MAX_TOKENS:
-                raise InvalidRequest(
-                    f"tokens has {len(body.tokens)} entries, at most {MAX_TOKENS} are detokenized at once", "tokens"
-                )
+            body = await read_body(request, DetokenizeBody, self._inference.bodies, self._verified)
             limits = self._inference.limits()
             return await self._aside(request, client, lambda: self._detokenized(body, limits))
 
@@ -141,7 +169,7 @@ class TokenizationHttp:
         raise DeadlineExceeded(f"the request was not done within {timeout_s:g} s")
 
 
-def _verify_length(text: str, field: str) -> None:
+def _verify_length(text: str, max_bytes: int, field: str) -> None:
     """Raises: InvalidRequest."""
-    if (num_bytes := len(text.encode(errors="surrogatepass"))) > MAX_TEXT_BYTES:
-        raise InvalidRequest(f"{field} has {num_bytes} bytes, at most {MAX_TEXT_BYTES} are tokenized at once", field)
+    if (num_bytes := len(text.encode(errors="surrogatepass"))) > max_bytes:
+        raise InvalidRequest(f"{field} has {num_bytes} bytes, at most {max_bytes} are tokenized at once", field)

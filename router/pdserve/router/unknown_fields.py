@@ -3,21 +3,54 @@
 from __future__ import annotations
 
 from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from pdserve.common.errors import InvalidRequest
 
 
-def refuse_unknown_fields(message: Message, place: str = "") -> None:
-    """Raises: InvalidRequest naming the first by its message, which lies at `place`, and its number."""
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
+def refuse_unknown_fields(message: Message) -> None:
+    """Raises: InvalidRequest naming the first by its message and its number.
+
+    The protobuf library copies and measures the message; only one that has such a field is walked.
+    """
+    known = _copy(message)
+    known.DiscardUnknownFields()
+    if known.ByteSize() != message.ByteSize():
+        _refuse(message, known, "")
+
+
+def _refuse(message: Message, known: Message, place: str) -> None:
+    """known: the same message without the fields that are looked for. place: where it lies."""
+    rest = _copy(message)
+    for descriptor, _ in message.ListFields():
+        rest.ClearField(descriptor.name)
+    if unknown := rest.SerializeToString():
         where = place or message.DESCRIPTOR.name
-        raise InvalidRequest(f"{where} has a field number {unknown[0].field_number}, which is not known here", where)
+        raise InvalidRequest(f"{where} has a field number {_first_number(unknown)}, which is not known here", where)
     for descriptor, value in message.ListFields():
         name = f"{place}.{descriptor.name}" if place else descriptor.name
+        same = getattr(known, descriptor.name)
         if isinstance(value, Message):
-            refuse_unknown_fields(value, name)
-        elif descriptor.message_type is not None and not descriptor.message_type.GetOptions().map_entry:
-            for index, part in enumerate(value):
-                refuse_unknown_fields(part, f"{name}[{index}]")
+            parts = [(name, value, same)]
+        elif descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
+            continue
+        else:
+            parts = [(f"{name}[{index}]", part, same[index]) for index, part in enumerate(value)]
+        for where, part, same_part in parts:
+            if part.ByteSize() != same_part.ByteSize():
+                _refuse(part, same_part, where)
+
+
+def _copy(message: Message) -> Message:
+    copy = type(message)()
+    copy.CopyFrom(message)
+    return copy
+
+
+def _first_number(fields: bytes) -> int:
+    """The number of the first of these encoded fields."""
+    tag = 0
+    for place, byte in enumerate(fields[:10]):
+        tag |= (byte & 127) << 7 * place
+        if byte < 128:
+            break
+    return tag >> 3

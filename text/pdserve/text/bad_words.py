@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.text.tokenizer import Tokenizer
 
 
-def bad_words_token_ids(tokenizer: Tokenizer, bad_words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+@functools.lru_cache(maxsize=32)
+def bad_words_token_ids(tokenizer: Tokenizer, bad_words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """Each text as it is spelled at the beginning of a text and, where that is another token, after a space.
 
-    Safe from any thread. Raises: InvalidRequest naming `bad_words`.
+    Safe from any thread. The last answers are kept: the prompts of one request ask for the same words each.
+    Raises: InvalidRequest naming `bad_words`.
     Source: which spellings count follows vLLM's `SamplingParams.update_from_tokenizer`.
     """
     sequences = []

@@ -1,0 +1,182 @@
+"""Requests of as many bytes as a router takes, each built to cost as much as its bytes can."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from google.protobuf.message import Message
+
+from pdserve.v1 import inference_pb2, request_pb2
+
+LIMIT = 2 << 20
+"""`max_request_bytes` of a router whose model takes 131072 tokens."""
+TOKENIZED_BYTES = 160 << 20
+"""What the tokenizer takes for a moment, for one text at a time, where each byte is a token."""
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+
+
+class Worst(NamedTuple):
+    """One of them. name: for the test's report. status: of the answer."""
+
+    name: str
+    path: str
+    body: bytes
+    status: int = 400
+    max_grown_bytes: int = 64 << 20
+
+
+def repeated(before: str, part: str, after: str, num_bytes: int = LIMIT) -> bytes:
+    """A text of about so many bytes: `part` with commas between, as often as it fits."""
+    count = (num_bytes - len(before) - len(after)) // (len(part) + 1)
+    return f"{before}{','.join([part] * count)}{after}".encode()
+
+
+def numbered(before: str, part: str, after: str, num_bytes: int = LIMIT) -> bytes:
+    """Likewise, with a different number in each part."""
+    count = (num_bytes - len(before) - len(after)) // (len(part) + 7)
+    return f"{before}{','.join(part % number for number in range(count))}{after}".encode()
+
+
+def schema(num_bytes: int) -> dict[str, Any]:
+    """A JSON schema of about so many bytes."""
+    names = [f"p{number}" for number in range(num_bytes // 26)]
+    return {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+
+
+def _form(num_bytes: int) -> str:
+    json_schema = {"name": "x", "schema": schema(num_bytes)}
+    return json.dumps({"type": "json_schema", "json_schema": json_schema})
+
+
+def _tools(count: int, num_bytes: int) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": f"f{n}", "parameters": schema(num_bytes)}} for n in range(count)]
+
+
+_USER = '"messages":[{"role":"user","content":"x"}]'
+COMPLETION_BODIES = [
+    Worst("many prompts", COMPLETIONS, repeated('{"prompt":[', '"a"', "]}")),
+    Worst(
+        "many prompts and a schema",
+        COMPLETIONS,
+        repeated(f'{{"response_format":{_form(LIMIT // 2)},"prompt":[', '"a"', "]}"),
+    ),
+    Worst("all prompts and the largest schema", COMPLETIONS,
+          f'{{"response_format":{_form(60_000)},"max_tokens":1,"prompt":{json.dumps(["a"] * 128)}}}'.encode(), 200),
+    Worst("a schema", COMPLETIONS, f'{{"prompt":"a","response_format":{_form(LIMIT * 8 // 10)}}}'.encode()),
+    Worst("biases", COMPLETIONS, numbered('{"prompt":"a","logit_bias":{', '"%d":1', "}}")),
+    Worst("allowed tokens", COMPLETIONS, repeated('{"prompt":"a","allowed_token_ids":[', "1", "]}")),
+    Worst("allowed tokens of many prompts", COMPLETIONS,
+          repeated(f'{{"prompt":{json.dumps(["a"] * 128)},"allowed_token_ids":[', "1", "]}")),
+    Worst("allowed tokens of all prompts, as many as may be", COMPLETIONS,
+          repeated(f'{{"max_tokens":1,"prompt":{json.dumps(["a"] * 128)},"allowed_token_ids":[', "1", "]}", 1100), 200),
+    Worst("stop strings", COMPLETIONS, repeated('{"prompt":"a","stop":[', '"a"', "]}")),
+    Worst("bad words", COMPLETIONS, repeated('{"prompt":"a","bad_words":[', '"a"', "]}")),
+    Worst("bad words of all prompts", COMPLETIONS, json.dumps(
+          {"prompt": ["a"] * 128, "max_tokens": 1, "bad_words": [f"{n:0>250}" for n in range(128)]}).encode(), 200),
+    Worst("processors", COMPLETIONS, repeated('{"prompt":"a","logits_processors":[', '{"name":"a"}', "]}")),
+    Worst("choices", COMPLETIONS, repeated('{"prompt":"a","structured_outputs":{"choice":[', '"a"', "]}}")),
+    Worst("token ids", COMPLETIONS, repeated('{"prompt":[', "1", "]}")),
+    Worst("lists of token ids", COMPLETIONS, repeated('{"prompt":[', f"[{','.join(['1'] * 8192)}]", "]}")),
+    Worst("empty lists", COMPLETIONS, repeated('{"prompt":[', "[]", "]}")),
+    Worst("a text", COMPLETIONS, b'{"prompt":"' + b"a" * (LIMIT - 20) + b'"}'),
+    Worst("escapes", COMPLETIONS, b'{"prompt":"' + b"\\n" * (LIMIT // 2 - 20) + b'"}'),
+    Worst("braces in a text", COMPLETIONS, b'{"prompt":"' + b'{[,\\"' * (LIMIT // 5 - 20) + b'"}'),
+    Worst("a field's name", COMPLETIONS, b'{"' + b"a` - at `$." * (LIMIT // 11 - 2) + b'":1}'),
+    Worst("unknown fields", COMPLETIONS, numbered('{"prompt":"a",', '"%d":1', "}")),
+    Worst("nesting", COMPLETIONS, b'{"prompt":' + b"[" * (LIMIT - 20) + b"}"),
+    Worst("a wrong end", COMPLETIONS, repeated('{"prompt":[', '"ab"', ",NaN]}")),
+    Worst("a wrong value", COMPLETIONS, repeated('{"top_p":"x","prompt":[', '"ab"', "]}")),
+    Worst("blanks", COMPLETIONS, b" " * LIMIT),
+]  # fmt: skip
+CHAT_BODIES = [
+    Worst("empty messages", CHAT, repeated('{"messages":[', "{}", "]}")),
+    Worst("short messages", CHAT, repeated('{"messages":[', '{"role":"user","content":""}', "]}")),
+    Worst("as many messages as may be", CHAT, json.dumps({"messages": [{"role": "user", "content": "a"}] * 4096}).encode()),
+    Worst("messages of lists", CHAT, repeated('{"messages":[{"role":"user","content":[', "[]", "]}]}")),
+    Worst("messages of numbers", CHAT, repeated('{"messages":[{"role":"user","content":[', "0.5", "]}]}")),
+    Worst("deep messages", CHAT, b'{"messages":[' + b'{"a":' * (LIMIT // 5 - 20) + b"1}"),
+    Worst("tools", CHAT, repeated(f'{{{_USER},"tools":[', '{"function":{"name":"f"}}', "]}")),
+    Worst("forced tools", CHAT,
+          f'{{{_USER},"tool_choice":"required","tools":{json.dumps(_tools(128, 8_000))}}}'.encode()),
+    Worst("offered tools", CHAT, f'{{{_USER},"tools":{json.dumps(_tools(128, 8_000))}}}'.encode()),
+    Worst("variables", CHAT, numbered(f'{{{_USER},"max_tokens":1,"chat_template_kwargs":{{', '"a%d":1', "}}"), 200),
+    Worst("metadata", CHAT, numbered(f'{{{_USER},"metadata":{{', '"%d":""', "}}")),
+    Worst("functions", CHAT, repeated(f'{{{_USER},"functions":[', '"ab"', "]}")),
+]  # fmt: skip
+OTHER_BODIES = [
+    Worst("many inputs", EMBEDDINGS, repeated('{"input":[', '"a"', "]}")),
+    Worst("all inputs", EMBEDDINGS, json.dumps({"input": ["a"] * 2048}).encode(), 200),
+    Worst("long inputs", EMBEDDINGS, json.dumps({"input": ["a" * 900] * 2048}).encode()),
+    Worst("inputs of token ids", EMBEDDINGS, repeated('{"input":[', "[1]", "]}")),
+    Worst("a text", TOKENIZE, json.dumps({"prompt": "a" * 655_360}).encode(), 200, TOKENIZED_BYTES),
+    Worst("a text with its strings", TOKENIZE,
+          json.dumps({"prompt": "a" * (1 << 18), "return_token_strs": True}).encode(), 200),
+    Worst("too long a text with its strings", TOKENIZE,
+          json.dumps({"prompt": "a" * 655_360, "return_token_strs": True}).encode(), 400, TOKENIZED_BYTES),
+    Worst("too long a text", TOKENIZE, b'{"prompt":"' + b"a" * (LIMIT - 20) + b'"}'),
+    Worst("messages", TOKENIZE, repeated('{"messages":[', "{}", "]}")),
+    Worst("token ids", DETOKENIZE, repeated('{"tokens":[', "1", "]}"), 200),
+    Worst("too large", COMPLETIONS, b" " * (LIMIT + 1), 413),
+]  # fmt: skip
+HTTP = [*COMPLETION_BODIES, *CHAT_BODIES, *OTHER_BODIES]
+
+
+def varint(value: int) -> bytes:
+    encoded = b""
+    while value > 127:
+        encoded += bytes([value & 127 | 128])
+        value >>= 7
+    return encoded + bytes([value])
+
+
+def field(message: type[Message], name: str, content: bytes) -> bytes:
+    """A field that holds bytes, or a message."""
+    return varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | 2) + varint(len(content)) + content
+
+
+_GENERATE, _SAMPLING, _EMBED = inference_pb2.GenerateRequest, request_pb2.SamplingParams, inference_pb2.EmbedRequest
+_UNKNOWN = varint(1000 << 3) + b"\x01"
+_TEXT = field(_GENERATE, "text", field(inference_pb2.TextPrompt, "text", b"a"))
+_ROOM = LIMIT - 100
+
+
+def _sampling(name: str, content: bytes, rest: bytes = _TEXT) -> bytes:
+    part = field(_SAMPLING, name, content)
+    return rest + field(_GENERATE, "sampling", part * ((_ROOM - len(rest)) // len(part)))
+
+
+GENERATE = [
+    Worst("empty messages", "Generate",
+          field(_GENERATE, "chat", field(inference_pb2.ChatPrompt, "messages", b"") * (_ROOM // 2))),
+    Worst("as many messages as may be", "Generate",
+          field(_GENERATE, "chat", field(inference_pb2.ChatPrompt, "messages", b"") * 4097)),
+    Worst("unknown fields", "Generate", _TEXT + _UNKNOWN * (_ROOM // len(_UNKNOWN) - 9)),
+    Worst("unknown fields in a text", "Generate", field(_GENERATE, "text", _UNKNOWN * (_ROOM // len(_UNKNOWN)))),
+    Worst("token ids", "Generate", field(_GENERATE, "tokens", field(inference_pb2.TokenPrompt, "token_ids", b"\x01" * _ROOM))),
+    Worst("token ids one by one", "Generate", field(_GENERATE, "tokens", b"\x08\x01" * (_ROOM // 2))),
+    Worst("an empty prompt again and again", "Generate", field(_GENERATE, "tokens", b"") * (_ROOM // 2)),
+    Worst("a text", "Generate", field(_GENERATE, "text", field(inference_pb2.TextPrompt, "text", b"a" * _ROOM))),
+    Worst("biases", "Generate", _sampling("logit_bias", b"")),
+    Worst("stop strings", "Generate", _sampling("stop", b"")),
+    Worst("stop tokens", "Generate",
+          _TEXT + field(_GENERATE, "sampling", field(_SAMPLING, "stop_token_ids", b"\x01" * (_ROOM - 20)))),
+    Worst("allowed tokens", "Generate",
+          _TEXT + field(_GENERATE, "sampling", field(_SAMPLING, "allowed_token_ids", b"\x01" * (_ROOM - 20)))),
+    Worst("bad words", "Generate", _sampling("bad_words", b"")),
+    Worst("bad words' tokens", "Generate", _sampling("bad_words_token_ids", b"")),
+    Worst("processors", "Generate", _sampling("logits_processors", b"")),
+    Worst("groups", "Generate", (b"\x0b" * 99 + b"\x0c" * 99) * (_ROOM // 198)),
+    Worst("no message", "Generate", b"\xff" * _ROOM),
+]  # fmt: skip
+EMBED = [
+    Worst("empty inputs", "Embed", field(_EMBED, "inputs", b"") * (_ROOM // 2)),
+    Worst("all inputs", "Embed", b"".join(
+        field(_EMBED, "inputs", field(inference_pb2.EmbedInput, "text", field(inference_pb2.TextPrompt, "text", b"a")))
+        for _ in range(2048)), 200),
+    Worst("inputs of token ids", "Embed", field(_EMBED, "inputs", field(inference_pb2.EmbedInput, "tokens",
+          field(inference_pb2.TokenPrompt, "token_ids", b"\x01" * 1000))) * 2048),
+    Worst("unknown fields in inputs", "Embed", field(_EMBED, "inputs", _UNKNOWN) * 2048),
+]  # fmt: skip
+GRPC = [*GENERATE, *EMBED, *(worst._replace(path="Session") for worst in GENERATE)]
