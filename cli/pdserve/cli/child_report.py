@@ -1,6 +1,7 @@
 """What a child of `pdserve up` tells its parent: JSON lines on a pipe, and a lifeline back.
 
-child -> parent   {"loaded_bytes": .., "total_bytes": .., "name": ..} while weights load, {"address": ..} when ready
+child -> parent   {"loaded_bytes": .., "total_bytes": .., "name": ..} while weights load, {"address": ..} when ready,
+                  {"message": ..} when it cannot start: the parent prints it, and the child does not
 parent -> child   nothing; the pipe's end is the parent's end, and the child drains
 """
 
@@ -23,7 +24,15 @@ class ReadyReport(msgspec.Struct, forbid_unknown_fields=True, tag="ready"):
     address: str
 
 
-Report = LoadReport | ReadyReport
+class FailedReport(msgspec.Struct, forbid_unknown_fields=True, tag="failed"):
+    """Why the service does not start."""
+
+    message: str
+
+
+Report = LoadReport | ReadyReport | FailedReport
+MAX_MESSAGE_CHARS = 4096
+"""A report is one line, which the parent reads up to 64 KiB."""
 
 
 class ReportPipe:
@@ -31,6 +40,11 @@ class ReportPipe:
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
+
+    @property
+    def is_open(self) -> bool:
+        """False without a parent, or after it has gone."""
+        return self._descriptor is not None
 
     def send(self, report: Report) -> None:
         """Write one line; a parent that is gone is not an error here."""

@@ -166,7 +166,7 @@ def router(
 
 
 def _worker(role: Literal["prefill", "decode"], set_: list[str] | None, config: Path | None, **flags: Any) -> None:
-    from pdserve.cli.service_commands import parse_assignments, serve_worker
+    from pdserve.cli.service_commands import ReportedFailure, parse_assignments, serve_worker
     from pdserve.cli.visible_secrets import warn_of_secrets
     from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 
@@ -174,7 +174,11 @@ def _worker(role: Literal["prefill", "decode"], set_: list[str] | None, config: 
     kind = PrefillSettings if role == "prefill" else DecodeSettings
     given = parse_assignments(set_ or []) | {name: value for name, value in flags.items() if value is not None}
     warn_of_secrets(given)
-    if not serve_worker(kind, given, config, report_fd, lifeline_fd):
+    try:
+        lived = serve_worker(kind, given, config, report_fd, lifeline_fd)
+    except ReportedFailure:
+        raise typer.Exit(EXIT_CONFIG) from None
+    if not lived:
         raise typer.Exit(EXIT_FAILED)
 
 

@@ -9,7 +9,15 @@ from typing import Any
 
 import uvloop
 
-from pdserve.cli.child_report import LoadReport, ReadyReport, ReportPipe, follow_lifeline
+from pdserve.cli.child_report import (
+    MAX_MESSAGE_CHARS,
+    FailedReport,
+    LoadReport,
+    ReadyReport,
+    ReportPipe,
+    follow_lifeline,
+)
+from pdserve.common.errors import ConfigError
 from pdserve.common.logging_setup import configure_logging
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.settings import load_settings
@@ -54,7 +62,31 @@ def serve_worker(
     report_fd: int | None,
     lifeline_fd: int | None,
 ) -> bool:
-    """Run a worker until it is told to stop; whether its engine lived to the end. Raises: ConfigError."""
+    """Run a worker until it is told to stop; returns whether its engine lived to the end.
+
+    Raises: ConfigError; ReportedFailure in place of it where a parent process has been sent the message.
+    """
+    pipe = ReportPipe(report_fd)
+    try:
+        return _serve_worker(kind, flags, config, pipe, lifeline_fd)
+    except ConfigError as error:
+        if not pipe.is_open:
+            raise
+        pipe.send(FailedReport(error.message[:MAX_MESSAGE_CHARS]))
+        raise ReportedFailure from error
+
+
+class ReportedFailure(Exception):
+    """The service does not start, and its parent prints why."""
+
+
+def _serve_worker(
+    kind: type[PrefillSettings] | type[DecodeSettings],
+    flags: Mapping[str, Any],
+    config: Path | None,
+    pipe: ReportPipe,
+    lifeline_fd: int | None,
+) -> bool:
     settings = load_settings(kind, flags=flags, toml=config)
     configure_logging(kind.section, settings.log_level)
     folder = model_folder(settings.model)
@@ -67,7 +99,6 @@ def serve_worker(
     from pdserve.worker.identity import WorkerIdentity
 
     follow_lifeline(lifeline_fd)
-    pipe = ReportPipe(report_fd)
     reported = -REPORT_EVERY_BYTES
 
     def progress(loaded: LoadProgress) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdserve.cli.child_report import LoadReport, ReadyReport, read_report
+from pdserve.cli.child_report import FailedReport, LoadReport, ReadyReport, read_report
 from pdserve.common.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class WorkerChild:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Raises: ConfigError when the process ends before it is ready; its own last words say why."""
+        """Raises: ConfigError when the process ends before it is ready, with the cause that it reported, if any."""
         report_read, report_write = os.pipe()
         lifeline_read, lifeline_write = os.pipe()
         command = [
@@ -65,18 +65,21 @@ class WorkerChild:
             os.close(report_write)
             os.close(lifeline_read)
         self._lifeline = lifeline_write
-        ready = await self._read_reports(report_read)
-        if ready is None:
+        report = await self._read_reports(report_read)
+        if not isinstance(report, ReadyReport):
             code = await self._process.wait()
             self._cut_lifeline()
+            if report is not None:
+                raise ConfigError(f"{self.plan.name}: {report.message}")
             raise ConfigError(f"{self.plan.name} ended with status {code} before it was ready")
-        self.address = ready.address
+        self.address = report.address
 
     def _same_port(self) -> Sequence[str]:
         # always given: a port in the environment is meant for one service, not for all children
         return ("--port", self.address.rpartition(":")[2] or "0")
 
-    async def _read_reports(self, descriptor: int) -> ReadyReport | None:
+    async def _read_reports(self, descriptor: int) -> ReadyReport | FailedReport | None:
+        """What the start came to; None for a process that ended without a report of it."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(
@@ -86,7 +89,7 @@ class WorkerChild:
             while line := await reader.readline():
                 with contextlib.suppress(msgspec.MsgspecError):
                     report = read_report(line)
-                    if isinstance(report, ReadyReport):
+                    if isinstance(report, ReadyReport | FailedReport):
                         return report
                     self.on_load(self.plan.name, report)
             return None
