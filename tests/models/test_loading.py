@@ -104,9 +104,10 @@ def test_a_truncated_file_is_named(folder: Path, size: int) -> None:
         load_decoder(folder)
 
 
-def test_an_index_may_not_name_files_elsewhere(sharded: Path) -> None:
+@pytest.mark.parametrize("name", ["../model/model.safetensors", "/dev/zero", "", "..", "a\0b", "x" * 256, "\ud800"])
+def test_an_index_may_not_name_files_elsewhere(sharded: Path, name: str) -> None:
     index = json.loads((sharded / INDEX).read_text())
-    index["weight_map"]["lm_head.weight"] = "../model/model.safetensors"
+    index["weight_map"]["lm_head.weight"] = name
     (sharded / INDEX).write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="not a file of this folder"):
         load_decoder(sharded)

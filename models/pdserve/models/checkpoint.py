@@ -6,6 +6,7 @@ no name comes twice. Offsets, sizes and types are the library's own checks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ _LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 16 << 20
 """Of one file: about 100 bytes per tensor, and no model has 100,000 in a file."""
 MAX_FILES = 4096
+_MAX_NAME_BYTES = 255
 _DTYPES = ("F32", "BF16", "F16")
 """By their names in a header: those that can be served."""
 _NUM_NAMED = 4
@@ -99,7 +101,7 @@ def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
                 _check_header(path)
                 files[file] = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path} is truncated or no safetensors file: {error}") from error
+                raise ConfigError(f"{path} is truncated or no safetensors file: {error!s:.300}") from error
         yield Checkpoint(folder, files)
 
 
@@ -135,9 +137,18 @@ def _weight_files(folder: Path) -> list[str]:
     if len(files) > MAX_FILES:
         raise ConfigError(f"{folder / _INDEX}: weight_map names {len(files)} files, at most {MAX_FILES} are read")
     for file in files:
-        if not file or file in (".", "..") or "\0" in file or Path(file).name != file:
+        if not _is_file_name(file):
             raise ConfigError(f"{folder / _INDEX}: weight_map names {file[:80]!r}, which is not a file of this folder")
     return files
+
+
+def _is_file_name(name: str) -> bool:
+    """False for a path, and for a name that no file can have."""
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return 0 < len(encoded) <= _MAX_NAME_BYTES and name not in (".", "..") and "\0" not in name and "/" not in name
 
 
 def _other_weights(folder: Path) -> str:

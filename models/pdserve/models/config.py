@@ -193,7 +193,7 @@ def _dtype(config: JsonObject, wanted: str) -> str:
     if wanted == "auto":
         name = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
         if name not in TORCH_DTYPES:
-            raise UnsupportedModel(f"{config.where}: dtype {name!r}; supported: {', '.join(TORCH_DTYPES)}")
+            raise UnsupportedModel(f"{config.where}: dtype {name!r:.80}; supported: {', '.join(TORCH_DTYPES)}")
         return name
     if wanted not in TORCH_DTYPES:
         raise ConfigError(f"dtype must be auto, {', '.join(TORCH_DTYPES)}, not {wanted!r}")

@@ -137,7 +137,7 @@ def check_fields(config: JsonObject, architecture: str, read: Sequence[str], own
             continue
         if listed or _MATHEMATICS.search(name):
             raise UnsupportedModel(
-                f"{config.where}: {name} is {config.shown(name)}, which {architecture} does not compute; "
+                f"{config.where}: {name[:80]} is {config.shown(name)}, which {architecture} does not compute; "
                 f"{_expected(name, own)}"
             )
         unknown.append(name)

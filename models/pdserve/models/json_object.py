@@ -125,7 +125,7 @@ class JsonObject:
         return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
     def error(self, name: str, expected: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {name} must be {expected}, not {self.shown(name)}")
+        return ConfigError(f"{self.where}: {name[:MAX_SHOWN_CHARS]} must be {expected}, not {self.shown(name)}")
 
     def _required(self, name: str, default: Value | None) -> Value:
         if default is None:

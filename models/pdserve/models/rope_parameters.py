@@ -57,7 +57,7 @@ class RopeParameters:
         if not theta > 1:
             raise rope.error("rope_theta", "above 1")
         if rope_type not in ROPE_TYPES:
-            raise UnsupportedModel(f"{rope.where}: rope type {rope_type!r}; supported: {', '.join(ROPE_TYPES)}")
+            raise UnsupportedModel(f"{rope.where}: rope type {rope_type!r:.80}; supported: {', '.join(ROPE_TYPES)}")
         if rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
             raise UnsupportedModel(f"{rope.where}: partial_rotary_factor other than 1")
         if rope_type in ("default", "dynamic"):
@@ -182,7 +182,7 @@ def _rope_fields(config: JsonObject) -> JsonObject:
     for name in rope.names:
         if name not in _FIELDS and rope.get(name) not in (None, False):
             raise UnsupportedModel(
-                f"{rope.where}: {name} is {rope.shown(name)}; known are {', '.join(sorted(_FIELDS))}"
+                f"{rope.where}: {name[:80]} is {rope.shown(name)}; known are {', '.join(sorted(_FIELDS))}"
             )
     return rope
 

@@ -98,7 +98,7 @@ class TokenizerFolder:
             ids = value if isinstance(value, list) else [value]
             if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
                 raise ConfigError(
-                    f"{self.path / f'{file}.json'}: {name} is {value!r}, not a token id or a list of them"
+                    f"{self.path / f'{file}.json'}: {name} is {value!r:.80}, not a token id or a list of them"
                 )
             return self.known_ids(dict.fromkeys(ids), name)
         return None
@@ -187,7 +187,7 @@ class TokenizerFolder:
         if value is None:
             return default
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ConfigError(f"{self.path / f'{file}.json'}: {key} is {value!r}, which has the wrong type")
+            raise ConfigError(f"{self.path / f'{file}.json'}: {key} is {value!r:.80}, which has the wrong type")
         return value
 
 
