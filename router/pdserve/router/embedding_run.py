@@ -45,7 +45,7 @@ class EmbeddingRun:
         self._request = request
         self._services = services
         self._prepared: dict[tuple[str, int], PreparedRequest] = {}
-        self._casualties = Casualties(services.poison, services.fleet)
+        self._casualties = Casualties(services.poison, services.fleet, services.company, request.client)
         self._full = FullWorkers(services.settings.queue_timeout_s)
         self._record = record.run(self.timeline)
 
@@ -105,12 +105,12 @@ class EmbeddingRun:
             self.timeline.mark(moments.PLACED)
             self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
             prepared = self._hashed(request, worker.identity.layout)
-            self._services.poison.check(prepared.request_digest)
+            self._services.poison.check(self._request.client, prepared.request_digest)
             if not prepared.remaining_s:
                 raise self._too_late()
             record = self._record.attempt(number, decision.placement)
             try:
-                with record:
+                with record, self._services.company.serving(self._casualties, decision.placement):
                     return await self._attempt(record.carried_by(prepared), number, decision, worker)
             except AttemptFailed as failure:
                 number += 1
@@ -157,13 +157,13 @@ class EmbeddingRun:
                 max_tokens=0,
                 hashes=lambda layout: self._known_hashes(request, layout),
                 blamed=blamed | self._full.keys,
-                dead=self._casualties.workers,
+                dead=self._casualties.unfit,
                 embeds=True,
             )
 
-        decision = await self._services.fleet.wait_for(look, self._patience_s)
-        if decision is None:
-            raise self._no_worker()
+        while (decision := await self._services.fleet.wait_for(look, self._patience_s)) is None:
+            if self._casualties.unfit == self._casualties.workers:
+                raise self._no_worker()
         return decision
 
     async def _until_hopeless(self) -> None:

@@ -155,6 +155,12 @@ class Fleet:
                 self._waiters.discard(waiter)
         return found
 
+    def look_again(self) -> None:
+        """Something else has changed that those in `wait_for` look at."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
     async def stays_away(self, is_there: Callable[[], bool], for_s: float) -> None:
         """Returns when `is_there` has been false for so long; it is asked now and after every change."""
         while True:
@@ -181,9 +187,7 @@ class Fleet:
             alive = {address.worker.key for address in self._watched if address.worker is not None}
             self._met &= alive
             self._compared = {pair for pair in self._compared if pair <= alive}
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self.look_again()
         for listener in self.listeners:
             listener()
 

@@ -23,7 +23,7 @@ from pdserve.router.embedding_run import EmbeddingRun
 from pdserve.router.fleet import Fleet
 from pdserve.router.generation import Generation
 from pdserve.router.placer import Placer
-from pdserve.router.poison import PoisonList
+from pdserve.router.poison import Company, PoisonList
 from pdserve.router.prefix_index import PrefixIndex
 from pdserve.router.preparation import ClientRequest, EmbeddingRequest, Limits, Preparation
 from pdserve.router.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
@@ -69,7 +69,11 @@ class Inference:
         fleet.listeners.append(self.admission.recheck)
         self.placer = Placer(fleet, index, settings)
         self.preparation = preparation
-        self._services = RunServices(self.fleet, self.placer, self.admission, preparation, PoisonList(), settings)
+        company = Company()
+        company.on_left = fleet.look_again
+        self._services = RunServices(
+            self.fleet, self.placer, self.admission, preparation, PoisonList(), company, settings
+        )
         self.telemetry = RouterTelemetry(
             settings, model, lambda: self.admission.num_requests, fleet.counts, lambda: len(index)
         )

@@ -103,7 +103,9 @@ class RequestRun:
         """Sequences of which the client has something."""
         self._numbers = itertools.count()
         """Of attempts."""
-        self._casualties = Casualties(services.poison, services.fleet)
+        self._casualties = Casualties(
+            services.poison, services.fleet, services.company, request.client, request.sampling
+        )
         self._full = FullWorkers(services.settings.queue_timeout_s)
         self._record = record.run(self.timeline)
 
@@ -195,7 +197,7 @@ class RequestRun:
             self._record.routed(started_unix_ns, decision.policy, placement, decision.attributes)
             layout = placement.layout
             prompt_digest = self._hashed(request, layout).request_digest
-            self._services.poison.check(prompt_digest)
+            self._services.poison.check(self._request.client, prompt_digest)
             prepared = self._hashed(request, layout, resume)
             if not prepared.remaining_s:
                 # workers refuse a request without time
@@ -205,7 +207,7 @@ class RequestRun:
                 number, record.carried_by(prepared), placement, self.timeline, self._relay, self._relay_prompt
             )
             try:
-                with record:
+                with record, self._services.company.serving(self._casualties, placement):
                     await attempt.run()
                 self._services.placer.bandwidth.landed(attempt.transfer_bytes, self.timeline)
                 return
@@ -352,12 +354,12 @@ class RequestRun:
                 hashes=lambda layout: self._hashed(request, layout, resume).placement_hashes,
                 wish=course.wish,
                 blamed=course.blamed | self._full.keys,
-                dead=self._casualties.workers,
+                dead=self._casualties.unfit,
             )
 
-        decision = await self._services.fleet.wait_for(look, WAIT_FOR_WORKER_S)
-        if decision is None:
-            raise self._no_worker()
+        while (decision := await self._services.fleet.wait_for(look, WAIT_FOR_WORKER_S)) is None:
+            if self._casualties.unfit == self._casualties.workers:
+                raise self._no_worker()
         return decision
 
     async def _until_hopeless(self, *, one_token: bool) -> None:

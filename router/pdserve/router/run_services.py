@@ -8,7 +8,7 @@ from pdserve.common.router_settings import RouterSettings
 from pdserve.router.admission import Admission
 from pdserve.router.fleet import Fleet
 from pdserve.router.placer import Placer
-from pdserve.router.poison import PoisonList
+from pdserve.router.poison import Company, PoisonList
 from pdserve.router.preparation import Preparation
 
 
@@ -21,4 +21,5 @@ class RunServices:
     admission: Admission
     preparation: Preparation
     poison: PoisonList
+    company: Company
     settings: RouterSettings

@@ -153,10 +153,10 @@ class SessionTurn(RequestRun):
         booking = worker.book(placement.decode_share)
         record = self._record.attempt(0, placement)
         try:
-            with record:
+            with record, self._services.company.serving(self._casualties, placement):
                 if session.worker is None:
                     prepared = record.carried_by(self._hashed(request, placement.layout))
-                    self._services.poison.check(prepared.request_digest)
+                    self._services.poison.check(self._request.client, prepared.request_digest)
                     if not prepared.remaining_s:
                         # workers refuse a request without time
                         raise self._too_late()
