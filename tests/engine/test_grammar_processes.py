@@ -87,7 +87,7 @@ class Ask:
         self.begun: list[int] = []
         self._count = 0
 
-    def submit(self, tenant: str = "", output: tuple[int, ...] = (), **form: Any) -> int:
+    def submit(self, tenant: bytes = b"", output: tuple[int, ...] = (), **form: Any) -> int:
         number = self._count
         self._count += 1
 
@@ -221,7 +221,7 @@ def test_tenants_take_turns() -> None:
     jobs = JobQueue()
     made = [
         GrammarJob(StructuredOutputsParams(regex=str(n)), (), (), lambda: True, lambda: None, lambda _: None, tenant)
-        for n, tenant in enumerate(["greedy"] * 5 + ["modest", "", "modest"])
+        for n, tenant in enumerate([b"greedy"] * 5 + [b"modest", b"", b"modest"])
     ]
     for job in made:
         jobs.add(job)
@@ -233,8 +233,8 @@ def test_tenants_take_turns() -> None:
 
 def test_a_greedy_tenant_does_not_keep_others_waiting(make_compiler: MakeCompiler) -> None:
     ask = Ask(make_compiler(num_compiling=1))
-    greedy = [ask.submit("greedy", regex=SLOW_TO_COMPILE["regex"] + "b" * n) for n in range(20)]
-    modest = ask.submit("modest", choice=("yes", "no"))
+    greedy = [ask.submit(b"greedy", regex=SLOW_TO_COMPILE["regex"] + "b" * n) for n in range(20)]
+    modest = ask.submit(b"modest", choice=("yes", "no"))
     ask.grammar(modest).close()
     begun_before = [number for number in greedy if number in ask.begun[: ask.begun.index(modest)]]
     assert len(begun_before) <= 2
@@ -242,7 +242,7 @@ def test_a_greedy_tenant_does_not_keep_others_waiting(make_compiler: MakeCompile
 
 def test_one_form_of_one_tenant_is_compiled_once(make_compiler: MakeCompiler) -> None:
     ask = Ask(make_compiler())
-    grammars = [ask.grammar(ask.submit(tenant, choice=("yes", "no"))) for tenant in ("a", "a", "b", "a")]
+    grammars = [ask.grammar(ask.submit(tenant, choice=("yes", "no"))) for tenant in (b"a", b"a", b"b", b"a")]
     assert len(children()) == 3
     for grammar in grammars:
         grammar.close()

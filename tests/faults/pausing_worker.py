@@ -97,7 +97,7 @@ def install(pauses: Pauses) -> None:
             if request.core.remote_prefill and request.num_output_tokens == NUM_STREAMED:
                 pauses.reach("streaming")
 
-    def before_digest(adapter: SeamAdapter, message: Any) -> None:
+    def before_digest(adapter: SeamAdapter, message: Any, *_: Any) -> None:
         if not pauses.are_armed:
             return
         deadline = time.monotonic() + LONGEST_S
@@ -107,7 +107,7 @@ def install(pauses: Pauses) -> None:
             time.sleep(0.001)
         pauses.reach("computed")
 
-    def before_answer(source: TcpSource, stream: Any, request: Any) -> None:
+    def before_answer(source: TcpSource, connection: Any, stream: Any, reader: Any, request: Any) -> None:
         num_answers[request.token] = num_answers.get(request.token, 0) + 1
         if num_answers[request.token] == 2:
             pauses.reach("moving")

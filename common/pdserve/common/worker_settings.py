@@ -79,6 +79,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """The same for all tokens of a request's sequences together; 5 ms more for each token."""
     grammar_memory_mib: int = 2048
     """Address space that the process of a grammar may take beyond what it begins with."""
+    engine_stuck_exit_s: float = 60.0
+    """A worker whose engine makes no progress for so long writes its threads' stacks and ends with status 1; 0: never."""
     attach_timeout_s: float = 10.0
     lease_grace_s: float = 3.0
     """How long a source keeps blocks after the control stream broke."""
@@ -162,6 +164,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         if not 0 < self.run_ahead_share <= 1:
             raise ConfigError(f"run_ahead_share is {self.run_ahead_share}, above 0 and at most 1 is needed")
         self._verify_seconds("grammar_timeout_s", "grammar_token_s", "grammar_request_s")
+        if self.engine_stuck_exit_s:
+            self._verify_seconds("engine_stuck_exit_s")
         self._verify_seconds("attach_timeout_s", "lease_grace_s", "lease_max_s", "drain_s")
 
 

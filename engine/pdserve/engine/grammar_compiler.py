@@ -55,7 +55,7 @@ START_S = 60.0
 _NO_DESCRIPTOR = -1
 _LOOK_EVERY_S = 0.25
 _CLOSE_S = 5.0
-Key = tuple[str, bytes]
+Key = tuple[bytes, bytes]
 """A tenant, and what it asks for."""
 
 

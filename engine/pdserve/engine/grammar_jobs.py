@@ -27,7 +27,7 @@ class GrammarJob:
     """Called when its turn has come. From here on it is the grammar that takes the time, not those before it."""
     deliver: Deliver
     """Takes the grammar, or why there is none. Called once, in the compiler's thread; never for a job not wanted."""
-    tenant: str = ""
+    tenant: bytes = b""
     """On whose behalf: tenants take turns, and share no process."""
 
 
@@ -35,7 +35,7 @@ class JobQueue:
     """Tenants in turn, and each tenant's jobs in the order in which they came."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[str, deque[GrammarJob]] = OrderedDict()
+        self._jobs: OrderedDict[bytes, deque[GrammarJob]] = OrderedDict()
 
     def __len__(self) -> int:
         return sum(len(jobs) for jobs in self._jobs.values())

@@ -87,6 +87,7 @@ class GrammarWaits:
                 is_wanted=lambda: Wait.GRAMMAR in request.waits_for and not request.status.is_finished,
                 begins=compilation.begins,
                 deliver=lambda grammar: self._deliver((request, grammar)),
+                tenant=request.core.tenant,
             )
         )
 

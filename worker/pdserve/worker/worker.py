@@ -40,6 +40,7 @@ from pdserve.kv_transfer.source_transfers import SourceTransfers
 from pdserve.kv_transfer.staged_pool import StagedPool, host_memory
 from pdserve.v1 import kv_source_pb2_grpc, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.engine_watchdog import EngineWatchdog
 from pdserve.worker.identity import Role, WorkerIdentity
 from pdserve.worker.metrics_server import Health, MetricsServer
 from pdserve.worker.peer_channels import PeerChannels
@@ -105,6 +106,7 @@ class Worker:
         )
         self.engine = EngineClient(core, settings.num_threads, settings.cpu_core, settings.waiting_limit)
         self.adapter.connect(self.engine)
+        self._watchdog: EngineWatchdog | None = None
         self.identity = self._identity(role, deployment_key.fingerprint)
         limits = LeaseLimits(settings.attach_timeout_s, settings.lease_grace_s, settings.lease_max_s)
         self.transfers = SourceTransfers(connectors, limits, self.adapter)
@@ -190,6 +192,9 @@ class Worker:
         await first_done(warmed.wait(), self.engine.died.wait())
         if self.engine.died.is_set():
             raise RuntimeError("the engine failed while it was warmed up")
+        if self.settings.engine_stuck_exit_s:
+            self._watchdog = EngineWatchdog(lambda: self.engine.tick, self.settings.engine_stuck_exit_s)
+            self._watchdog.start()
         host = self.settings.metrics_at
         await self.metrics_server.start(host, self.settings.metrics_port)
         await self.server.start()
@@ -263,6 +268,8 @@ class Worker:
         self.adapter.close()
         await self.peers.close()
         await asyncio.to_thread(self.connectors.close)
+        if self._watchdog is not None:
+            self._watchdog.stop()
         await asyncio.to_thread(self.engine.stop)
         await self.metrics_server.stop()
         await self.telemetry.close()

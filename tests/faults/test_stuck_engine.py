@@ -1,0 +1,54 @@
+"""A worker whose engine hangs ends by itself, with a word, and the request goes on elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster_processes import running_cluster
+from inference_client import InferenceClient
+from oracle import Oracle
+from random_prompts import prompt_of
+
+pytestmark = pytest.mark.process
+
+PAUSING = (str(Path(__file__).with_name("pausing_worker.py")),)
+FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=100", "--set", "engine_stuck_exit_s=4", "--connector", "tcp")
+
+
+async def test_a_worker_whose_engine_hangs_ends_with_status_1(
+    tiny_checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_checkpoints("llama")
+    oracle = Oracle(model)
+    with running_cluster(tmp_path) as cluster:
+        cluster.worker_program = (*PAUSING, str(tmp_path))
+        workers = [cluster.start_worker("decode", "--model", str(model), *FLAGS, name=f"decode{n}") for n in range(2)]
+        prefill = cluster.start_worker("prefill", "--model", str(model), *FLAGS)
+        cluster.start_router(
+            "--model",
+            str(model),
+            "--local-prefill",
+            "never",
+            prefill=[prefill.address],
+            decode=[worker.address for worker in workers],
+        )
+        async with InferenceClient(cluster.router.address) as router:
+            (tmp_path / "armed").write_text("streaming")
+            prompt = prompt_of(40)
+            answer = await router.ask(prompt, max_tokens=30)
+            oracle.check(prompt, answer.token_ids)
+            deadline = time.monotonic() + 30
+            while all(worker.process.poll() is None for worker in workers):
+                assert time.monotonic() < deadline, "\n\n".join(worker.read_log() for worker in workers)
+                await asyncio.sleep(0.1)
+        [stuck] = [worker for worker in workers if worker.process.poll() is not None]
+        assert stuck.process.poll() == 1
+        said = stuck.read_log()
+        assert "the engine has made no progress for 4 s (engine_stuck_exit_s)" in said
+        assert "in reach" in said, "the stacks are not there"
+        cluster.restart(stuck.name)
+        cluster.check_pools()

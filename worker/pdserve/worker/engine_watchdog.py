@@ -1,0 +1,71 @@
+"""`EngineWatchdog`: ends a worker whose engine does not come back, so that whatever started it starts it anew.
+
+Routers and peers stop using such a worker within seconds, but its process would go on: with its port, its memory, and the
+blocks that others wait for.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+LOCKED_FACTOR = 2
+"""An engine that also keeps the interpreter's lock lets no thread look: after so many times the limit the process is ended
+without one."""
+
+
+class EngineWatchdog:
+    """A thread that looks at the engine's tick. Time in which this process itself was suspended does not count."""
+
+    def __init__(self, tick: Callable[[], int], stuck_exit_s: float, end: Callable[[int], None] | None = None) -> None:
+        """stuck_exit_s: above 0. end: called with the exit status, instead of `os._exit`."""
+        self._tick = tick
+        self._stuck_exit_s = stuck_exit_s
+        self._end = end or os._exit
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more; waits. Harmless when it was not started, and when called again."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        look_every_s = min(LOOK_EVERY_S, self._stuck_exit_s / 4)
+        last, still_s = self._tick(), 0.0
+        try:
+            while True:
+                # a C thread of the interpreter's own, which needs no lock
+                faulthandler.dump_traceback_later(LOCKED_FACTOR * self._stuck_exit_s, exit=True)
+                if self._stopped.wait(look_every_s):
+                    return
+                tick = self._tick()
+                # each look counts for the time between two, however long ago the last one was
+                still_s = 0.0 if tick != last else still_s + look_every_s
+                last = tick
+                if still_s >= self._stuck_exit_s:
+                    self._give_up(still_s)
+                    return
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _give_up(self, still_s: float) -> None:
+        log.critical(
+            "the engine has made no progress for %g s (engine_stuck_exit_s): all threads' stacks are on standard error, "
+            "and the worker ends with status 1",
+            still_s,
+        )
+        sys.stderr.flush()
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        self._end(1)
