@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from cluster_processes import Cluster, Service, running_cluster
 from inference_client import InferenceClient
 from oracle import Oracle
-from tls_authority import Authority
+from tls_authority import Authority, IssuedFiles, role_uri
 
 from pdserve.common.rpc import PROTOCOL_VERSION, make_channel
 from pdserve.common.tls import ClientTls, TlsFile, load_client
@@ -99,3 +100,72 @@ def check_stranger(cluster: Cluster, router: Service, stranger: Service, other: 
     cluster.tls = inside
     stranger.process.terminate()
     assert stranger.process.wait(20) == 0
+
+
+def put(files: IssuedFiles, new: IssuedFiles, *cas: Path) -> None:
+    """Under other names first, as secrets are replaced."""
+    contents = {files.cert: new.cert, files.key: new.key}
+    for path, content in [
+        *((path, new_path.read_bytes()) for path, new_path in contents.items()),
+        (files.ca, b"".join(ca.read_bytes() for ca in cas)),
+    ]:
+        other = path.with_suffix(".new")
+        other.write_bytes(content)
+        other.replace(path)
+
+
+async def test_certificates_and_authority_change_while_a_cluster_answers(
+    tiny_checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each service has its role alone, and no request is lost on the way to another authority."""
+    model = tiny_checkpoints("llama")
+    oracle = Oracle(model)
+    first, second = Authority(tmp_path / "first"), Authority(tmp_path / "second")
+    names = ("prefill", "decode", "router")
+    held = {}
+    for name in names:
+        folder = tmp_path / f"held-{name}"
+        folder.mkdir()
+        held[name] = IssuedFiles(*(folder / file for file in ("cert.pem", "key.pem", "ca.pem")))
+        put(held[name], first.issue(uris=[role_uri(name)]), first.ca_file)
+    common = ("--model", str(model), *FLAGS)
+    with running_cluster(tmp_path) as cluster:
+        cluster.tls = first.identity().client
+        prefill = cluster.start_worker("prefill", *common, *held["prefill"].flags())
+        decode = cluster.start_worker("decode", *common, *held["decode"].flags())
+        router = cluster.start_router(
+            *("--model", str(model), "--local-prefill", "never", *held["router"].flags()),
+            prefill=[prefill.address],
+            decode=[decode.address],
+        )
+        services = (prefill, decode, router)
+        assert all("the certificate for services" in service.read_log() for service in services)
+        asked = 0
+        async with InferenceClient(router.address) as client:
+
+            async def ask_until(holds: Callable[[], bool]) -> None:
+                nonlocal asked
+                async with asyncio.timeout(30):
+                    while not holds():
+                        prompt = PROMPTS[asked % 2]
+                        oracle.check(prompt, (await client.ask(prompt, max_tokens=6, cache_salt=str(asked))).token_ids)
+                        asked += 1
+                        await asyncio.sleep(0.1)
+
+            both = (first.ca_file, second.ca_file)
+            steps = [(first, both), (second, both), (second, (second.ca_file,))]
+            for number, (authority, cas) in enumerate(steps, 1):
+                for name in names:
+                    put(held[name], authority.issue(uris=[role_uri(name)]), *cas)
+                await ask_until(
+                    lambda: all(service.read_log().count("was read again") == number for service in services)  # noqa: B023
+                )
+            # new lives and new connections: only certificates of the second authority are left
+            cluster.tls = second.identity().client
+            decode.signal(signal.SIGTERM)
+            await asyncio.to_thread(decode.process.wait)
+            again = await asyncio.to_thread(cluster.restart, decode.name)
+            before = asked
+            await ask_until(lambda: asked >= before + 4)
+            assert again.address == decode.address
+        cluster.check_pools()

@@ -23,6 +23,7 @@ from pdserve.common.background_task import RESTARTS, TASK_NAMES
 from pdserve.common.circuit_breaker import BreakerState, CircuitBreaker
 from pdserve.common.redis_connection import ERROR_KINDS
 from pdserve.common.span_counts import ExportCounts
+from pdserve.common.tls_renewal import PeerKind
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -77,6 +78,24 @@ class RedisCollector(Collector):
         for kind, count in self._events().items():
             events.add_metric([kind], count)
         yield events
+
+
+class TlsCollector(Collector):
+    """How long this service's certificates are valid."""
+
+    def __init__(self, expiries: Callable[[], Mapping[PeerKind, float]]) -> None:
+        """expiries: as `TlsRenewal.expiries`."""
+        self._expiries = expiries
+
+    def collect(self) -> Iterable[Metric]:
+        expiry = GaugeMetricFamily(
+            "pdserve_tls_certificate_expiry_timestamp_seconds",
+            "When a certificate of this service expires, in Unix time.",
+            labels=["peers"],
+        )
+        for peers, valid_until in self._expiries().items():
+            expiry.add_metric([peers], valid_until)
+        yield expiry
 
 
 def make_registry(counts: ExportCounts | None) -> CollectorRegistry:

@@ -18,6 +18,7 @@ import grpc.aio
 from pdserve.common import errors
 from pdserve.common.errors import ConfigError, InternalError, PdServeError
 from pdserve.common.host_address import host_and_port
+from pdserve.common.renewed_channel import RenewedChannel
 from pdserve.common.tls import ClientTls, ServerTls
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,16 @@ _SERVER_OPTIONS = [
 
 
 def make_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
-    """A channel to `host:port` with the keepalive that leases rely on. tls: None speaks in the clear."""
+    """A channel to `host:port` with the keepalive that leases rely on. tls: None speaks in the clear.
+
+    With TLS each call takes the certificates that are current then; calls that run live on (`RenewedChannel`).
+    """
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return RenewedChannel(tls, lambda generation: _secure_channel(address, generation))
+
+
+def _secure_channel(address: str, tls: ClientTls) -> grpc.aio.Channel:
     credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
     name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name is not None else []
     return grpc.aio.secure_channel(address, credentials, options=[*_CHANNEL_OPTIONS, *name])

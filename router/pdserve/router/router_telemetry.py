@@ -17,10 +17,11 @@ from prometheus_client.registry import Collector
 
 from pdserve.common.circuit_breaker import CircuitBreaker
 from pdserve.common.errors import PdServeError
-from pdserve.common.metrics import RedisCollector, exposition, make_registry
+from pdserve.common.metrics import RedisCollector, TlsCollector, exposition, make_registry
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.telemetry import make_telemetry
 from pdserve.common.timeline import now_unix_ns
+from pdserve.common.tls_renewal import PeerKind
 from pdserve.common.trace_headers import TRACEPARENT
 from pdserve.router.audit_log import AuditLog
 from pdserve.router.client import ANYBODY, ASKING, Client
@@ -135,6 +136,10 @@ class RouterTelemetry:
     def watch_redis(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
         """Have metrics say how this service gets on with Redis; see `RedisCollector`."""
         self._registry.register(RedisCollector(breaker, events))
+
+    def watch_tls(self, expiries: Callable[[], Mapping[PeerKind, float]]) -> None:
+        """Have metrics say how long certificates are valid; see `TlsCollector`."""
+        self._registry.register(TlsCollector(expiries))
 
     def exposition(self, *, by_key: bool = False) -> bytes:
         """The metrics as they stand. by_key: with those that name API keys, which are for operators."""

@@ -17,6 +17,8 @@ from pdserve.common.http_server import HttpServer, listening_socket
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.rpc import bind
 from pdserve.common.settings import describe
+from pdserve.common.tls import ServerTls
+from pdserve.common.tls_renewal import TlsRenewal
 from pdserve.router.client_bodies import ClientBodies, model_len_of
 from pdserve.router.fleet import Fleet
 from pdserve.router.fleet_usage import make_fleet_usage
@@ -68,11 +70,18 @@ async def run_router(
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
             if not settings.asks_for_keys and not is_loopback(settings.host) and settings.no_auth:
                 log.warning("no_auth: clients need no API key, and anybody who reaches %s may ask", settings.host)
-            tasks = {background_task("api_keys", inference.keys.follow)}
+            front = settings.front_tls()
+            renewal = TlsRenewal(settings, tls, front, settings.front_tls)
+            renewal.tell()
+            inference.telemetry.watch_tls(renewal.expiries)
+            tasks = {
+                background_task("api_keys", inference.keys.follow),
+                background_task("certificates", renewal.run),
+            }
             if (usage := make_fleet_usage(settings, key, inference.admission.tenants)) is not None:
                 tasks.add(background_task("usage", usage.run))
             try:
-                await _serve(inference, ready, stop)
+                await _serve(inference, front, ready, stop)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -87,9 +96,13 @@ def _model_name(settings: RouterSettings, model_folder: Path) -> str:
     return settings.model_name or model_folder.resolve().name
 
 
-async def _serve(inference: Inference, ready: Callable[[str, str], None] | None, stop: asyncio.Event | None) -> None:
+async def _serve(
+    inference: Inference,
+    tls: ServerTls | None,
+    ready: Callable[[str, str], None] | None,
+    stop: asyncio.Event | None,
+) -> None:
     settings = inference.settings
-    tls = settings.front_tls()
     with listening_socket(settings.host, settings.port) as http_socket:
         grpc_front = GrpcFront(inference)
         grpc_port = bind(grpc_front.server, settings.host, settings.grpc_port, tls)

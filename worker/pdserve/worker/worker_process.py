@@ -9,8 +9,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from pdserve.common.background_task import background_task
 from pdserve.common.first_done import first_done
 from pdserve.common.settings import describe
+from pdserve.common.tls_renewal import TlsRenewal
 from pdserve.common.worker_settings import WorkerSettings
 from pdserve.engine.loaded_model import LoadProgress, load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
@@ -40,6 +42,10 @@ async def run_worker(
     tls = settings.tls()
     model = await asyncio.to_thread(load_model, model_folder, settings, progress)
     worker = Worker(settings, role, model, make_connectors(settings, tls=tls), key, add_servicers, tls)
+    renewal = TlsRenewal(settings, tls)
+    renewal.tell()
+    worker.telemetry.watch_tls(renewal.expiries)
+    renewing = background_task("certificates", renewal.run)
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -56,5 +62,6 @@ async def run_worker(
             log.info("draining, for at most %.0f s", settings.drain_s)
             await first_done(worker.drain(), leave.wait())
     finally:
+        renewing.cancel()
         await worker.stop()
     return not worker.engine.died.is_set()

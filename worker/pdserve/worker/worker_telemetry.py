@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 
 from pdserve.common.circuit_breaker import CircuitBreaker
 from pdserve.common.engine_types import EngineCoreRequest
-from pdserve.common.metrics import RedisCollector, exposition, make_registry
+from pdserve.common.metrics import RedisCollector, TlsCollector, exposition, make_registry
 from pdserve.common.telemetry import make_telemetry
+from pdserve.common.tls_renewal import PeerKind
 from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.common.worker_settings import WorkerSettings
 from pdserve.worker.engine_client import EngineClient
@@ -44,6 +45,10 @@ class WorkerTelemetry:
     def watch_redis(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
         """Have metrics say how this service gets on with Redis; see `RedisCollector`."""
         self._registry.register(RedisCollector(breaker, events))
+
+    def watch_tls(self, expiries: Callable[[], Mapping[PeerKind, float]]) -> None:
+        """Have metrics say how long certificates are valid; see `TlsCollector`."""
+        self._registry.register(TlsCollector(expiries))
 
     def exposition(self) -> bytes:
         """The metrics as they stand."""

@@ -11,10 +11,9 @@ from pdserve.cli.doctor.secret_file import exposed
 from pdserve.common.deployment_key import is_loopback
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.tls import ServerTls
+from pdserve.common.tls_renewal import SOON_S
 from pdserve.common.worker_settings import WorkerSettings
 
-SOON_S = 14 * 86400.0
-"""A certificate that holds no longer than this is worth a word."""
 _HOW = "certificates, as docs/deploy.md makes them; or keep others from that network"
 
 
@@ -45,7 +44,11 @@ def _shown(to_whom: str, tls: ServerTls, certificate: str | None, key: str | Non
     until = (
         f"{certificate}, which {to_whom} are shown, is valid until {datetime.fromtimestamp(tls.valid_until, UTC):%F}"
     )
-    finding = warning(until, "renew it") if tls.valid_until - time.time() < SOON_S else ok(until)
+    finding = (
+        warning(until, "renew it: services read new files by themselves")
+        if tls.valid_until - time.time() < SOON_S
+        else ok(until)
+    )
     return [finding, *exposed(key)]
 
 
