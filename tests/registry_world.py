@@ -57,6 +57,7 @@ class StandIn:
         self.stats = SchedulerStats(num_blocks_total=100, num_blocks_free=100)
         self.draining = False
         self.prefill_tokens_per_s = 0.0
+        self.num_sessions = self.max_sessions = self.max_waiting = 0
         self._tick = 0
 
     @property
