@@ -64,7 +64,9 @@ async def run_router(
         directory = make_directory(settings, index)
         tls = settings.tls()
         client_tls = tls.client if tls is not None else None
-        async with Fleet(settings.prefill, settings.decode, expected, index, directory, client_tls) as fleet:
+        async with Fleet(
+            settings.prefill, settings.decode, expected, index, directory, client_tls, insecure=settings.insecure
+        ) as fleet:
             inference = Inference(model, settings, fleet, preparation, index, bodies)
             if directory is not None:
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
