@@ -109,7 +109,7 @@ class Fleet:
                 return
             # somebody else had the address before
             self._give_up(known)
-        watched = self._watch_address(address, role)
+        watched = self._watch_address(address, role, found=True)
         self._watched.append(watched)
         self._introduced[address] = self._keep(background_task("watch", watched.keep))
 
@@ -252,8 +252,8 @@ class Fleet:
                     watched.forgive(late)
                 watched.check_tick(now - TICK_STILL_S)
 
-    def _watch_address(self, address: str, role: WorkerRole) -> WatchedAddress:
-        return WatchedAddress(address, role, self._expected, self._on_change, self._held, self._tls)
+    def _watch_address(self, address: str, role: WorkerRole, *, found: bool = False) -> WatchedAddress:
+        return WatchedAddress(address, role, self._expected, self._on_change, self._held, self._tls, found=found)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._keep(asyncio.create_task(coroutine))
