@@ -77,7 +77,19 @@ def test_a_worker_that_would_run_exits_with_0() -> None:
     result = CliRunner().invoke(app, ["doctor", "--role", "decode", *WITHOUT_NIXL], env={"COLUMNS": "300"})
     assert result.exit_code == 0, result.output
     names = [line.split()[0] for line in result.output.splitlines() if line and not line.startswith(" ")]
-    assert names == ["model", "memory", "gpu", "key", "tls", "ports", "addresses", "redis", "nixl", "decode:"]
+    assert names == [
+        "model",
+        "memory",
+        "gpu",
+        "key",
+        "tls",
+        "ports",
+        "addresses",
+        "descriptors",
+        "redis",
+        "nixl",
+        "decode:",
+    ]
 
 
 def test_a_router_in_json_and_a_port_in_use_exits_with_1() -> None:
@@ -91,8 +103,8 @@ def test_a_router_in_json_and_a_port_in_use_exits_with_1() -> None:
     report = json.loads(result.output)
     assert (report["role"], report["verdict"]) == ("router", "failed")
     verdicts = {one["check"]: [finding["verdict"] for finding in one["findings"]] for one in report["checks"]}
-    assert list(verdicts) == ["model", "key", "tls", "ports", "addresses", "redis", "clients"]
-    assert verdicts["ports"] == ["ok", "failed"]
+    assert list(verdicts) == ["model", "key", "tls", "ports", "addresses", "files", "redis", "clients"]
+    assert verdicts["ports"] == ["ok", "failed", "ok"]
     assert verdicts["addresses"] == ["warning"]
 
 

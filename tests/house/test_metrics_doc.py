@@ -13,6 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from pdserve.common.circuit_breaker import CircuitBreaker
 from pdserve.common.engine_types import SchedulerStats
+from pdserve.common.loop_lag import LoopLag
 from pdserve.common.metrics import RedisCollector, TlsCollector, make_registry
 from pdserve.common.timeline import CRITICAL_PATH
 from pdserve.kv_transfer.source_transfer import PeerId
@@ -64,6 +65,7 @@ def redis_collector() -> RedisCollector:
 def router_registry() -> CollectorRegistry:
     registry = make_registry(None)
     RouterMetrics(registry, lambda: 0, lambda: {"prefill": {"live": 1}}, lambda: 0)
+    LoopLag(registry)
     registry.register(AuditCollector(AuditLog(None, "")))
     registry.register(TlsCollector(lambda: {"services": 0.0}))
     registry.register(redis_collector())
@@ -83,6 +85,7 @@ def worker_registry() -> CollectorRegistry:
     engine = SimpleNamespace(stats=SchedulerStats(), tick=0, tick_age_s=0.0, draining=False)
     transfers = SimpleNamespace(num_open=0, num_pinned=0, num_fallbacks=0, num_ended=TransferLog().num_ended)
     WorkerMetrics(registry, identity, engine, transfers)  # type: ignore[arg-type]
+    LoopLag(registry)
     registry.register(TlsCollector(lambda: {"services": 0.0}))
     registry.register(redis_collector())
     return registry

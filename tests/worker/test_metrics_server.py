@@ -21,9 +21,10 @@ class Served:
 
     def __init__(self) -> None:
         self.health = Health(ok=True, status="ok", engine_tick=7, engine_tick_age_s=0.1)
-        self.server = MetricsServer(
-            lambda: b"pdserve_up 1\n", lambda: self.health, lambda: TransferLog().page([make_view()])
-        )
+        self.server = MetricsServer(self.metrics, lambda: self.health, lambda: TransferLog().page([make_view()]))
+
+    async def metrics(self) -> bytes:
+        return b"pdserve_up 1\n"
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.server.port}{path}"

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from pdserve.cli.child_report import LoadReport
 from pdserve.cli.worker_child import ChildPlan, WorkerChild
 from pdserve.common.deployment_key import new_deployment_key, resolve_deployment_key
+from pdserve.common.descriptors import raise_descriptor_limit
 from pdserve.common.errors import ConfigError
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.settings import ENV_PREFIX, from_toml, load_settings
@@ -79,6 +80,7 @@ WhenReady = Callable[[Addresses], Awaitable[bool]]
 
 async def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady) -> None:
     """Start everything, call `when_ready`, serve until SIGINT or SIGTERM, drain. Raises: ConfigError."""
+    raise_descriptor_limit()
     given = load_settings(RouterSettings, flags=plan.router_flags, toml=plan.config)
     if given.front_tls_cert_file is not None:
         raise ConfigError("front_tls_cert_file is for `pdserve router`: `up` asks its own front ends, in the clear")

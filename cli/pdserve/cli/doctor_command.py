@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pdserve.cli.doctor.address_check import AddressCheck
 from pdserve.cli.doctor.auth_check import AuthCheck
+from pdserve.cli.doctor.descriptor_check import DescriptorCheck
 from pdserve.cli.doctor.examination import examine
 from pdserve.cli.doctor.finding import Check, Examined, Verdict, failed
 from pdserve.cli.doctor.gpu_check import GpuCheck
@@ -43,6 +44,7 @@ def checks_for(settings: WorkerSettings | RouterSettings) -> list[Check]:
         TlsCheck(settings),
         PortCheck(settings),
         AddressCheck(settings),
+        DescriptorCheck(settings),
         RedisCheck(settings),
     ]
     if isinstance(settings, RouterSettings):

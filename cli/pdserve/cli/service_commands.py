@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +18,11 @@ from pdserve.cli.child_report import (
     ReportPipe,
     follow_lifeline,
 )
+from pdserve.common.descriptors import raise_descriptor_limit
 from pdserve.common.errors import ConfigError
 from pdserve.common.logging_setup import configure_logging
 from pdserve.common.router_settings import RouterSettings
-from pdserve.common.settings import SERVICES, load_settings
+from pdserve.common.settings import load_settings
 from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.models.model_folder import model_folder
 
@@ -35,10 +37,8 @@ def parse_assignments(assignments: list[str]) -> dict[str, str]:
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals or not name:
-            # a text that is no setting's name may be a secret: only its length is shown
-            is_name = any(assignment.replace("-", "_") in kind.__struct_fields__ for kind in SERVICES)
-            what = repr(assignment) if is_name else f"with {len(assignment)} characters"
-            raise ValueError(f"--set {what}: name=value is needed")
+            # of a text without a name only its length: it may be a secret
+            raise ValueError(f"--set with {len(assignment)} characters: name=value is needed")
         values[name.replace("-", "_")] = value
     return values
 
@@ -49,9 +49,12 @@ def serve_router(flags: Mapping[str, Any], config: Path | None) -> None:
 
     settings = load_settings(RouterSettings, flags=flags, toml=config)
     configure_logging("router", settings.log_level)
+    raise_descriptor_limit()
 
     def ready(http_address: str, grpc_address: str) -> None:
         scheme = "https" if settings.front_tls_cert_file is not None else "http"
+        # what is loaded stays: looking through all of it in a full collection would stop every stream for 0.1 s
+        gc.freeze()
         log.info("ready: OpenAI %s://%s/v1  gRPC %s", scheme, http_address, grpc_address)
 
     uvloop.run(run_router(settings, model_folder=model_folder(settings.model), ready=ready))
@@ -91,6 +94,7 @@ def _serve_worker(
 ) -> bool:
     settings = load_settings(kind, flags=flags, toml=config)
     configure_logging(kind.section, settings.log_level)
+    raise_descriptor_limit()
     folder = model_folder(settings.model)
     # torch takes seconds to import: wrong settings are told before
     if isinstance(settings, PrefillSettings):

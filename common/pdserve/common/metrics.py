@@ -6,6 +6,7 @@ client's text.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import (
@@ -16,6 +17,7 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -111,3 +113,42 @@ def make_registry(counts: ExportCounts | None) -> CollectorRegistry:
 def exposition(registry: CollectorRegistry) -> bytes:
     """The metrics as they stand, in Prometheus' text format; their type is `CONTENT_TYPE`."""
     return generate_latest(registry)
+
+
+class Exposition:
+    """The text of registries, made beside the event loop: it takes milliseconds. Used in one event loop.
+
+    Calls at the same time share one text.
+    """
+
+    def __init__(self, *registries: CollectorRegistry) -> None:
+        self._registries = registries
+        self._making: asyncio.Task[bytes] | None = None
+
+    async def text(self) -> bytes:
+        """As `exposition`, of all registries."""
+        if self._making is None or self._making.done():
+            self._making = asyncio.create_task(self._make())
+        return await asyncio.shield(self._making)
+
+    async def _make(self) -> bytes:
+        seen = [_Seen(registry) for registry in self._registries]
+        return await asyncio.to_thread(lambda: b"".join(generate_latest(each) for each in seen))
+
+
+class _Seen:
+    """A registry whose own collectors, which read what the event loop changes, were asked before."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._safe: list[Collector] = []
+        self._families: list[Metric] = []
+        for collector in list(registry._collector_to_names):
+            if isinstance(collector, MetricWrapperBase | ProcessCollector):
+                self._safe.append(collector)
+            else:
+                self._families += collector.collect()
+
+    def collect(self) -> Iterable[Metric]:
+        for collector in self._safe:
+            yield from collector.collect()
+        yield from self._families

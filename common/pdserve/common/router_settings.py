@@ -24,6 +24,10 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     port: int = 8000
     """OpenAI HTTP."""
     grpc_port: int = 50051
+    metrics_port: int = 0
+    """HTTP for `/metrics`; 0 draws a free one."""
+    metrics_host: str | None = None
+    """Where it is served, in the clear, where it is not `host`; with TLS and a host beyond loopback: 127.0.0.1."""
     prefill: tuple[str, ...] = ()
     """host:port of prefill workers."""
     decode: tuple[str, ...] = ()
@@ -53,6 +57,10 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Bytes of one request, a JSON body or a gRPC message; default: 1 MiB, and 8 bytes per token of the model's length."""
     max_body_bytes_in_flight: int | None = None
     """Bytes of requests in reading at the same time, outside of admission; default: 64 MiB, or 16 requests at the limit."""
+    max_connections: int | None = None
+    """Connections of each front end at a time; default: half of the descriptors beyond 128, at most 8192."""
+    max_connections_per_address: int | None = None
+    """HTTP connections from one IPv4 address or one /64 of IPv6; default: half of `max_connections`."""
     max_unread_bytes: int = 1 << 20
     """Text that a client has not read, at most, before its request is cancelled."""
     api_keys: tuple[str, ...] | None = None
@@ -105,6 +113,20 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         self._verify_none_given("front_tls_cert_file", "front_tls_key_file", "front_tls_client_ca_file")
         return None
 
+    @property
+    def metrics_at(self) -> str:
+        """The host for `/metrics`, which knows no TLS: beyond loopback only where a setting says so."""
+        hides = self.front_tls_cert_file is not None and not self.insecure and not is_loopback(self.host)
+        return self.metrics_host or ("127.0.0.1" if hides else self.host)
+
+    def _verify_metrics(self) -> None:
+        """Raises: ConfigError."""
+        if not 0 <= self.metrics_port < 65536:
+            raise ConfigError(f"metrics_port is {self.metrics_port}, 0 to 65535 is needed")
+        may_listen = self.insecure or self.front_tls_cert_file is not None
+        if self.metrics_host is not None and not is_loopback(self.metrics_host) and not may_listen:
+            raise ConfigError(f"metrics_host is {self.metrics_host!r}, which is not loopback: --insecure is needed")
+
     def _verify_listening(self) -> None:
         self.front_tls()
         if not is_loopback(self.host) and not self.insecure and self.front_tls_cert_file is None:
@@ -131,10 +153,11 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         for name in ("max_attempts", "max_queued_requests", "max_unread_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, at least 1 is needed")
-        for name in ("max_running_requests", "max_requests_per_key"):
+        for name in ("max_running_requests", "max_requests_per_key", "max_connections", "max_connections_per_address"):
             if (limit := getattr(self, name)) is not None and limit < 1:
                 raise ConfigError(f"{name} is {limit}, at least 1 is needed")
         self._verify_bytes()
+        self._verify_metrics()
         self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s")
         self._verify_keys()
         if self.audit_log is not None and not self.audit_log.strip():

@@ -35,7 +35,6 @@ class ClientBodies:
         self.max_request_bytes = settings.max_request_bytes or min(
             MAX_MESSAGE_BYTES, _BASE_BYTES + _TOKEN_BYTES * model_len
         )
-        self.max_connections = 1024
         self.timeout_s = settings.request_timeout_s
         self.budget = BodyBudget(
             settings.max_body_bytes_in_flight or max(_MIN_BUDGET_BYTES, _MIN_BODIES * self.max_request_bytes)

@@ -14,7 +14,7 @@ from pdserve.common.rpc import metadata_of
 from pdserve.common.timeline import Timeline
 from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.common.wire import pooling_from_wire
-from pdserve.router.client import Client
+from pdserve.router.client import ASKING, Client
 from pdserve.router.failed_attempts import peer_address
 from pdserve.router.inference import Inference
 from pdserve.router.preparation import EmbeddingRequest
@@ -28,6 +28,13 @@ REQUEST_ID_KEY = "x-request-id"
 CALLER: ContextVar[Client] = ContextVar("caller")
 """Whose key the call of this task has shown."""
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def caller() -> Client:
+    """Whose call this task serves; from here on refusals count as theirs."""
+    client = CALLER.get()
+    ASKING.set(client)
+    return client
 
 
 class EmbedServicer(InferenceServiceServicer):
@@ -46,12 +53,13 @@ class EmbedServicer(InferenceServiceServicer):
     async def decode(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
         """The message that `data` holds, for the server. Raises: InvalidRequest, BodyTooLarge."""
         with self._inference.telemetry.refusals():
+            caller()
             return await self._inference.bodies.message(data, parse)
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
         with self._inference.telemetry.refusals():
             metadata = metadata_of(context)
-            client = CALLER.get()
+            client = caller()
             self._inference.check_model(request.model)
             remaining_s = context.time_remaining()
             requests = await self._inference.bodies.aside(

@@ -22,7 +22,7 @@ from pdserve.common.sampling_params import RequestOutputKind
 from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.common.wire import finish_reason_to_wire, sampling_from_wire, verify_entries
 from pdserve.router.client_stream import merged
-from pdserve.router.embed_servicer import CALLER, REQUEST_ID_KEY, Context, EmbedServicer, moment_messages, usage_message
+from pdserve.router.embed_servicer import REQUEST_ID_KEY, Context, EmbedServicer, caller, moment_messages, usage_message
 from pdserve.router.generation import Generation
 from pdserve.router.inference import Inference
 from pdserve.router.preparation import ClientRequest
@@ -51,7 +51,7 @@ class InferenceServicer(EmbedServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         with self._inference.telemetry.refusals():
             metadata = metadata_of(context)
-            client = CALLER.get()
+            client = caller()
             self._inference.check_model(request.model)
             client_request = await self._built(request, metadata, context)
             generation = self._inference.generation([client_request], stream=_streams(request), client=client)
@@ -68,7 +68,7 @@ class InferenceServicer(EmbedServicer):
         refusals = self._inference.telemetry.refusals
         with refusals():
             metadata = metadata_of(context)
-            client = CALLER.get()
+            client = caller()
             session_id = uuid.uuid4().hex
             session = self._inference.session(session_id, client)
         turns: list[Generation] = []
@@ -327,14 +327,15 @@ def _token_logprobs(token_id: int, candidates: dict[int, Logprob], num_top: int)
 class GrpcFront:
     """The server with its services; `bind` it with `common.rpc.bind`, then start it."""
 
-    def __init__(self, inference: Inference) -> None:
+    def __init__(self, inference: Inference, max_connections: int) -> None:
+        """max_connections: at a time; more are closed at once."""
         servicer = InferenceServicer(inference)
         self.server = make_public_server(
             servicer.authenticate,
             servicer.decode,
             inference.bodies.budget,
             max_request_bytes=inference.bodies.max_request_bytes,
-            max_connections=inference.bodies.max_connections,
+            max_connections=max_connections,
             read_timeout_s=inference.bodies.timeout_s,
         )
         self._inference = inference

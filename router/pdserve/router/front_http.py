@@ -94,9 +94,9 @@ class HttpFront:
         return json_response(routing_view(client, inference.settings, inference.admission, inference.placer))
 
     async def metrics(self, request: Request) -> Response:
-        """For Prometheus; with an operator's key also what is counted by API key."""
-        by_key = "authorization" in request.headers and (await self._authenticate(request)).sees_all
-        content = self._inference.telemetry.exposition(by_key=by_key)
+        """For clients, with an operator's key also what is counted by API key; Prometheus has a port of its own."""
+        client = await self._authenticate(request)
+        content = await self._inference.telemetry.exposition(by_key=self._keys.needed and client.sees_all)
         return Response(content, headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:

@@ -15,7 +15,6 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from pdserve.common.circuit_breaker import CircuitBreaker
-from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import HeldBlocks, WorkerKey
 from pdserve.common.redis_connection import (
@@ -31,7 +30,6 @@ from pdserve.common.registry import (
     MAX_WORKERS,
     RECORD_FIELDS,
     Keys,
-    RecordSigner,
     WorkerRecord,
     read_record,
     read_worker_id,
@@ -52,8 +50,6 @@ FORGET_AFTER_S = 10.0
 """An address that is in no record for so long, and has no living worker, is given up."""
 SNAPSHOTS_AT_ONCE = 4
 """One after another is warm sooner than all at once; and connections are few."""
-MAX_NEW_ADDRESSES = 64
-"""That one look into Redis makes this router connect to; the next look goes on."""
 ENTRIES_AT_ONCE = 64
 """Of one stream, in one look."""
 
@@ -61,8 +57,8 @@ ENTRIES_AT_ONCE = 64
 class RedisDirectory:
     """Runs beside the fleet. Owns the client."""
 
-    def __init__(self, redis: Redis, where: str, namespace: str, held: HeldBlocks, key: DeploymentKey) -> None:
-        """where: names the server, for the log. held: is told which blocks the workers hold. key: signs records."""
+    def __init__(self, redis: Redis, where: str, namespace: str, held: HeldBlocks) -> None:
+        """where: names the server, for the log. held: is told which blocks the workers hold."""
         self.breaker = CircuitBreaker(
             f"Redis at {where}", "the router goes on with the workers it knows; it is tried again", log
         )
@@ -71,8 +67,6 @@ class RedisDirectory:
         self._redis = redis
         self._keys = Keys(namespace)
         self._held = held
-        self._key = key
-        self._signer = RecordSigner(key, namespace)
         self._feeds: dict[WorkerKey, BlocksFeed] = {}
         self._records: dict[str, WorkerRecord] = {}
         self._seen_at: dict[str, float] = {}
@@ -146,7 +140,6 @@ class RedisDirectory:
                 if isinstance(result, Exception):
                     self._unusable("record", worker_id, result)
                 elif isinstance(result, list) and (record := read_record(worker_id, result)) is not None:
-                    self._signer.verify(record)
                     self._records[worker_id] = record
                     self._seen_at[record.address] = now_s
                     self._complaints.pop(f"record {worker_id}", None)
@@ -180,12 +173,8 @@ class RedisDirectory:
                 feed.lose(f"its stream is a {kind.decode('ascii', 'replace')}")
 
     def _tell(self, fleet: Introductions, now_s: float) -> None:
-        known = set(fleet.introduced())
-        num_new = 0
         for record in self._records.values():
-            num_new += record.address not in known
-            if record.address in known or num_new <= MAX_NEW_ADDRESSES:
-                fleet.introduce(record.address, WorkerRole(record.role))
+            fleet.introduce(record.address, WorkerRole(record.role))
         introduced = set(fleet.introduced())
         self._seen_at = {address: self._seen_at.get(address, now_s) for address in introduced}
         fleet.forget({address for address, at in self._seen_at.items() if now_s - at > FORGET_AFTER_S})
@@ -216,7 +205,7 @@ class RedisDirectory:
             await self._feeds.pop(key).close()
         for key, worker in alive.items():
             if key not in self._feeds:
-                self._feeds[key] = BlocksFeed(worker, self._held, self._key, self.counts, now_s)
+                self._feeds[key] = BlocksFeed(worker, self._held, self.counts, now_s)
                 # its blocks are read at once
                 self._find_at = 0.0
             self._feeds[key].mind(now_s)
@@ -237,9 +226,9 @@ class RedisDirectory:
             log.warning("%s", message)
 
 
-def make_directory(settings: RouterSettings, held: HeldBlocks, key: DeploymentKey) -> RedisDirectory | None:
+def make_directory(settings: RouterSettings, held: HeldBlocks) -> RedisDirectory | None:
     """None when no Redis is given. Raises: ConfigError."""
     if settings.redis is None:
         return None
     url = parse_redis_url(settings.redis)
-    return RedisDirectory(make_redis(url, settings.redis_ca_file), str(url), settings.redis_namespace, held, key)
+    return RedisDirectory(make_redis(url, settings.redis_ca_file), str(url), settings.redis_namespace, held)

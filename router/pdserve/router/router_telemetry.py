@@ -17,7 +17,8 @@ from prometheus_client.registry import Collector
 
 from pdserve.common.circuit_breaker import CircuitBreaker
 from pdserve.common.errors import PdServeError
-from pdserve.common.metrics import RedisCollector, TlsCollector, exposition, make_registry
+from pdserve.common.loop_lag import LoopLag
+from pdserve.common.metrics import Exposition, RedisCollector, TlsCollector, make_registry
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.telemetry import make_telemetry
 from pdserve.common.timeline import now_unix_ns
@@ -50,6 +51,9 @@ class RouterTelemetry:
         self.metrics = RouterMetrics(self._registry, num_requests, worker_counts, num_indexed_blocks)
         self._key_registry = CollectorRegistry()
         self.key_metrics = KeyMetrics(self._key_registry)
+        self.loop_lag = LoopLag(self._registry)
+        self._plain_metrics = Exposition(self._registry)
+        self._all_metrics = Exposition(self._registry, self._key_registry)
         self.audit = AuditLog(settings.audit_log, model)
         self._registry.register(AuditCollector(self.audit))
 
@@ -141,9 +145,9 @@ class RouterTelemetry:
         """Have metrics say how long certificates are valid; see `TlsCollector`."""
         self._registry.register(TlsCollector(expiries))
 
-    def exposition(self, *, by_key: bool = False) -> bytes:
+    async def exposition(self, *, by_key: bool = False) -> bytes:
         """The metrics as they stand. by_key: with those that name API keys, which are for operators."""
-        return exposition(self._registry) + (exposition(self._key_registry) if by_key else b"")
+        return await (self._all_metrics if by_key else self._plain_metrics).text()
 
     async def close(self) -> None:
         """Export the last spans; bounded."""

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from pdserve.common.background_task import background_task
+from pdserve.common.connection_gate import ConnectionLimits
 from pdserve.common.deployment_key import is_loopback
+from pdserve.common.descriptors import default_max_connections
 from pdserve.common.first_done import first_done
 from pdserve.common.host_address import host_and_port
 from pdserve.common.http_server import HttpServer, listening_socket
@@ -25,6 +27,7 @@ from pdserve.router.fleet_usage import make_fleet_usage
 from pdserve.router.front_grpc import GrpcFront
 from pdserve.router.front_http import HttpFront
 from pdserve.router.inference import Inference
+from pdserve.router.metrics_http import MetricsHttp
 from pdserve.router.prefix_index import PrefixIndex
 from pdserve.router.preparation import Preparation
 from pdserve.router.redis_directory import make_directory
@@ -58,15 +61,13 @@ async def run_router(
     model = _model_name(settings, model_folder)
     preparation = Preparation(Tokenizer.from_folder(model_folder), key)
     bodies = ClientBodies(settings, model_len_of(model_folder))
-    expected = Expected(key=key, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
+    expected = Expected(key_check=key.fingerprint, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
     try:
         index = PrefixIndex()
-        directory = make_directory(settings, index, key)
+        directory = make_directory(settings, index)
         tls = settings.tls()
         client_tls = tls.client if tls is not None else None
-        async with Fleet(
-            settings.prefill, settings.decode, expected, index, directory, client_tls, insecure=settings.insecure
-        ) as fleet:
+        async with Fleet(settings.prefill, settings.decode, expected, index, directory, client_tls) as fleet:
             inference = Inference(model, settings, fleet, preparation, index, bodies)
             if directory is not None:
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
@@ -79,11 +80,13 @@ async def run_router(
             tasks = {
                 background_task("api_keys", inference.keys.follow),
                 background_task("certificates", renewal.run),
+                background_task("loop_lag", inference.telemetry.loop_lag.run),
             }
             if (usage := make_fleet_usage(settings, key, inference.admission.tenants)) is not None:
                 tasks.add(background_task("usage", usage.run))
             try:
-                await _serve(inference, front, ready, stop)
+                async with _serving_metrics(inference):
+                    await _serve(inference, front, ready, stop)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -98,6 +101,22 @@ def _model_name(settings: RouterSettings, model_folder: Path) -> str:
     return settings.model_name or model_folder.resolve().name
 
 
+@contextlib.asynccontextmanager
+async def _serving_metrics(inference: Inference) -> AsyncIterator[None]:
+    """Raises: ConfigError."""
+    settings = inference.settings
+    bound = listening_socket(settings.metrics_at, settings.metrics_port)
+    log.info("metrics http://%s/metrics", host_and_port(settings.metrics_at, bound.getsockname()[1]))
+    server = MetricsHttp(inference.telemetry).server
+    task = asyncio.create_task(server.serve(sockets=[bound]))
+    await first_done(server.listening.wait(), asyncio.shield(task))
+    try:
+        yield
+    finally:
+        server.stop()
+        await task
+
+
 async def _serve(
     inference: Inference,
     tls: ServerTls | None,
@@ -105,10 +124,14 @@ async def _serve(
     stop: asyncio.Event | None,
 ) -> None:
     settings = inference.settings
+    max_connections = settings.max_connections or default_max_connections(num_servers=2)
+    limits = ConnectionLimits(
+        total=max_connections, per_address=settings.max_connections_per_address or max(1, max_connections // 2)
+    )
     with listening_socket(settings.host, settings.port) as http_socket:
-        grpc_front = GrpcFront(inference)
+        grpc_front = GrpcFront(inference, max_connections)
         grpc_port = bind(grpc_front.server, settings.host, settings.grpc_port, tls)
-        http_server = HttpServer(HttpFront(inference).app, KEEP_ALIVE_S, _LAST_WORDS_S, tls)
+        http_server = HttpServer(HttpFront(inference).app, KEEP_ALIVE_S, _LAST_WORDS_S, tls, limits)
         hurry = asyncio.Event()
         with _stop_on_signals(hurry) if stop is None else contextlib.nullcontext(stop) as stopped:
             await grpc_front.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.applications import Starlette
@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pdserve.common.connection_gate import ConnectionLimits
 from pdserve.common.deployment_key import is_loopback
 from pdserve.common.health_probe import answer_live, probe_response
 from pdserve.common.http_server import HttpServer, listening_socket
@@ -19,6 +20,7 @@ from pdserve.kv_transfer.transfer_view import TransfersPage
 
 _KEEP_ALIVE_S = 75.0
 _GRACE_S = 1.0
+_LIMITS = ConnectionLimits(total=64, per_address=32)
 _V4_IN_V6 = "::ffff:"
 """Begins an IPv4 client's address where the server listens on `::`."""
 
@@ -37,7 +39,10 @@ class MetricsServer:
     """`start` it, `stop` it."""
 
     def __init__(
-        self, metrics: Callable[[], bytes], health: Callable[[], Health], transfers: Callable[[], TransfersPage]
+        self,
+        metrics: Callable[[], Awaitable[bytes]],
+        health: Callable[[], Health],
+        transfers: Callable[[], TransfersPage],
     ) -> None:
         self._metrics = metrics
         self._health = health
@@ -49,7 +54,7 @@ class MetricsServer:
             Route("/live", answer_live),
             Route("/debug/transfers", self._answer_transfers),
         ]
-        self._server = HttpServer(Starlette(routes=routes), _KEEP_ALIVE_S, _GRACE_S)
+        self._server = HttpServer(Starlette(routes=routes), _KEEP_ALIVE_S, _GRACE_S, limits=_LIMITS)
         self._serving: asyncio.Task[None] | None = None
         self.port = 0
 
@@ -67,7 +72,7 @@ class MetricsServer:
             await self._serving
 
     async def _answer_metrics(self, request: Request) -> Response:
-        return Response(self._metrics(), headers={"content-type": CONTENT_TYPE})
+        return Response(await self._metrics(), headers={"content-type": CONTENT_TYPE})
 
     async def _answer_health(self, request: Request) -> Response:
         health = self._health()

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 
 from pdserve.common.circuit_breaker import CircuitBreaker
 from pdserve.common.engine_types import EngineCoreRequest
-from pdserve.common.metrics import RedisCollector, TlsCollector, exposition, make_registry
+from pdserve.common.loop_lag import LoopLag
+from pdserve.common.metrics import Exposition, RedisCollector, TlsCollector, make_registry
 from pdserve.common.telemetry import make_telemetry
 from pdserve.common.tls_renewal import PeerKind
 from pdserve.common.trace_headers import valid_trace_headers
@@ -36,6 +37,8 @@ class WorkerTelemetry:
         self._telemetry = make_telemetry(settings, identity.role.value, identity.peer.worker_id)
         self._registry = make_registry(self._telemetry.counts if self._telemetry else None)
         self._metrics = WorkerMetrics(self._registry, identity, engine, transfers)
+        self.loop_lag = LoopLag(self._registry)
+        self._text = Exposition(self._registry)
 
     def leg(self, leg: Leg, request: EngineCoreRequest, metadata: Mapping[str, str]) -> LegRecord:
         """A call of a router begins. metadata: the call's, names in lower case."""
@@ -50,9 +53,9 @@ class WorkerTelemetry:
         """Have metrics say how long certificates are valid; see `TlsCollector`."""
         self._registry.register(TlsCollector(expiries))
 
-    def exposition(self) -> bytes:
+    async def exposition(self) -> bytes:
         """The metrics as they stand."""
-        return exposition(self._registry)
+        return await self._text.text()
 
     async def close(self) -> None:
         """Export the last spans; bounded."""

@@ -30,6 +30,7 @@ def ports_of(settings: WorkerSettings | RouterSettings) -> list[Port]:
         return [
             Port("port", "OpenAI HTTP", host, settings.port),
             Port("grpc_port", "gRPC", host, settings.grpc_port),
+            Port("metrics_port", "metrics", settings.metrics_at, settings.metrics_port),
         ]
     return [
         Port("port", "gRPC", host, settings.port),

@@ -1,0 +1,126 @@
+"""`ConnectionGate`: which connections an HTTP server keeps when more come than it may have."""
+
+from __future__ import annotations
+
+import collections
+import ipaddress
+from collections.abc import Callable
+
+import msgspec
+
+
+class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Connections of one server at a time."""
+
+    total: int = 1024
+    per_address: int = 512
+    """Of one IPv4 address, or of one /64 of IPv6."""
+
+
+class Place:
+    """One accepted connection."""
+
+    __slots__ = ("end", "gate", "is_open", "network")
+
+    def __init__(self, gate: ConnectionGate, network: str) -> None:
+        self.gate = gate
+        self.network = network
+        self.is_open = False
+        """Set once its protocol has it, which then says when it is closed."""
+        self.end: Callable[[], object] = _nothing
+        """Closes it at once; called by the gate alone."""
+
+    def waits(self) -> None:
+        """Its client owes a complete header, or it rests between two requests."""
+        self.gate._waiting[self] = None
+        self.gate._waiting_of[self.network][self] = None
+
+    def serves(self) -> None:
+        """A request is being read or answered: from now on it is not closed in favour of others."""
+        self.gate._forget(self)
+
+    def leave(self) -> None:
+        """It is closed. Harmless the second time."""
+        self.gate._leave(self)
+
+
+class ConnectionGate:
+    """Used in one event loop.
+
+    A newcomer that finds no room takes the place of the connection that has waited for longest without a request,
+    of its own address where that has its share: so silent connections keep nobody out.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self.num_refused = 0
+        """Connections that found no place, or lost it to a newcomer; counted up."""
+        self._places: dict[Place, None] = {}
+        self._by_network: collections.Counter[str] = collections.Counter()
+        self._waiting: dict[Place, None] = {}
+        self._waiting_of: collections.defaultdict[str, dict[Place, None]] = collections.defaultdict(dict)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def enter(self, host: str) -> Place | None:
+        """A place for a connection from this address; None where there is none and nobody waits who could leave."""
+        network = network_of(host)
+        if self._by_network[network] >= self.limits.per_address:
+            self._close_first(self._waiting_of[network])
+        elif len(self._places) >= self.limits.total:
+            self._close_first(self._waiting)
+        if self._by_network[network] >= self.limits.per_address or len(self._places) >= self.limits.total:
+            self.num_refused += 1
+            self._tidy(network)
+            return None
+        place = Place(self, network)
+        self._places[place] = None
+        self._by_network[network] += 1
+        place.waits()
+        return place
+
+    def make_room(self) -> None:
+        """Close the connection that has waited for longest, for the descriptor that it has."""
+        self._close_first(self._waiting)
+
+    def _close_first(self, waiting: dict[Place, None]) -> None:
+        if (place := next(iter(waiting), None)) is None:
+            return
+        self.num_refused += 1
+        self._leave(place)
+        place.end()
+
+    def _forget(self, place: Place) -> None:
+        self._waiting.pop(place, None)
+        self._waiting_of[place.network].pop(place, None)
+
+    def _leave(self, place: Place) -> None:
+        if place not in self._places:
+            return
+        del self._places[place]
+        self._by_network[place.network] -= 1
+        self._forget(place)
+        self._tidy(place.network)
+
+    def _tidy(self, network: str) -> None:
+        if not self._by_network[network]:
+            del self._by_network[network]
+            self._waiting_of.pop(network, None)
+
+
+def network_of(host: str) -> str:
+    """What counts as one address: of IPv6 the /64, which one machine has for itself."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,296 @@
+"""`HttpServer` and its connections: silent, slow and too many clients, over sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+
+import httpx
+import pytest
+import uvloop
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from tls_authority import Authority
+
+from pdserve.common import http_connection, http_server
+from pdserve.common.connection_gate import ConnectionGate, ConnectionLimits, network_of
+from pdserve.common.http_server import HttpServer, listening_socket
+from pdserve.common.tls import ServerTls, TlsFile, load_front
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All times a twentieth."""
+    for name in ("HEADER_TIMEOUT_S", "BODY_WINDOW_S", "LINGER_S"):
+        monkeypatch.setattr(http_connection, name, getattr(http_connection, name) / 20)
+    monkeypatch.setattr(http_connection, "WRITE_STALL_S", 0.5)
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_server, "_LOOK_EVERY_S", 0.05)
+
+
+class App:
+    """/ answers at once, /read after the body, /refuse without reading it, /much with 8 MiB."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+        self.app = Starlette(
+            routes=[
+                Route("/", self.answer),
+                Route("/read", self.read, methods=["POST"]),
+                Route("/refuse", self.refuse, methods=["POST"]),
+                Route("/much", self.much),
+            ]
+        )
+
+    async def answer(self, request: Request) -> Response:
+        return Response("ok")
+
+    async def refuse(self, request: Request) -> Response:
+        return Response("no", 401)
+
+    async def much(self, request: Request) -> Response:
+        return Response(b"x" * (8 << 20))
+
+    async def read(self, request: Request) -> Response:
+        from starlette.requests import ClientDisconnect
+
+        try:
+            return Response(str(len(await request.body())))
+        except ClientDisconnect:
+            self.left.set()
+            raise
+
+
+class Served:
+    """A server and where it listens."""
+
+    def __init__(self, server: HttpServer, port: int, app: App) -> None:
+        self.server, self.port, self.app = server, port, app
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+
+@contextlib.asynccontextmanager
+async def serving(limits: ConnectionLimits | None = None, tls: ServerTls | None = None) -> AsyncIterator[Served]:
+    app = App()
+    server = HttpServer(app.app, 75, 1, tls, limits)
+    bound = listening_socket("127.0.0.1", 0)
+    port = bound.getsockname()[1]
+    task = asyncio.create_task(server.serve(sockets=[bound]))
+    await server.listening.wait()
+    try:
+        yield Served(server, port, app)
+    finally:
+        server.stop()
+        await task
+    assert len(server.gate) == 0
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+async def closed(reader: asyncio.StreamReader, timeout_s: float = 10.0) -> bytes:
+    """What came until the server hung up."""
+    async with asyncio.timeout(timeout_s):
+        try:
+            return await reader.read()
+        except ConnectionResetError:
+            return b""
+
+
+async def until(look: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not look():  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
+async def test_a_connection_without_a_whole_header_is_closed(quick: None, sent: bytes) -> None:
+    async with serving() as served:
+        reader, writer = await served.connect()
+        writer.write(sent)
+        assert await closed(reader) == b""
+        writer.close()
+        # also where a request came before
+        reader, writer = await served.connect()
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        writer.write(b"GET")
+        assert await closed(reader) == b""
+        writer.close()
+        await until(lambda: len(served.server.gate) == 0)
+
+
+async def test_a_connection_that_rests_between_requests_stays(quick: None) -> None:
+    async with serving() as served:
+        reader, writer = await served.connect()
+        for _ in range(3):
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"ok")
+            await asyncio.sleep(0.8)
+        assert len(served.server.gate) == 1
+        writer.close()
+
+
+async def test_a_slow_body_is_cut_off_and_a_steady_one_is_not(quick: None) -> None:
+    async with serving() as served:
+        reader, writer = await served.connect()
+        writer.write(b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 100_000)
+        assert await closed(reader) == b""
+        await asyncio.wait_for(served.app.left.wait(), 5)
+        writer.close()
+        reader, writer = await served.connect()
+        writer.write(b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n")
+        for _ in range(20):
+            writer.write(b"x" * 1000)
+            await asyncio.sleep(0.1)
+        assert (await reader.readuntil(b"20000")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_the_rest_of_a_refused_body_is_not_read_for_ever(quick: None) -> None:
+    async with serving() as served:
+        reader, writer = await served.connect()
+        writer.write(b"POST /refuse HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert (await reader.readuntil(b"no")).startswith(b"HTTP/1.1 401")
+        hung_up = asyncio.create_task(closed(reader))
+        with contextlib.suppress(ConnectionError):
+            while not hung_up.done():
+                writer.write(b"3e8\r\n" + b"x" * 1000 + b"\r\n")
+                await asyncio.sleep(0.02)
+        assert await hung_up == b""
+        writer.close()
+
+
+async def test_a_client_that_never_reads_is_cut_off(quick: None) -> None:
+    async with serving() as served:
+        with socket.create_connection(("127.0.0.1", served.port)) as client:
+            client.sendall(b"GET /much HTTP/1.1\r\nHost: x\r\n\r\n")
+            await until(lambda: len(served.server.gate) == 1)
+            await until(lambda: len(served.server.gate) == 0)
+
+
+async def test_silent_connections_keep_nobody_out() -> None:
+    async with serving(ConnectionLimits(total=20, per_address=10)) as served:
+        silent = [await served.connect() for _ in range(60)]
+        await until(lambda: served.server.gate.num_refused == 50)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for _ in range(3):
+                assert (await client.get(served.url)).text == "ok"
+        # those that came first were closed
+        assert await closed(silent[0][0]) == b""
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_a_connection_with_a_request_is_not_closed_for_others() -> None:
+    async with serving(ConnectionLimits(total=3, per_address=3)) as served:
+        busy = [await served.connect() for _ in range(3)]
+        for _, writer in busy:
+            writer.write(b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n")
+        await until(lambda: not served.server.gate._waiting)
+        reader, writer = await served.connect()
+        assert await closed(reader) == b""
+        writer.close()
+        for reader, writer in busy:
+            writer.write(b"0123456789")
+            assert (await reader.readuntil(b"\r\n\r\n10")).startswith(b"HTTP/1.1 200")
+        # now they rest, and the one that has done so for longest leaves
+        reader, writer = await served.connect()
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"ok")
+        assert await closed(busy[0][0]) == b""
+        for _, each in [*busy, (reader, writer)]:
+            each.close()
+
+
+async def test_handshakes_count_and_end(quick: None, tmp_path: Path) -> None:
+    files = Authority(tmp_path / "ca").issue()
+    named = files.settings()
+    tls = load_front(
+        TlsFile("certificate", str(named["tls_cert_file"])), TlsFile("key", str(named["tls_key_file"])), None
+    )
+    async with serving(ConnectionLimits(total=10, per_address=10), tls) as served:
+        silent = [await served.connect() for _ in range(15)]
+        await until(lambda: len(served.server.gate) == 10)
+        await until(lambda: served.server.gate.num_refused == 5)
+        context = ssl.create_default_context(cafile=str(named["tls_ca_file"]))
+        async with httpx.AsyncClient(trust_env=False, verify=context) as client:
+            assert (await client.get(f"https://127.0.0.1:{served.port}")).text == "ok"
+        for reader, _ in silent:
+            assert await closed(reader) == b""
+        for _, writer in silent:
+            writer.close()
+        await until(lambda: len(served.server.gate) == 0)
+
+
+ON_UVLOOP = (
+    test_a_connection_that_rests_between_requests_stays,
+    test_a_slow_body_is_cut_off_and_a_steady_one_is_not,
+    test_the_rest_of_a_refused_body_is_not_read_for_ever,
+    test_a_client_that_never_reads_is_cut_off,
+)
+
+
+@pytest.mark.parametrize("scenario", ON_UVLOOP)
+def test_the_same_on_the_loop_of_services(quick: None, scenario: Callable[[None], Coroutine[None, None, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario(None))
+
+
+def test_handshakes_on_the_loop_of_services(quick: None, tmp_path: Path) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(test_handshakes_count_and_end(None, tmp_path))
+        runner.run(test_silent_connections_keep_nobody_out())
+
+
+def test_each_address_has_its_share() -> None:
+    gate = ConnectionGate(ConnectionLimits(total=6, per_address=3))
+    ended: list[str] = []
+    for host in ("10.0.0.1",) * 5 + ("10.0.0.2",) * 2:
+        place = gate.enter(host)
+        assert place is not None
+        place.end = lambda host=host: ended.append(host)  # type: ignore[misc]
+    assert ended == ["10.0.0.1"] * 2
+    assert len(gate) == 5
+    others = [gate.enter(f"10.0.1.{number}") for number in range(4)]
+    assert ended == ["10.0.0.1"] * 5
+    for place in others:
+        assert place is not None
+        place.serves()
+        place.leave()
+        place.leave()
+    assert len(gate) == 2
+
+
+def test_a_network_is_forgotten_with_its_last_connection() -> None:
+    gate = ConnectionGate(ConnectionLimits(total=2, per_address=1))
+    for number in range(100):
+        place = gate.enter(f"2001:db8:0:{number:x}::1")
+        assert place is not None
+        place.serves()
+        assert gate.enter(f"2001:db8:0:{number:x}::2") is None
+        place.leave()
+    assert not gate._by_network
+    assert not gate._waiting_of
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("somewhere", "somewhere"),
+    ],
+)
+def test_what_counts_as_one_address(host: str, network: str) -> None:
+    assert network_of(host) == network
