@@ -1,7 +1,9 @@
 # One image for router, prefill and decode: `docker build -t pdserve .`
 #   --build-arg PYTHON_IMAGE=...   another base image with Python 3.11 to 3.13
 #   --build-arg EXTRAS=            without NIXL; KV blocks then move over TCP
-#   --build-arg TORCH_INDEX=URL    where torch comes from, say the index of processor builds: a smaller image
+#   --build-arg TORCH_INDEX=URL    the only index that is asked for torch, and for torch only: that of processor builds,
+#                                  https://download.pytorch.org/whl/cpu, makes a smaller image
+# Everything is installed from locks/, whose hashes pip demands (deploy/install.py).
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
@@ -12,14 +14,11 @@ RUN python -m venv /opt/pdserve
 ENV PATH=/opt/pdserve/bin:$PATH
 WORKDIR /src
 # What pdserve depends on changes seldom: a layer of its own.
-COPY pyproject.toml constraints.txt ./
-COPY deploy/dependencies.py deploy/
-RUN python deploy/dependencies.py ${EXTRAS} > /tmp/dependencies.txt \
- && pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} -r /tmp/dependencies.txt hatchling
-# xgrammar asks for triton, which only a GPU uses: 1 GB less for a torch without CUDA.
-RUN if python -c 'import torch; raise SystemExit(torch.version.cuda is not None)'; then pip uninstall --yes triton; fi
+COPY locks locks
+COPY deploy/install.py deploy/
+RUN python deploy/install.py --dependencies-only ${TORCH_INDEX:+--torch-index ${TORCH_INDEX}} ${EXTRAS}
 COPY . .
-RUN pip install --no-deps --no-build-isolation . && pip uninstall --yes hatchling
+RUN python deploy/install.py --project-only
 
 FROM ${PYTHON_IMAGE}
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin pdserve

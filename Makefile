@@ -4,7 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: up demo test faults soak check proto bench format clean
+# what is installed stands in locks/, with hashes; TORCH_INDEX=URL is the only index asked for torch
+INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
+
+.PHONY: up demo test faults soak check proto bench lock sbom format clean
 
 up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
 	$(BIN)/pdserve up
@@ -37,6 +41,13 @@ proto: $(VENV)/.dev  ## regenerate the code beside proto/pdserve/v1/*.proto
 bench: $(VENV)/.dev  ## TTFT, TPOT and requests/s of a cluster on this machine
 	PYTHONSAFEPATH= $(BIN)/python benchmarks/serving.py
 
+# not after .dev, which installs what the old locks say
+lock: $(VENV)/bin/python  ## resolve pyproject.toml into locks/*.txt; UPGRADE=1 to the newest versions
+	$(BIN)/python deploy/lock.py $(if $(UPGRADE),--upgrade)
+
+sbom: $(VENV)/.dev  ## a CycloneDX bill of materials of every locked package: dist/sbom.cdx.json
+	$(BIN)/python deploy/sbom.py dist/sbom.cdx.json
+
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -48,10 +59,10 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdserve needs Python 3.11 or later")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+$(VENV)/.runtime: $(VENV)/bin/python $(LOCKS)
+	$(INSTALL)
 	touch $@
 
-$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+$(VENV)/.dev: $(VENV)/bin/python $(LOCKS)
+	$(INSTALL) nixl dev
 	touch $@ $(VENV)/.runtime

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -17,8 +18,9 @@ import msgspec
 import psutil
 from forked_process import ForkedProcess
 
-from pdserve.common.rpc import PROTOCOL_VERSION
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.tls import ClientTls
+from pdserve.common.watch_proof import WatchChallenge
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 KEY = "a key for tests, of no worth at all"
@@ -125,12 +127,17 @@ class Cluster:
     def load(self, service: Service) -> worker_pb2.Load:
         """A worker's state now."""
         with self._channel(service) as channel:
+            challenge = WatchChallenge(DeploymentKey(KEY.encode()), blocks=False)
+            requests: queue.SimpleQueue[worker_pb2.WatchRequest | None] = queue.SimpleQueue()
+            requests.put(challenge.opening)
             watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch(
-                worker_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION), timeout=SETTLE_S, wait_for_ready=True
+                iter(requests.get, None), timeout=SETTLE_S, wait_for_ready=True
             )
-            loads = (event.load for event in watch if event.HasField("load"))
-            load = next(loads)
+            challenge.read(next(watch))
+            requests.put(challenge.answer)
+            load = next(watch).load
             watch.cancel()
+            requests.put(None)
             return load
 
     def _channel(self, service: Service) -> grpc.Channel:

@@ -11,6 +11,8 @@ import grpc
 import pytest
 from redis_server import RedisServer
 
+from pdserve.common.call_guard import CallGuard
+from pdserve.common.call_proof import CallSigner, CallVerifier
 from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.engine_types import SchedulerStats
 from pdserve.common.kv_layout import KvLayout
@@ -33,7 +35,7 @@ from pdserve.worker.worker_servicer import WorkerServicer
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32", model_fingerprint="ab" * 16)
 TOKENIZER = "cd" * 16
-EXPECTED = Expected(key_check=DEVELOPMENT_KEY.fingerprint, tokenizer_fingerprint=TOKENIZER)
+EXPECTED = Expected(key=DEVELOPMENT_KEY, tokenizer_fingerprint=TOKENIZER)
 SOON_S = 12.0
 
 
@@ -57,6 +59,7 @@ class StandIn:
         self.stats = SchedulerStats(num_blocks_total=100, num_blocks_free=100)
         self.draining = False
         self.prefill_tokens_per_s = 0.0
+        self.num_sessions = self.max_sessions = self.max_waiting = 0
         self._tick = 0
 
     @property
@@ -70,8 +73,9 @@ class Worker:
 
     def __init__(self, world: World, worker_id: str, role: Role, port: int, publishes: bool, host: str) -> None:
         self.engine = StandIn()
-        self.peers = PeerChannels()
-        self._server: grpc.aio.Server = make_server()
+        self.peers = PeerChannels(CallSigner(DEVELOPMENT_KEY))
+        guard = CallGuard(CallVerifier(DEVELOPMENT_KEY, lambda: self.key))
+        self._server: grpc.aio.Server = make_server(guard)
         self.port = bind(self._server, "127.0.0.1", port)
         self.identity = WorkerIdentity(
             peer=PeerId(worker_id, secrets.randbits(64)),
@@ -79,7 +83,6 @@ class Worker:
             address=f"{host}:{self.port}",
             layout=LAYOUT,
             tokenizer_fingerprint=TOKENIZER,
-            key_check=DEVELOPMENT_KEY.fingerprint,
             max_model_len=64,
             vocab_size=16,
             num_blocks=100,
@@ -88,12 +91,12 @@ class Worker:
             max_num_seqs=4,
             hidden_size=8,
         )
-        self.servicer = WorkerServicer(self.identity, self.engine, self.peers, lambda: 0)  # type: ignore[arg-type]
+        self.servicer = WorkerServicer(self.identity, self.engine, self.peers, lambda: 0, DEVELOPMENT_KEY)  # type: ignore[arg-type]
         add_WorkerServiceServicer_to_server(self.servicer, self._server)
         self.publisher: RedisPublisher | None = None
         if world.redis is not None and publishes:
             settings = WorkerSettings(redis=world.redis.url, redis_namespace=world.namespace, worker_id=worker_id)
-            self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks)
+            self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks, DEVELOPMENT_KEY)
         self._publishing: asyncio.Task[None] | None = None
 
     @property
@@ -144,7 +147,7 @@ class Router:
         self.directory: RedisDirectory | None = None
         if world.redis is not None and finds:
             settings = RouterSettings(redis=world.redis.url, redis_namespace=world.namespace)
-            self.directory = make_directory(settings, self.index)
+            self.directory = make_directory(settings, self.index, DEVELOPMENT_KEY)
         self.fleet = Fleet(prefill, decode, EXPECTED, self.index, self.directory)
 
     def knows(self, worker: Worker) -> bool:

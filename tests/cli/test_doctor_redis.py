@@ -15,9 +15,9 @@ from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.redis_check import RedisCheck
 from pdserve.cli.doctor.redis_rights import harmless_commands, transaction_commands
 from pdserve.common.derived_key import DeploymentKey
-from pdserve.common.registry import Keys, WorkerRecord
+from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.registry import Keys, RecordSigner, WorkerRecord
 from pdserve.common.router_settings import RouterSettings
-from pdserve.common.rpc import PROTOCOL_VERSION
 from pdserve.common.worker_settings import PrefillSettings
 
 SECRET = "0123456789abcdef"
@@ -127,15 +127,16 @@ def test_one_too_old_to_say_its_version(tmp_path: Path) -> None:
     assert "6.2 or newer" in findings[0].advice
 
 
-def register(server: RedisServer, worker_id: str, **changes: Any) -> None:
+def register(server: RedisServer, worker_id: str, secret: str = SECRET, **changes: Any) -> None:
     fields: dict[str, Any] = {
         "worker_id": worker_id, "epoch": 7, "registered_us": 1, "role": "decode", "address": "127.0.0.1:7002",
         "protocol_version": PROTOCOL_VERSION, "model_fingerprint": "ab", "layout_fingerprint": "ab",
-        "tokenizer_fingerprint": "ab", "key_check": DeploymentKey(SECRET.encode()).fingerprint,
+        "tokenizer_fingerprint": "ab",
     }  # fmt: skip
+    signer = RecordSigner(DeploymentKey(secret.encode()), "test")
     with server.admin() as admin:
         admin.zadd(KEYS.workers, {worker_id: 1})
-        admin.hset(KEYS.worker(worker_id), mapping=WorkerRecord(**(fields | changes)).fields())
+        admin.hset(KEYS.worker(worker_id), mapping=signer.signed(WorkerRecord(**(fields | changes))).fields())
 
 
 def test_who_is_there_and_who_does_not_fit(server: RedisServer) -> None:
@@ -145,12 +146,12 @@ def test_who_is_there_and_who_does_not_fit(server: RedisServer) -> None:
     findings = look(server.url)
     assert verdicts(findings) == ["ok", "ok", "ok"]
     assert "1 live workers: decode-1 (decode, 127.0.0.1:7002)" in findings[2].what
-    register(server, "decode-2", key_check="00ff")
-    register(server, "decode-3", protocol_version=PROTOCOL_VERSION + 1)
+    register(server, "decode-2", secret="fedcba9876543210")
+    register(server, "decode-3", protocol_version=PROTOCOL_VERSION + 2)
     findings = look(server.url, worker_id="decode-1")
     assert verdicts(findings) == ["ok", "ok", "ok", "failed", "warning", "warning"]
     assert "decode-2: another deployment key" in findings[3].what
-    assert "decode-3: another protocol version" in findings[4].what
+    assert f"decode-3: it speaks protocol version {PROTOCOL_VERSION + 2}" in findings[4].what
     assert "decode-1" in findings[5].what
     with server.admin() as admin:
         admin.zadd(KEYS.workers, {"no id at all": 3})

@@ -15,15 +15,16 @@ from cluster_processes import KEY, Cluster, pd_cluster
 from inference_client import InferenceClient
 from oracle import Oracle
 from random_prompts import prompt_of
+from signed_channel import identity_of, signed
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import make_channel
 from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.service_channel import GENERATE
 from pdserve.common.wire import prepared_to_wire
-from pdserve.v1 import decode_pb2, request_pb2, worker_pb2, worker_pb2_grpc
-from pdserve.v1.decode_pb2_grpc import DecodeServiceStub
+from pdserve.v1 import decode_pb2, request_pb2
 
 pytestmark = pytest.mark.process
 
@@ -73,8 +74,9 @@ async def ask_decode(cluster: Cluster, prompt: list[int], *, source: bool, limit
     """The events of a decode leg that no router asked for; token ids are checked by whoever has them all."""
     worker = cluster.services["decode"]
     async with make_channel(worker.address) as channel:
-        identity = await _identity(channel)
-        hasher = BlockHasher(DeploymentKey(KEY.encode()), identity.layout.block_size)
+        key = DeploymentKey(KEY.encode())
+        identity = await identity_of(channel, key)
+        hasher = BlockHasher(key, identity.layout.block_size)
         root = hasher.root(identity.layout.model_fingerprint)
         hashes = hasher.extend(root, prompt)
         prepared = PreparedRequest(
@@ -95,7 +97,8 @@ async def ask_decode(cluster: Cluster, prompt: list[int], *, source: bool, limit
             request.source.worker_id, request.source.epoch = "prefill", 1
             request.source.address = cluster.services["prefill"].address
             request.source.transfer_id = secrets.token_bytes(16)
-        events = DecodeServiceStub(channel).Generate(request, timeout=20)
+        service = signed(channel, (identity.worker_id, identity.epoch), key)
+        events = service.unary_stream(GENERATE, request, timeout=20)
         return [name async for name in _names(events)]
 
 
@@ -108,14 +111,6 @@ async def _names(events: Any) -> AsyncIterator[str]:
             yield f"{len(event.outputs.token_ids)} from {event.outputs.first_position}"
         else:
             yield name
-
-
-async def _identity(channel: Any) -> worker_pb2.Identity:
-    watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest(protocol_version=1), timeout=10)
-    async for event in watch:
-        watch.cancel()
-        return event.identity
-    raise AssertionError("the worker did not say who it is")
 
 
 async def test_decode_goes_by_its_own_cache(served: tuple[Cluster, Oracle]) -> None:

@@ -17,7 +17,8 @@ from inference_client import InferenceClient
 from oracle import Oracle
 from tls_authority import Authority, IssuedFiles, role_uri
 
-from pdserve.common.rpc import PROTOCOL_VERSION, make_channel
+from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.rpc import make_channel
 from pdserve.common.tls import ClientTls, TlsFile, load_client
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
@@ -31,7 +32,7 @@ async def is_refused(address: str) -> bool:
     """Whether a client without TLS hears nothing of a worker."""
     async with make_channel(address) as channel:
         request = worker_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION)
-        call = worker_pb2_grpc.WorkerServiceStub(channel).Watch(request, timeout=10)
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Watch(iter([request]), timeout=10)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     return caught.value.code() is grpc.StatusCode.UNAVAILABLE

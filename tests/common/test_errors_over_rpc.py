@@ -132,7 +132,7 @@ async def test_a_peer_that_is_not_there_is_lost_and_a_status_of_the_channel_is_n
         (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.Overloaded),
         (grpc.StatusCode.UNKNOWN, errors.WorkerLost),
         (grpc.StatusCode.INTERNAL, errors.WorkerLost),
-        (grpc.StatusCode.UNIMPLEMENTED, errors.InternalError),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.PeerError),
     ],
 )
 def test_a_status_without_our_code_is_the_channels_own(status: grpc.StatusCode, expected: type[PdServeError]) -> None:
@@ -140,16 +140,19 @@ def test_a_status_without_our_code_is_the_channels_own(status: grpc.StatusCode, 
     assert type(from_rpc_error(grpc.aio.AioRpcError(status, metadata, metadata, "words"))) is expected
 
 
-def test_codes_are_unique_and_unknown_ones_are_internal() -> None:
+def test_codes_are_unique_and_unknown_ones_are_the_peers() -> None:
     tree = [PdServeError]
     for error in tree:
         tree += error.__subclasses__()
-    # elsewhere there are further kinds of these; a client that does not know them reads them as internal
+    # elsewhere there are further kinds of these; a client that does not know them reads them as the peer's error
     own = [error for error in tree if error.__module__ == errors.__name__]
     assert {error.code for error in own} == set(BY_CODE)
     codes = [error.code for error in own if error is not PdServeError]
     assert len(codes) == len(set(codes))
-    assert type(from_code("of a newer release", "x")) is InternalError
+    unknown = from_code("of a newer release", "x")
+    assert type(unknown) is errors.PeerError
+    assert unknown.retryable
+    assert "of a newer release" in unknown.message
 
 
 async def test_an_address_in_use_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import MAX_HASHES, BlocksChange
 from pdserve.common.kv_layout import KvLayout
@@ -13,6 +14,7 @@ from pdserve.common.registry import (
     RECORD_FIELDS,
     Keys,
     NumberedChange,
+    RecordSigner,
     WorkerRecord,
     layout_fingerprint,
     read_change,
@@ -28,14 +30,15 @@ RECORD = WorkerRecord(
     registered_us=1_700_000_000_000_000,
     role="decode",
     address="[::1]:50051",
-    protocol_version=1,
+    protocol_version=2,
     model_fingerprint="ab" * 16,
     layout_fingerprint="cd" * 8,
     tokenizer_fingerprint="ef" * 16,
-    key_check="0123456789ab",
     seq=7,
     count=3,
+    signature="0f" * 32,
 )
+SIGNER = RecordSigner(DeploymentKey(b"0123456789abcdef"), "test")
 
 
 def stored(record: WorkerRecord, **changed: object) -> list[object]:
@@ -71,7 +74,7 @@ def test_a_record_reads_back() -> None:
         ("model_fingerprint", b""),
         ("layout_fingerprint", b"xyz"),
         ("tokenizer_fingerprint", b"a" * 65),
-        ("key_check", b"\xff\xff"),
+        ("signature", b"\xff\xff"),
         ("seq", b"0x10"),
         ("count", str(MAX_BLOCKS + 1).encode()),
         ("count", 5),
@@ -83,6 +86,32 @@ def test_a_field_that_is_not_as_it_should_be_is_named(field: str, value: object)
     assert caught.value.field == field
     assert field in caught.value.message
     assert len(caught.value.message) < 300
+
+
+def test_a_signed_record_verifies_and_no_other_does() -> None:
+    signed = SIGNER.signed(RECORD)
+    SIGNER.verify(read_record("decode-0", stored(signed)))  # type: ignore[arg-type]
+    changes: list[dict[str, object]] = [
+        {"worker_id": "decode-1"}, {"epoch": 7}, {"registered_us": 1}, {"role": "prefill"}, {"address": "h:1"},
+        {"protocol_version": 3}, {"model_fingerprint": "ac"}, {"layout_fingerprint": "ac"}, {"seq": 8}, {"count": 4},
+        {"tokenizer_fingerprint": "ac"}, {"signature": ""}, {"signature": signed.signature.swapcase()},
+        {"signature": signed.signature[:-1]},
+    ]  # fmt: skip
+    assert {name for change in changes for name in change} == set(WorkerRecord.__struct_fields__)
+    for change in changes:
+        changed = msgspec.structs.replace(signed, **change)
+        if changed != signed:
+            with pytest.raises(InvalidRequest, match="does not verify"):
+                SIGNER.verify(changed)
+    for key, namespace in ((b"fedcba9876543210", "test"), (b"0123456789abcdef", "other")):
+        with pytest.raises(InvalidRequest, match="does not verify"):
+            RecordSigner(DeploymentKey(key), namespace).verify(signed)
+
+
+def test_a_record_of_version_1_is_refused_by_name() -> None:
+    values = stored(RECORD, protocol_version=b"1", signature=None)
+    with pytest.raises(InvalidRequest, match="version 1, which does not authenticate"):
+        read_record("decode-0", values)
 
 
 def test_a_record_of_another_length_is_refused() -> None:

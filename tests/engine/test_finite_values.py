@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdserve.common.engine_types import FinishReason
 from pdserve.common.pooling_params import PoolingParams
+from pdserve.engine.remote_kv import HoldReturned, Settled
 
 BAD = 7
 """The token after which hidden states are `value`."""
@@ -95,3 +96,14 @@ def test_embeddings_without_numbers_are_none(engine: Harness, pooling: PoolingPa
     _failed(engine, bad, "embeddings")
     assert engine.answers[bad].pooling_output is None
     assert engine.answers[good].pooling_output is not None
+
+
+def test_a_source_ends_and_its_blocks_come_back(engine: Harness) -> None:
+    """Prefill for another worker: the blocks that it has published are held until that worker returns them."""
+    request = engine.add(BAD_PROMPT, transfer_source=True, wanted_from=0, params={"max_tokens": 9})
+    engine.run()
+    _failed(engine, request, "logits")
+    for message in engine.outbox.take():
+        if isinstance(message, Settled):
+            engine.core.apply(HoldReturned(request, message.hold))
+    assert engine.scheduler.pool.num_in_use == 0

@@ -73,7 +73,8 @@ def test_generated_messages_stay_with_stubs_and_servicers(package: str) -> None:
     for path in sources(package):
         text = path.read_text()
         if "_pb2" in text:
-            assert "_pb2_grpc" in text, f"{path.relative_to(ROOT)} touches messages but holds no stub and no servicer"
+            calls = "_pb2_grpc" in text or "common.service_channel" in text
+            assert calls, f"{path.relative_to(ROOT)} touches messages but holds no stub, channel or servicer"
 
 
 def test_pdserve_is_a_namespace() -> None:

@@ -96,6 +96,7 @@ class _FlippingTls:
         self._flips = flips
         self._tls = tls
         self.read, self.pending, self.do_handshake = tls.read, tls.pending, tls.do_handshake
+        self.getpeercert = tls.getpeercert
 
     def write(self, piece: memoryview) -> int:
         if self._flips.is_next and len(piece) > 512:

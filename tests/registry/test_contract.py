@@ -55,7 +55,7 @@ async def test_prefill_and_decode_meet_when_they_are_found(either: World) -> Non
     prefill = await either.worker("prefill-0", Role.PREFILL)
     router = await either.router()
     await router.joined(decode, prefill)
-    await eventually(lambda: prefill.address in decode.peers._channels and decode.address in prefill.peers._channels)
+    await eventually(lambda: prefill.address in decode.peers._kept and decode.address in prefill.peers._kept)
 
 
 async def test_a_worker_that_leaves_takes_its_blocks_with_it(either: World) -> None:

@@ -75,7 +75,7 @@ async def test_a_key_of_another_type(
         pytest.param(("HSET", RECORD, "epoch", "-1"), "epoch is b'-1'", id="epoch"),
         pytest.param(("HSET", RECORD, "seq", b"\xff\xfe"), "seq is", id="not-text"),
         pytest.param(("HSET", RECORD, "count", "9" * 18), "count is", id="too-large"),
-        pytest.param(("HSET", RECORD, "key_check", "a" * 100_000), "(100000 bytes)", id="too-long"),
+        pytest.param(("HSET", RECORD, "tokenizer_fingerprint", "a" * 100_000), "(100000 bytes)", id="too-long"),
         pytest.param(("HDEL", RECORD, "role"), "role is missing", id="missing"),
         pytest.param(("ZADD", IDS, "9" * 12, "../../x y"), "worker_id is b'../../x y'", id="id"),
     ],

@@ -153,7 +153,7 @@ async def test_no_token_and_no_text_stands_in_redis(world: World) -> None:
     record = world.redis.do("HGETALL", "{test}:worker:decode-0")
     assert set(record) == {
         b"epoch", b"registered_us", b"role", b"address", b"protocol_version", b"model_fingerprint",
-        b"layout_fingerprint", b"tokenizer_fingerprint", b"key_check", b"seq", b"count",
+        b"layout_fingerprint", b"tokenizer_fingerprint", b"signature", b"seq", b"count",
     }  # fmt: skip
     [(_, fields), *_] = world.redis.do("XREVRANGE", f"{{test}}:events:decode-0:{worker.key[1]:016x}", "+", "-")
     assert set(fields) == {b"seq", b"cleared", b"stored", b"removed"}

@@ -7,6 +7,7 @@ from typing import Any
 from fake_worker import LAYOUT
 
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.protocol_version import PROTOCOL_VERSION
 from pdserve.router.placement import Candidate
 from pdserve.router.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
 
@@ -17,7 +18,7 @@ def worker(
     *,
     layout: KvLayout = LAYOUT,
     limit: int | None = None,
-    protocol_version: int = 1,
+    protocol_version: int = PROTOCOL_VERSION,
     **load: Any,
 ) -> Worker:
     """A live worker that reported this load. limit: its `max_local_prefill_tokens`."""
@@ -29,7 +30,6 @@ def worker(
         address="127.0.0.1:1",
         layout=layout,
         tokenizer_fingerprint="t",
-        key_check="k",
         max_model_len=4096,
         vocab_size=300,
         num_blocks=1000,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,15 @@ import grpc.aio
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from pdserve.common.call_guard import CallGuard
+from pdserve.common.call_proof import CallVerifier
 from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.rpc import PROTOCOL_VERSION, bind, make_server
+from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.rpc import bind, make_server
 from pdserve.common.tls import ServerTls
+from pdserve.common.watch_proof import WatchAnswer
 from pdserve.common.wire import layout_to_wire
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, worker_pb2
 from pdserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
@@ -222,6 +227,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.max_local_prefill_tokens = max_local_prefill_tokens
         self.epoch = epoch
         self.hidden_size = HIDDEN_SIZE
+        self.clock: Callable[[], float] = time.time
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE
         self.port = 0
@@ -247,7 +253,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
     async def start(self) -> FakeWorker:
         """Listen; after the first time on the same port, with a new epoch."""
         self.epoch += 1
-        self._server = make_server()
+        self._server = make_server(CallGuard(CallVerifier(self.key, lambda: (self.worker_id, self.epoch))))
         add_WorkerServiceServicer_to_server(self, self._server)
         if self.role == "prefill":
             add_PrefillServiceServicer_to_server(self, self._server)
@@ -281,24 +287,28 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
             setattr(self.load, name, value)
         self._changed.set()
 
-    async def Watch(self, request, context):
-        yield worker_pb2.WatchEvent(
-            identity=worker_pb2.Identity(
-                worker_id=self.worker_id,
-                epoch=self.epoch,
-                role=worker_pb2.Role.Value(f"ROLE_{self.said_role.upper()}"),
-                protocol_version=self.protocol_version,
-                address=self.address,
-                layout=layout_to_wire(self.layout),
-                tokenizer_fingerprint=self.fingerprint,
-                key_check=self.key.fingerprint,
-                max_model_len=self.max_model_len,
-                vocab_size=self.vocab_size,
-                hidden_size=self.hidden_size,
-                num_blocks=100,
-                max_local_prefill_tokens=self.max_local_prefill_tokens,
-            )
+    def identity(self) -> worker_pb2.Identity:
+        """What this worker says of itself in a watch."""
+        return worker_pb2.Identity(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            role=worker_pb2.Role.Value(f"ROLE_{self.said_role.upper()}"),
+            protocol_version=self.protocol_version,
+            address=self.address,
+            layout=layout_to_wire(self.layout),
+            tokenizer_fingerprint=self.fingerprint,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_blocks=100,
+            max_local_prefill_tokens=self.max_local_prefill_tokens,
         )
+
+    async def Watch(self, request_iterator, context):
+        request = await anext(request_iterator)
+        answer = WatchAnswer(self.key, self.identity().SerializeToString(), request, clock=self.clock)
+        yield worker_pb2.WatchEvent(welcome=answer.welcome)
+        answer.verify(await anext(request_iterator))
         while True:
             self.load.engine_tick += self.ticking
             yield worker_pb2.WatchEvent(load=self.load)

@@ -122,11 +122,11 @@ async def test_a_worker_that_broke_a_call_is_not_asked_again_while_its_watch_has
     ("options", "told"),
     [
         ({"key": DeploymentKey(b"another key of this length")}, "deployment key differs"),
-        ({"protocol_version": 99}, "protocol version 99, this router 2"),
+        ({"protocol_version": 99}, "protocol version 99, this service 2"),
         ({"said_role": "prefill"}, "its role is prefill, but the address was given as decode"),
         ({"fingerprint": "f" * 32}, "ffffffff there"),
-        ({"layout": msgspec.structs.replace(LAYOUT, block_size=0)}, "its block_size is 0, at least 1 is needed"),
-        ({"max_model_len": 0}, "its max_model_len is 0, at least 1 is needed"),
+        ({"layout": msgspec.structs.replace(LAYOUT, block_size=0)}, "block_size is 0, 1 to 16384 is needed"),
+        ({"max_model_len": 0}, "max_model_len is 0, 1 to 16777216 is needed"),
     ],
 )
 async def test_a_worker_that_does_not_belong_is_refused_once_and_the_rest_serves_on(cluster, caplog, options, told):

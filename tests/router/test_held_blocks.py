@@ -20,7 +20,7 @@ async def fleet(fingerprint):
     """(worker, index): one decode worker under watch."""
     worker = await FakeWorker("decode", fingerprint).start()
     index = PrefixIndex()
-    expected = Expected(key_check=DEVELOPMENT_KEY.fingerprint, tokenizer_fingerprint=fingerprint)
+    expected = Expected(key=DEVELOPMENT_KEY, tokenizer_fingerprint=fingerprint)
     async with Fleet([], [worker.address], expected, index):
         yield worker, index
     await worker.kill()

@@ -11,6 +11,7 @@ from fake_worker import LAYOUT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.common.protocol_version import PROTOCOL_VERSION
 from pdserve.router import worker as worker_module
 from pdserve.router.placement import POLICIES, Rules, Wish, choose, estimate, partners, place
 from pdserve.router.worker import Share, WorkerLoad, WorkerRole, WorkerState
@@ -18,7 +19,7 @@ from pdserve.router.worker import Share, WorkerLoad, WorkerRole, WorkerState
 P1, P2 = worker("p1", "prefill"), worker("p2", "prefill", num_waiting_tokens=160)
 D1, D2 = worker("d1", blocks_in_use=1), worker("d2", blocks_in_use=4)
 OTHER = worker("other", "prefill", layout=msgspec.structs.replace(LAYOUT, num_layers=9))
-NEWER = worker("newer", "prefill", protocol_version=2)
+NEWER = worker("newer", "prefill", protocol_version=PROTOCOL_VERSION + 2)
 CAPPED = worker("capped", limit=10)
 TOKEN_BYTES = LAYOUT.block_bytes / LAYOUT.block_size
 
@@ -137,7 +138,7 @@ def pools(draw, role, most=5):
             f"{role}{number}",
             role,
             layout=draw(st.sampled_from(LAYOUTS)),
-            protocol_version=draw(st.sampled_from([1, 1, 1, 2])),
+            protocol_version=draw(st.sampled_from([2, 2, 2, 3, 4])),
             limit=draw(st.sampled_from([None, None, 0, 100])),
             prefill_tokens_per_s=draw(st.sampled_from([0.0, 100.0, 5000.0])),
             **draw(loads),
@@ -175,7 +176,8 @@ def test_whatever_the_situation_a_placement_is_sound(situation):
         return
     if placed.prefill and placed.decode:
         assert placed.prefill.identity.layout == placed.decode.identity.layout
-        assert placed.prefill.identity.protocol_version == placed.decode.identity.protocol_version
+        versions = placed.prefill.identity.protocol_version, placed.decode.identity.protocol_version
+        assert max(versions) - min(versions) <= 1
         if placed.prefill.key in rules.blamed:
             assert rules.local_prefill == "never" or rules.wish is Wish.REMOTE
             mine = next(c for c in decode if c.worker is placed.decode)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 
 import candidates
 import grpc
 import pytest
 from fake_worker import ADMITTED, TEXT, decode_outputs, forever, play, said, tokens
+from signed_channel import signed
 
 from pdserve.common.errors import DeadlineExceeded, Draining, Overloaded, WorkerLost
+from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import ERROR_CODE_KEY, make_channel
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.router.legs import SessionLeg
@@ -214,10 +217,20 @@ async def test_i6_a_workers_death_ends_a_turn_that_never_reached_it():
     with socket.create_server(("127.0.0.1", 0)) as mute:
         # it takes the connection, and says nothing
         worker = candidates.worker("d")
-        worker.channel = make_channel(f"127.0.0.1:{mute.getsockname()[1]}")
+        worker.channel = signed(make_channel(f"127.0.0.1:{mute.getsockname()[1]}"), worker.key)
         session = StreamingSession()
-        session.open(worker, SessionLeg(worker, {}))
-        writing = asyncio.create_task(session.leg.go_on([1], SamplingParams(), {}))
+        request = PreparedRequest(
+            request_id="r",
+            prompt_token_ids=[1],
+            sampling_params=SamplingParams(),
+            eos_token_ids=(),
+            block_hashes=[],
+            hash_root=b"",
+            request_digest=b"",
+            deadline=time.monotonic() + 30,
+        )
+        session.open(worker, SessionLeg(worker, request))
+        writing = asyncio.create_task(session.leg.open())
         connection, _ = await asyncio.to_thread(mute.accept)
         assert not writing.done()
         worker.die("its watch stream broke")
@@ -228,7 +241,7 @@ async def test_i6_a_workers_death_ends_a_turn_that_never_reached_it():
             await session.closed()
         assert not [task for task in asyncio.all_tasks() if "SessionLeg" in repr(task.get_coro())]
         connection.close()
-        await worker.channel.close()
+        await worker.channel.channel.close()
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,11 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path):
         ("tokenizer_config.json", '{"added_tokens_decoder": []}', "added_tokens_decoder is"),
         ("chat_template.jinja", "{% if %}", "chat_template.jinja: chat template, line 1"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read: byte 0 is not UTF-8"),
+        (
+            "chat_template.jinja",
+            "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+            "chat_template.jinja: the chat template",
+        ),
         ("chat_template.jinja", b"x" * ((1 << 20) + 1), "chat_template.jinja has more than 1048576 bytes"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "default", "template": 3}]}', "chat_template 'default'"),
         ("generation_config.json", '{"top_k": Infinity}', "generation_config.json: top_k is inf"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from signed_channel import signed
 from transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID, ReceiverOwner, SourceOwner
 
 from pdserve.common.errors import PdServeError
@@ -158,7 +159,9 @@ class Rig:
             grace_s=changes.get("grace_s", GRACE_S),
             digests=changes.get("digests", self.digests),
         )
-        self.tasks.append(asyncio.create_task(attach(transfer, receiving, self.channel)))
+        self.tasks.append(
+            asyncio.create_task(attach(transfer, receiving, signed(self.channel, ("prefill-1", SOURCE_EPOCH))))
+        )
         return transfer
 
     def settle(self, transfer: SourceTransfer, first_index: int, *blocks: int) -> None:

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from engine_harness import KEY
 from hash_model import VOCAB_SIZE, HashModel, make_hash_cache
+from signed_channel import signed
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.derived_key import DATA_PLANE
@@ -157,7 +158,7 @@ class Pair:
         receiving = Receiving(
             self.d.peer, LAYOUT, self.d.connectors.names, lambda: self.d.engine.tick, 2.0, 0.4, DIGESTS
         )
-        landed = self.d.adapter.receive(request_id, ref, receiving, self.channel)
+        landed = self.d.adapter.receive(request_id, ref, receiving, signed(self.channel, self.p.peer.key))
         decode = self.d.engine.submit(_replace(request, remote_prefill=True))
         expected = ExpectedTransfer(transfer_id, request_id, self.d.peer, digest, 20.0, -(-len(prompt) // BLOCK_SIZE))
         transfer = self.p.transfers.expect(expected)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 import pytest
+from signed_channel import signed
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.deployment_key import DEVELOPMENT_KEY
@@ -18,6 +19,7 @@ from pdserve.common.errors import Draining
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import ERROR_CODE_KEY, make_channel
 from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.service_channel import GENERATE, PREFILL
 from pdserve.common.wire import prepared_to_wire
 from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.decode import service as decode_service
@@ -26,8 +28,6 @@ from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.kv_transfer.transfer_state import ReceiverState
 from pdserve.prefill import service as prefill_service
 from pdserve.v1 import decode_pb2, prefill_pb2
-from pdserve.v1.decode_pb2_grpc import DecodeServiceStub
-from pdserve.v1.prefill_pb2_grpc import PrefillServiceStub
 from pdserve.worker.identity import Role
 from pdserve.worker.worker import Worker
 
@@ -95,13 +95,14 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
     monkeypatch.setattr(two.p.engine.core.runner, "execute", fail)
 
     async with (
-        make_channel(two.p.identity.address) as to_p,
-        make_channel(two.d.identity.address) as to_d,
+        make_channel(two.p.identity.address) as p_channel,
+        make_channel(two.d.identity.address) as d_channel,
         asyncio.timeout(20),
     ):
+        to_p, to_d = signed(p_channel, two.p.identity.peer.key), signed(d_channel, two.d.identity.peer.key)
         receiver = prefill_pb2.Receiver(worker_id=two.d.identity.peer.worker_id, epoch=two.d.identity.peer.epoch)
-        prefill = PrefillServiceStub(to_p).Prefill(
-            prefill_pb2.PrefillRequest(request=message, transfer_id=transfer_id, receiver=receiver)
+        prefill = to_p.unary_stream(
+            PREFILL, prefill_pb2.PrefillRequest(request=message, transfer_id=transfer_id, receiver=receiver)
         )
         source = decode_pb2.Source(
             worker_id=two.p.identity.peer.worker_id,
@@ -109,7 +110,7 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
             address=two.p.identity.address,
             transfer_id=transfer_id,
         )
-        decode = DecodeServiceStub(to_d).Generate(decode_pb2.DecodeRequest(request=message, source=source))
+        decode = to_d.unary_stream(GENERATE, decode_pb2.DecodeRequest(request=message, source=source))
         for call in (prefill, decode):
             assert (await call.read()).HasField("admitted")
         transfer = two.d.adapter.transfer("r.0.0")
@@ -123,11 +124,12 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
 
 
 async def test_a_lease_that_is_revoked_is_no_success(two: Two) -> None:
-    async with make_channel(two.p.identity.address) as to_p, asyncio.timeout(20):
+    async with make_channel(two.p.identity.address) as channel, asyncio.timeout(20):
+        to_p = signed(channel, two.p.identity.peer.key)
         receiver = prefill_pb2.Receiver(worker_id="nobody", epoch=1)
         message = prepared(two.p.model.layout)
-        call = PrefillServiceStub(to_p).Prefill(
-            prefill_pb2.PrefillRequest(request=message, transfer_id=secrets.token_bytes(16), receiver=receiver)
+        call = to_p.unary_stream(
+            PREFILL, prefill_pb2.PrefillRequest(request=message, transfer_id=secrets.token_bytes(16), receiver=receiver)
         )
         assert (await call.read()).HasField("admitted")
         assert (await call.read()).HasField("computed")

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
+import grpc
+import grpc.aio
 import pytest
 from tls_authority import Authority
 
+from pdserve.common.call_proof import CallSigner
+from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.errors import InvalidRequest
-from pdserve.worker.peer_channels import PeerChannels
+from pdserve.common.peer_address import grpc_target
+from pdserve.worker.peer_channels import MAX_IDLE_PEERS, PeerChannels
+
+SIGNER = CallSigner(DEVELOPMENT_KEY)
+PEER = ("prefill-0", 7)
 
 
 @pytest.fixture
 async def channels() -> AsyncIterator[PeerChannels]:
-    made = PeerChannels()
+    made = PeerChannels(SIGNER)
     yield made
     await made.close()
 
@@ -30,9 +39,50 @@ async def test_anything_but_an_address_is_refused(channels: PeerChannels, addres
 
 async def test_no_peer_beyond_loopback_is_spoken_to_in_the_clear(channels: PeerChannels, authority: Authority) -> None:
     with pytest.raises(InvalidRequest, match=r"10\.0\.0\.5:7 is not loopback, .* has no TLS"):
-        channels.get("10.0.0.5:7")
-    channels.get("127.0.0.1:7")
-    channels.get("[::1]:7")
-    for allowed in (PeerChannels(insecure=True), PeerChannels(authority.identity().client)):
-        allowed.get("10.0.0.5:7")
+        channels.borrow("10.0.0.5:7", PEER)
+    channels.borrow("127.0.0.1:7", PEER)
+    channels.borrow("[::1]:7", PEER)
+    for allowed in (PeerChannels(SIGNER, insecure=True), PeerChannels(SIGNER, authority.identity().client)):
+        allowed.borrow("10.0.0.5:7", PEER)
         await allowed.close()
+
+
+def is_open(channel: grpc.aio.Channel) -> bool:
+    try:
+        return channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
+    except grpc.aio.UsageError:
+        return False
+
+
+async def test_a_channel_in_use_is_never_closed_and_idle_ones_are_bounded(channels: PeerChannels) -> None:
+    used = [channels.borrow(f"127.0.0.1:{port}", PEER) for port in range(1000, 1000 + MAX_IDLE_PEERS + 50)]
+    idle = []
+    for port in range(3000, 3000 + MAX_IDLE_PEERS + 50):
+        channels.meet(f"127.0.0.1:{port}")
+        idle.append(channels._kept[f"127.0.0.1:{port}"].channel)
+    await asyncio.gather(*channels._closing)
+    assert all(is_open(borrowed.service.channel) for borrowed in used)
+    assert sum(map(is_open, idle)) == MAX_IDLE_PEERS
+    assert not is_open(idle[0])
+    assert is_open(idle[-1])
+    for borrowed in used:
+        borrowed.give_back()
+        borrowed.give_back()
+    await asyncio.gather(*channels._closing)
+    assert len(channels._kept) == MAX_IDLE_PEERS
+
+
+async def test_two_uses_of_one_peer_share_a_channel_until_both_are_over(channels: PeerChannels) -> None:
+    one, two = channels.borrow("127.0.0.1:7", PEER), channels.borrow("127.0.0.1:7", ("prefill-0", 8))
+    assert one.service.channel is two.service.channel
+    one.give_back()
+    one.give_back()
+    for port in range(1000, 1000 + MAX_IDLE_PEERS + 10):
+        channels.meet(f"127.0.0.1:{port}")
+    await asyncio.gather(*channels._closing)
+    assert is_open(two.service.channel)
+
+
+async def test_a_host_that_is_called_as_a_scheme_of_grpc_is_a_host() -> None:
+    # gRPC would take `unix:80` for the path of a socket
+    assert grpc_target("unix:80") == "dns:///unix:80"

@@ -12,7 +12,7 @@ from hash_model import greedy_answer
 from transfer_fakes import expected
 
 from pdserve.common.engine_types import FinishReason
-from pdserve.common.errors import InvalidRequest, TransferFailed
+from pdserve.common.errors import Evicted, InvalidRequest, TransferFailed
 from pdserve.kv_transfer.transfer_state import ReceiverState, SourceState
 
 PROMPTS = [[(n * 7 + i) % 60 for i in range(n)] for n in (1, 3, 4, 5, 16, 23, 60, 100)]
@@ -69,8 +69,17 @@ async def _rest(asked: Any) -> list[int]:
 async def test_small_pools_on_both_sides_lose_no_request(make_pair: Any) -> None:
     pair = await make_pair("local", p={"num_blocks": 32}, d={"num_blocks": 32})
     prompts = [[(n * 11 + i) % 60 for i in range(10 + 9 * n)] for n in range(10)]
-    asked = [pair.ask(prompt, max_tokens=12) for prompt in prompts]
-    answers = await asyncio.wait_for(asyncio.gather(*(one.answer() for one in asked)), 30)
+
+    async def serve(prompt: list[int]) -> list[int]:
+        """With the router's part: an evicted request is placed anew."""
+        while True:
+            asked = pair.ask(prompt, max_tokens=12)
+            try:
+                return await asked.answer()
+            except Evicted:
+                pair.leave(asked)
+
+    answers = await asyncio.wait_for(asyncio.gather(*(serve(prompt) for prompt in prompts)), 30)
     assert answers == [greedy_answer(prompt, 12) for prompt in prompts]
 
 

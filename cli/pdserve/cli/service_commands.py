@@ -22,7 +22,7 @@ from pdserve.common.descriptors import raise_descriptor_limit
 from pdserve.common.errors import ConfigError
 from pdserve.common.logging_setup import configure_logging
 from pdserve.common.router_settings import RouterSettings
-from pdserve.common.settings import load_settings
+from pdserve.common.settings import SERVICES, load_settings
 from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.models.model_folder import model_folder
 
@@ -37,8 +37,10 @@ def parse_assignments(assignments: list[str]) -> dict[str, str]:
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals or not name:
-            # of a text without a name only its length: it may be a secret
-            raise ValueError(f"--set with {len(assignment)} characters: name=value is needed")
+            # a text that is no setting's name may be a secret: only its length is shown
+            is_name = any(assignment.replace("-", "_") in kind.__struct_fields__ for kind in SERVICES)
+            what = repr(assignment) if is_name else f"with {len(assignment)} characters"
+            raise ValueError(f"--set {what}: name=value is needed")
         values[name.replace("-", "_")] = value
     return values
 

@@ -12,10 +12,14 @@
       DeadlineExceeded        the request's own deadline passed
       Cancelled               the client left, or somebody aborted it
       LayoutMismatch          two workers whose KV blocks differ
-      KeyMismatch             two services with different deployment keys
+      KeyMismatch             a call between services without a valid proof of the deployment key
+        ClockSkew             its time stamp is too far from the receiver's clock
+      ProtocolMismatch        two services whose protocol versions do not work together
+      PeerError               a peer sent what cannot be read: a message, or an error code
       TransferFailed          KV blocks could not be moved or did not verify
         DigestMismatch        the two legs speak of different requests: never retried on the same pair
       WorkerLost              a worker died, or none is there
+        WrongWorker           a call reached another worker, or another life of it, than it was made for
       Evicted                 a sequence lost its blocks and prefers to be placed anew
       NeedsPrefill            decode asks for a prefill worker first
       Draining                the worker is leaving
@@ -153,11 +157,36 @@ class LayoutMismatch(PdServeError):
 
 
 class KeyMismatch(PdServeError):
-    """Two services were started with different deployment keys."""
+    """A call between services has no proof of the deployment key, or a wrong, repeated or changed one."""
 
     code = "key_mismatch"
+    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+    http_status = 503
+    retryable = True
+
+
+class ClockSkew(KeyMismatch):
+    """The clocks of two services differ too much for a proof to be told from an old one."""
+
+    code = "clock_skew"
+
+
+class ProtocolMismatch(PdServeError):
+    """Two services whose protocol versions do not work together."""
+
+    code = "protocol_mismatch"
     grpc_status = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 503
+    retryable = True
+
+
+class PeerError(PdServeError):
+    """A peer sent something that cannot be read; another peer may serve the request."""
+
+    code = "peer_error"
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+    retryable = True
 
 
 class TransferFailed(PdServeError):
@@ -185,6 +214,12 @@ class WorkerLost(PdServeError):
     grpc_status = grpc.StatusCode.UNAVAILABLE
     http_status = 503
     retryable = True
+
+
+class WrongWorker(WorkerLost):
+    """A call reached another worker than it was made for: the life that it was made for is over, or elsewhere."""
+
+    code = "wrong_worker"
 
 
 class Evicted(PdServeError):
@@ -246,16 +281,17 @@ def _tree(root: type[PdServeError]) -> list[type[PdServeError]]:
 
 
 BY_CODE: dict[str, type[PdServeError]] = {error.code: error for error in _tree(PdServeError)}
-"""Wire code -> class. A code we do not know is read as `InternalError`."""
+"""Wire code -> class. An unknown code is read as `PeerError`."""
 BY_CODE["internal_error"] = InternalError
 
 
 def from_code(code: str, message: str, field: str | None = None) -> PdServeError:
-    """Rebuild a peer's error; unknown codes, which a newer peer may send, become `InternalError`.
+    """Rebuild a peer's error; unknown codes, which a newer peer may send, become `PeerError`.
 
     field: of an `InvalidRequest`.
     """
-    error = BY_CODE.get(code, InternalError)(message)
+    kind = BY_CODE.get(code)
+    error = PeerError(f"{message} (unknown error code {code[:64]!r})") if kind is None else kind(message)
     if isinstance(error, InvalidRequest):
         error.field = field or None
     return error

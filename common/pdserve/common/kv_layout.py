@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.common.errors import LayoutMismatch
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -22,8 +24,11 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of one block over all layers, keys and values. Raises: LayoutMismatch for a dtype that is not known."""
+        item_bytes = DTYPE_BYTES.get(self.dtype)
+        if item_bytes is None:
+            raise LayoutMismatch(f"the KV layout's dtype is {self.dtype[:64]!r}, {', '.join(DTYPE_BYTES)} are known")
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * item_bytes
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:

@@ -12,6 +12,7 @@ cluster. An epoch is written as 16 hex digits. No key and no field holds token i
 from __future__ import annotations
 
 import hashlib
+import hmac
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,12 @@ from typing import Any
 import msgspec
 
 from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
+from pdserve.common.derived_key import REDIS_RECORDS, DeploymentKey
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import MAX_HASHES, BlocksChange
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.peer_address import PEER_ADDRESS, verify_peer_address
+from pdserve.common.protocol_version import OLDEST_AUTHENTICATED, version_objection
 
 RECORD_TTL_S = 3.0
 BEAT_S = 1.0
@@ -42,7 +46,6 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _WORKER_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _EPOCH = re.compile(r"[0-9a-f]{16}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{1,64}")
-_ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})")
 _NUMBER = re.compile(r"[0-9]{1,19}")
 _ENTRY_ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 _ROLES = ("prefill", "decode")
@@ -52,12 +55,6 @@ _SHOWN = 40
 def is_namespace(text: str) -> bool:
     """Whether this may stand between the braces: 1 to 64 of letters, digits, `_`, `.` and `-`."""
     return _NAMESPACE.fullmatch(text) is not None
-
-
-def is_address(text: str) -> bool:
-    """Whether it is host:port, or [IPv6]:port, as a service can be told to connect to."""
-    match = _ADDRESS.fullmatch(text)
-    return match is not None and 0 < int(match[1]) < 65536
 
 
 def is_worker_id(text: str) -> bool:
@@ -109,12 +106,12 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     layout_fingerprint: str
     """Over every field of its `KvLayout`."""
     tokenizer_fingerprint: str
-    key_check: str
-    """Short check value of the deployment key."""
     seq: int = 0
     """Number of the last change in the stream; 0 before the first."""
     count: int = 0
     """Blocks in the set after that change."""
+    signature: str = ""
+    """Over all other fields and the namespace, made and checked by `RecordSigner`."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -125,6 +122,35 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         """As the hash holds it."""
         values = msgspec.structs.asdict(self)
         return {name: f"{self.epoch:016x}" if name == "epoch" else values[name] for name in RECORD_FIELDS}
+
+
+class RecordSigner:
+    """Signs and checks the records of one deployment in one namespace.
+
+    The signature names the worker, its life, its address and when it registered: a record that is copied to another
+    worker's key, changed, or written by somebody without the deployment key does not verify.
+    """
+
+    def __init__(self, key: DeploymentKey, namespace: str) -> None:
+        self._key = key.derive(REDIS_RECORDS, namespace.encode())
+
+    def signed(self, record: WorkerRecord) -> WorkerRecord:
+        """The record with its signature."""
+        return msgspec.structs.replace(record, signature=self._signature(record))
+
+    def verify(self, record: WorkerRecord) -> None:
+        """Raises: InvalidRequest."""
+        if not hmac.compare_digest(record.signature, self._signature(record)):
+            raise InvalidRequest(
+                f"the record of worker {record.worker_id} at {record.address} does not verify: it was changed or copied, "
+                "or the worker has another deployment key",
+                "signature",
+            )
+
+    def _signature(self, record: WorkerRecord) -> str:
+        parts = [record.worker_id, *(str(value) for name, value in record.fields().items() if name != "signature")]
+        data = b"".join(len(part).to_bytes(4, "big") + part for part in map(str.encode, parts))
+        return hashlib.blake2b(data, key=self._key, digest_size=32).hexdigest()
 
 
 RECORD_FIELDS = tuple(name for name in WorkerRecord.__struct_fields__ if name != "worker_id")
@@ -141,7 +167,7 @@ def read_worker_id(value: object) -> str:
 
 
 def read_record(worker_id: str, values: Sequence[object]) -> WorkerRecord | None:
-    """The answer to HMGET of `RECORD_FIELDS`; None when there is no record.
+    """The answer to HMGET of `RECORD_FIELDS`; None when there is no record. `RecordSigner.verify` comes after it.
 
     Raises: InvalidRequest naming the field, its value and what it should be.
     """
@@ -150,6 +176,9 @@ def read_record(worker_id: str, values: Sequence[object]) -> WorkerRecord | None
     if len(values) != len(RECORD_FIELDS):
         raise InvalidRequest(f"a record has {len(values)} fields, {len(RECORD_FIELDS)} are needed", "record")
     found = dict(zip(RECORD_FIELDS, values, strict=True))
+    version = read_number("protocol_version", found["protocol_version"])
+    if version < OLDEST_AUTHENTICATED:
+        raise InvalidRequest(f"protocol_version is {version}: {version_objection(version)}", "protocol_version")
     role = _text("role", found["role"], re.compile("|".join(_ROLES)))
     return WorkerRecord(
         worker_id=worker_id,
@@ -157,13 +186,13 @@ def read_record(worker_id: str, values: Sequence[object]) -> WorkerRecord | None
         registered_us=read_number("registered_us", found["registered_us"]),
         role=role,
         address=_address(found["address"]),
-        protocol_version=read_number("protocol_version", found["protocol_version"]),
+        protocol_version=version,
         model_fingerprint=_text("model_fingerprint", found["model_fingerprint"], _FINGERPRINT),
         layout_fingerprint=_text("layout_fingerprint", found["layout_fingerprint"], _FINGERPRINT),
         tokenizer_fingerprint=_text("tokenizer_fingerprint", found["tokenizer_fingerprint"], _FINGERPRINT),
-        key_check=_text("key_check", found["key_check"], _FINGERPRINT),
         seq=read_number("seq", found["seq"]),
         count=read_number("count", found["count"], MAX_BLOCKS),
+        signature=_text("signature", found["signature"], _FINGERPRINT),
     )
 
 
@@ -219,9 +248,8 @@ def read_number(field: str, value: object, limit: int = MAX_NUMBER) -> int:
 
 
 def _address(value: object) -> str:
-    address = _text("address", value, _ADDRESS)
-    if not 0 < int(address.rpartition(":")[2]) < 65536:
-        raise InvalidRequest(f"address is {address!r}, host:port is needed", "address")
+    address = _text("address", value, PEER_ADDRESS)
+    verify_peer_address("address", address)
     return address
 
 

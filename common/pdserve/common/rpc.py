@@ -18,12 +18,12 @@ import grpc.aio
 from pdserve.common import errors
 from pdserve.common.errors import ConfigError, InternalError, PdServeError
 from pdserve.common.host_address import host_and_port
+from pdserve.common.peer_address import grpc_target
 from pdserve.common.renewed_channel import RenewedChannel
 from pdserve.common.tls import ClientTls, ServerTls
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 16 << 20
 ERROR_CODE_KEY = "pdserve-error-code"
 ERROR_FIELD_KEY = "pdserve-error-field"
@@ -73,14 +73,14 @@ def make_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel
     With TLS each call takes the certificates that are current then; calls that run live on (`RenewedChannel`).
     """
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(grpc_target(address), options=_CHANNEL_OPTIONS)
     return RenewedChannel(tls, lambda generation: _secure_channel(address, generation))
 
 
 def _secure_channel(address: str, tls: ClientTls) -> grpc.aio.Channel:
     credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
     name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name is not None else []
-    return grpc.aio.secure_channel(address, credentials, options=[*_CHANNEL_OPTIONS, *name])
+    return grpc.aio.secure_channel(grpc_target(address), credentials, options=[*_CHANNEL_OPTIONS, *name])
 
 
 def make_server(*guards: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
@@ -161,7 +161,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
         case grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:
             return errors.WorkerLost(f"the call broke: {message}")
         case _:
-            return InternalError(f"{error.code().name}: {message}")
+            # no servicer of ours says that without a code of ours
+            return errors.PeerError(f"{error.code().name}: {message}")
 
 
 def failed_to_shake_hands(message: str) -> bool:

@@ -12,7 +12,8 @@ import grpc
 from pdserve.common import timeline
 from pdserve.common.deployment_key import is_loopback
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
-from pdserve.common.errors import Draining, InvalidRequest, NeedsPrefill, TransferFailed, WorkerLost
+from pdserve.common.errors import Draining, InvalidRequest, NeedsPrefill, PdServeError, TransferFailed, WorkerLost
+from pdserve.common.peer_address import verify_peer_address
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import metadata_of
 from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire, prompt_logprobs_to_wire
@@ -93,15 +94,21 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
             raise InvalidRequest(
                 f"source.transfer_id has {len(source.transfer_id)} bytes, not {TRANSFER_ID_BYTES}", "source.transfer_id"
             )
-        if not source.address or (is_loopback(self._worker.settings.host) and not is_loopback(source.address)):
+        verify_peer_address("source.address", source.address)
+        if is_loopback(self._worker.settings.host) and not is_loopback(source.address):
             raise InvalidRequest(
                 f"source.address {source.address!r} cannot be reached from a worker on loopback", "source.address"
             )
         ref = SourceRef(source.worker_id, source.epoch, source.address, source.transfer_id, prepared.request_digest)
         worker = self._worker
-        return worker.adapter.receive(
-            engine_request.request_id, ref, worker.receiving, worker.peers.get(source.address)
-        )
+        borrowed = worker.peers.borrow(source.address, (source.worker_id, source.epoch))
+        try:
+            return worker.adapter.receive(
+                engine_request.request_id, ref, worker.receiving, borrowed.service, borrowed.give_back
+            )
+        except PdServeError:
+            borrowed.give_back()
+            raise
 
 
 @contextlib.contextmanager

@@ -11,20 +11,36 @@ from typing import cast
 import grpc
 
 from pdserve.common import errors
-from pdserve.common.errors import Evicted, InternalError, NeedsPrefill, PdServeError, TransferFailed, WorkerLost
+from pdserve.common.errors import (
+    Evicted,
+    InternalError,
+    KeyMismatch,
+    NeedsPrefill,
+    PdServeError,
+    PeerError,
+    ProtocolMismatch,
+    TransferFailed,
+    WorkerLost,
+    WrongWorker,
+)
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.rpc import from_rpc_error
+from pdserve.common.service_channel import ATTACH, ServiceChannel, readable
 from pdserve.common.wire import layout_to_wire
 from pdserve.kv_transfer.attach_servicer import MAX_CAUSE_CHARS, TICK_STALLED_S, Heartbeat, TickWatch
 from pdserve.kv_transfer.digest_rule import DigestRule
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer
 from pdserve.kv_transfer.source_transfer import PeerId
 from pdserve.kv_transfer.transfer_state import ReceiverState
-from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, prefill_pb2, request_pb2
+from pdserve.v1 import kv_source_pb2, prefill_pb2, request_pb2
 
 log = logging.getLogger(__name__)
 
 REATTACH_EVERY_S = 0.2
+_FINAL = (KeyMismatch, PeerError, ProtocolMismatch, WrongWorker)
+"""Another stream to the same source would end likewise."""
+_Message = kv_source_pb2.AttachRequest | bytes
+"""The first is serialized already: its bytes are signed."""
 ANSWER_MARGIN_S = 1.0
 """The source waits as long for its prefill leg as the receiver for the source: its answer should still be heard."""
 
@@ -50,9 +66,9 @@ class _Requests:
 
     def __init__(self, engine_tick: Callable[[], int]) -> None:
         self._engine_tick = engine_tick
-        self._messages: asyncio.Queue[kv_source_pb2.AttachRequest | None] = asyncio.Queue()
+        self._messages: asyncio.Queue[_Message | None] = asyncio.Queue()
 
-    def say(self, message: kv_source_pb2.AttachRequest) -> None:
+    def say(self, message: _Message) -> None:
         self._messages.put_nowait(message)
 
     def want(self, first_index: int, num_blocks: int) -> None:
@@ -68,8 +84,8 @@ class _Requests:
     def close(self) -> None:
         self._messages.put_nowait(None)
 
-    async def __aiter__(self) -> AsyncIterator[kv_source_pb2.AttachRequest]:
-        heartbeat = Heartbeat[kv_source_pb2.AttachRequest | None](self._alive)
+    async def __aiter__(self) -> AsyncIterator[_Message]:
+        heartbeat = Heartbeat[_Message | None](self._alive)
         while (message := await heartbeat.next(self._messages)) is not None:
             yield message
 
@@ -77,7 +93,7 @@ class _Requests:
         return kv_source_pb2.AttachRequest(alive=kv_source_pb2.Alive(engine_tick=self._engine_tick()))
 
 
-async def attach(transfer: ReceiverTransfer, receiving: Receiving, channel: grpc.aio.Channel) -> None:
+async def attach(transfer: ReceiverTransfer, receiving: Receiving, channel: ServiceChannel) -> None:
     """Carry a transfer's control stream until the transfer has ended. Never raises for what a peer does."""
     try:
         await _attach(transfer, receiving, channel)
@@ -87,24 +103,34 @@ async def attach(transfer: ReceiverTransfer, receiving: Receiving, channel: grpc
         transfer.fail(InternalError("internal error; the worker's log has the details"))
 
 
-async def _attach(transfer: ReceiverTransfer, receiving: Receiving, channel: grpc.aio.Channel) -> None:
+async def _attach(transfer: ReceiverTransfer, receiving: Receiving, channel: ServiceChannel) -> None:
     broken_since: float | None = None
     ticks = TickWatch()
     loop = asyncio.get_running_loop()
-    stub = kv_source_pb2_grpc.KvSourceServiceStub(channel)
     while True:
         before = (ticks.tick, receiving.engine_tick())
         why: PdServeError | None = None
         try:
-            await _one_stream(transfer, receiving, stub, ticks)
+            await _one_stream(transfer, receiving, channel, ticks)
         except WorkerLost as error:
             why = error
         except grpc.aio.AioRpcError as error:
             why = from_rpc_error(error)
+        except grpc.aio.UsageError as error:
+            why = WorkerLost(f"its channel is closed: {error}")
+        except PeerError as error:
+            why = error
         if transfer.is_ending:
             return
         if why is None:
             continue  # over another connector
+        if isinstance(why, _FINAL):
+            cause = TransferFailed(f"source {transfer.source.worker_id}: {why.message}")
+            if isinstance(why, WrongWorker):
+                transfer.source_lost(cause)
+            else:
+                transfer.fail(cause)
+            return
         if ticks.tick != before[0] and receiving.engine_tick() != before[1]:
             broken_since = None  # both engines ran meanwhile, so this is another break, with a grace of its own
         is_new = broken_since is None
@@ -120,22 +146,24 @@ async def _attach(transfer: ReceiverTransfer, receiving: Receiving, channel: grp
 async def _one_stream(
     transfer: ReceiverTransfer,
     receiving: Receiving,
-    stub: kv_source_pb2_grpc.KvSourceServiceAsyncStub,
+    channel: ServiceChannel,
     ticks: TickWatch,
 ) -> None:
     """One stream from Open until the transfer has ended, or needs another over another connector.
 
-    Raises: WorkerLost when the source hangs up or stalls, AioRpcError when the channel breaks.
+    Raises: WorkerLost when the source hangs up or stalls, PeerError for a message that cannot be read, AioRpcError when
+    the channel breaks.
     """
     loop = asyncio.get_running_loop()
     requests = _Requests(receiving.engine_tick)
     opening = _open(transfer, receiving)
-    requests.say(kv_source_pb2.AttachRequest(open=opening))
+    first = kv_source_pb2.AttachRequest(open=opening).SerializeToString()
+    requests.say(first)
     # a source that has never accepted may still be waiting for its prefill leg
     is_new = transfer.state is ReceiverState.ATTACHING
     patience_s = receiving.attach_timeout_s + ANSWER_MARGIN_S if is_new else TICK_STALLED_S
     limit = loop.time() + patience_s
-    call = stub.Attach(aiter(requests))
+    call = channel.stream_stream(ATTACH, first, aiter(requests))
     accepted = False
     try:
         while True:
@@ -148,7 +176,7 @@ async def _one_stream(
                 if transfer.is_ending or (accepted and transfer.wants_attach):
                     return
                 raise WorkerLost("the source closed the control stream")
-            event = cast(kv_source_pb2.AttachEvent, message)
+            event = readable(cast(kv_source_pb2.AttachEvent, message))
             match event.WhichOneof("event"):
                 case "accepted":
                     accepted = True

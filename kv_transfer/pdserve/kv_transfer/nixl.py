@@ -5,8 +5,9 @@ nixl_wire.py      reads windows, condemns agents       nixl_peer.py      an agen
 nixl_spares.py    agents made ahead of time            nixl_agent.py     NIXL behind types
 nixl_settings.py  settings, metadata                   read_desk.py, lanes.py, read_queue.py as with TCP
 
-What a connector cannot do here is refuse: reads happen without the source's doing, so a token opens nothing and a closed
-grant stops nobody. What protects the receiver is the digest of each block, which comes over the control stream.
+A connector cannot refuse here: reads happen without the source's doing, so a token opens nothing and a closed grant stops
+nobody. The digest of each block, which comes over the control stream, protects the receiver. Nothing protects the source: NIXL
+registers memory for writing as well, and a peer keeps the metadata that it needs for that (docs/protocol.md).
 """
 
 from __future__ import annotations

@@ -32,6 +32,11 @@ class PeerId:
     worker_id: str
     epoch: int
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """(worker_id, epoch), as routers name a life."""
+        return self.worker_id, self.epoch
+
     def __str__(self) -> str:
         return f"{self.worker_id}:{self.epoch:016x}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.connector_set import Granting
@@ -16,6 +16,13 @@ from pdserve.kv_transfer.source_transfer import (
     SourceStream,
     SourceTransfer,
 )
+
+TRANSFER_ID_BYTES = 16
+MAX_WAITING = 4096
+"""Attaches that may wait for their prefill legs, in all."""
+MAX_WAITING_PER_PEER = 1024
+MAX_TOMBSTONES = 1 << 16
+"""Ids of ended transfers; beyond them the oldest is forgotten. Ids are random, and no call is taken twice anyway."""
 
 
 class AttachedTooLate(TransferFailed):
@@ -32,6 +39,9 @@ class SourceTransfers:
         self._transfers: dict[bytes, SourceTransfer] = {}
         self._awaited: dict[bytes, dict[asyncio.Future[SourceTransfer], None]] = {}
         """In the order in which they came: the newest stream is the one that stays."""
+        self._num_waiting: Counter[str] = Counter()
+        """Receiver's id -> attaches of it that wait."""
+        self._num_waiting_in_all = 0
         # an id is used once: tombstones outlive every attach that may still be under way
         self._tombstones: OrderedDict[bytes, float] = OrderedDict()
 
@@ -60,9 +70,11 @@ class SourceTransfers:
         no prefill leg comes within `attach_timeout_s`.
         """
         self._bury()
+        if len(transfer_id) != TRANSFER_ID_BYTES:
+            raise TransferFailed(f"transfer_id has {len(transfer_id)} bytes, {TRANSFER_ID_BYTES} are needed")
         if transfer_id in self._tombstones:
             raise AttachedTooLate("the transfer has ended")
-        transfer = self._transfers.get(transfer_id) or await self._wait_for(transfer_id)
+        transfer = self._transfers.get(transfer_id) or await self._wait_for(transfer_id, receiver.worker_id)
         if receiver != transfer.expected.receiver:
             raise TransferFailed(f"the transfer is for another receiver, not for {receiver}")
         if request_digest != transfer.expected.request_digest:
@@ -72,7 +84,14 @@ class SourceTransfers:
         transfer.attach(stream, have)
         return transfer
 
-    async def _wait_for(self, transfer_id: bytes) -> SourceTransfer:
+    async def _wait_for(self, transfer_id: bytes, worker_id: str) -> SourceTransfer:
+        if self._num_waiting[worker_id] >= MAX_WAITING_PER_PEER or self._num_waiting_in_all >= MAX_WAITING:
+            raise TransferFailed(
+                f"{self._num_waiting[worker_id]} attaches of {worker_id} and {self._num_waiting_in_all} in all wait for "
+                f"their prefill legs, {MAX_WAITING_PER_PEER} and {MAX_WAITING} may"
+            )
+        self._num_waiting[worker_id] += 1
+        self._num_waiting_in_all += 1
         awaited: asyncio.Future[SourceTransfer] = asyncio.get_running_loop().create_future()
         # several streams of one receiver may wait: an older one that breaks must not take the wait of a newer along
         together = self._awaited.setdefault(transfer_id, {})
@@ -83,6 +102,10 @@ class SourceTransfers:
         except TimeoutError:
             raise TransferFailed("no such transfer") from None
         finally:
+            self._num_waiting_in_all -= 1
+            self._num_waiting[worker_id] -= 1
+            if not self._num_waiting[worker_id]:
+                del self._num_waiting[worker_id]
             del together[awaited]
             if not together and self._awaited.get(transfer_id) is together:
                 del self._awaited[transfer_id]
@@ -98,5 +121,7 @@ class SourceTransfers:
 
     def _bury(self) -> None:
         now = time.monotonic()
-        while self._tombstones and next(iter(self._tombstones.values())) < now:
+        while self._tombstones and (
+            next(iter(self._tombstones.values())) < now or len(self._tombstones) > MAX_TOMBSTONES
+        ):
             self._tombstones.popitem(last=False)

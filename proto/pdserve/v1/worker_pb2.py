@@ -25,29 +25,31 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import kv_source_pb2 as pdserve_dot_v1_dot_kv__source__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x1apdserve/v1/kv_source.proto\"8\n\x0cWatchRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x08\"\x87\x01\n\nWatchEvent\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.IdentityH\x00\x12 \n\x04load\x18\x02 \x01(\x0b\x32\x10.pdserve.v1.LoadH\x00\x12$\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.BlocksH\x00\x42\x07\n\x05\x65vent\"L\n\x06\x42locks\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\"\x91\x03\n\x08Identity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12$\n\x06layout\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12\x11\n\tkey_check\x18\x08 \x01(\t\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x12\n\nnum_blocks\x18\x0b \x01(\r\x12\x12\n\nconnectors\x18\x0c \x03(\t\x12%\n\x18max_local_prefill_tokens\x18\r \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0cmax_num_seqs\x18\x10 \x01(\r\x12\x13\n\x0bhidden_size\x18\x14 \x01(\rB\x1b\n\x19_max_local_prefill_tokens\"\xaf\x03\n\x04Load\x12\x13\n\x0b\x65ngine_tick\x18\x01 \x01(\x04\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x15\n\rnum_remote_kv\x18\x05 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x06 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x07 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x08 \x01(\r\x12\x15\n\rblocks_cached\x18\t \x01(\r\x12\x15\n\rblocks_in_use\x18\n \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x0b \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x0c \x01(\x04\x12\x1e\n\x16prompt_tokens_computed\x18\r \x01(\x04\x12\x1c\n\x14prefill_tokens_per_s\x18\x0e \x01(\x01\x12\x16\n\x0eopen_transfers\x18\x0f \x01(\r\x12\x14\n\x0cnum_sessions\x18\x14 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x15 \x01(\r\x12\x13\n\x0bmax_waiting\x18\x16 \x01(\r\"@\n\x0bMeetRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x0e\n\x0cMeetResponse*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\x87\x01\n\rWorkerService\x12;\n\x05Watch\x12\x18.pdserve.v1.WatchRequest\x1a\x16.pdserve.v1.WatchEvent0\x01\x12\x39\n\x04Meet\x12\x17.pdserve.v1.MeetRequest\x1a\x18.pdserve.v1.MeetResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x1apdserve/v1/kv_source.proto\"V\n\x0cWatchRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x08\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\r\n\x05proof\x18\x04 \x01(\x0c\"\xaf\x01\n\nWatchEvent\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.IdentityH\x00\x12 \n\x04load\x18\x02 \x01(\x0b\x32\x10.pdserve.v1.LoadH\x00\x12$\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.BlocksH\x00\x12&\n\x07welcome\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.WelcomeH\x00\x42\x07\n\x05\x65vent\"J\n\x07Welcome\x12\x10\n\x08identity\x18\x01 \x01(\x0c\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x0f\n\x07unix_us\x18\x03 \x01(\x04\x12\r\n\x05proof\x18\x04 \x01(\x0c\"L\n\x06\x42locks\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\"\x84\x03\n\x08Identity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12$\n\x06layout\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x12\n\nnum_blocks\x18\x0b \x01(\r\x12\x12\n\nconnectors\x18\x0c \x03(\t\x12%\n\x18max_local_prefill_tokens\x18\r \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0cmax_num_seqs\x18\x10 \x01(\r\x12\x13\n\x0bhidden_size\x18\x14 \x01(\rB\x1b\n\x19_max_local_prefill_tokensJ\x04\x08\x08\x10\t\"\xaf\x03\n\x04Load\x12\x13\n\x0b\x65ngine_tick\x18\x01 \x01(\x04\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x15\n\rnum_remote_kv\x18\x05 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x06 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x07 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x08 \x01(\r\x12\x15\n\rblocks_cached\x18\t \x01(\r\x12\x15\n\rblocks_in_use\x18\n \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x0b \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x0c \x01(\x04\x12\x1e\n\x16prompt_tokens_computed\x18\r \x01(\x04\x12\x1c\n\x14prefill_tokens_per_s\x18\x0e \x01(\x01\x12\x16\n\x0eopen_transfers\x18\x0f \x01(\r\x12\x14\n\x0cnum_sessions\x18\x14 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x15 \x01(\r\x12\x13\n\x0bmax_waiting\x18\x16 \x01(\r\"@\n\x0bMeetRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x0e\n\x0cMeetResponse*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\x89\x01\n\rWorkerService\x12=\n\x05Watch\x12\x18.pdserve.v1.WatchRequest\x1a\x16.pdserve.v1.WatchEvent(\x01\x30\x01\x12\x39\n\x04Meet\x12\x17.pdserve.v1.MeetRequest\x1a\x18.pdserve.v1.MeetResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1261
-  _globals['_ROLE']._serialized_end=1324
+  _globals['_ROLE']._serialized_start=1394
+  _globals['_ROLE']._serialized_end=1457
   _globals['_WATCHREQUEST']._serialized_start=67
-  _globals['_WATCHREQUEST']._serialized_end=123
-  _globals['_WATCHEVENT']._serialized_start=126
-  _globals['_WATCHEVENT']._serialized_end=261
-  _globals['_BLOCKS']._serialized_start=263
-  _globals['_BLOCKS']._serialized_end=339
-  _globals['_IDENTITY']._serialized_start=342
-  _globals['_IDENTITY']._serialized_end=743
-  _globals['_LOAD']._serialized_start=746
-  _globals['_LOAD']._serialized_end=1177
-  _globals['_MEETREQUEST']._serialized_start=1179
-  _globals['_MEETREQUEST']._serialized_end=1243
-  _globals['_MEETRESPONSE']._serialized_start=1245
-  _globals['_MEETRESPONSE']._serialized_end=1259
-  _globals['_WORKERSERVICE']._serialized_start=1327
-  _globals['_WORKERSERVICE']._serialized_end=1462
+  _globals['_WATCHREQUEST']._serialized_end=153
+  _globals['_WATCHEVENT']._serialized_start=156
+  _globals['_WATCHEVENT']._serialized_end=331
+  _globals['_WELCOME']._serialized_start=333
+  _globals['_WELCOME']._serialized_end=407
+  _globals['_BLOCKS']._serialized_start=409
+  _globals['_BLOCKS']._serialized_end=485
+  _globals['_IDENTITY']._serialized_start=488
+  _globals['_IDENTITY']._serialized_end=876
+  _globals['_LOAD']._serialized_start=879
+  _globals['_LOAD']._serialized_end=1310
+  _globals['_MEETREQUEST']._serialized_start=1312
+  _globals['_MEETREQUEST']._serialized_end=1376
+  _globals['_MEETRESPONSE']._serialized_start=1378
+  _globals['_MEETRESPONSE']._serialized_end=1392
+  _globals['_WORKERSERVICE']._serialized_start=1460
+  _globals['_WORKERSERVICE']._serialized_end=1597
 # @@protoc_insertion_point(module_scope)

@@ -39,20 +39,30 @@ Global___Role: typing_extensions.TypeAlias = Role
 
 @typing.final
 class WatchRequest(google.protobuf.message.Message):
+    """The first has all but `proof`, the second `proof` alone."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
+    PROOF_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     blocks: builtins.bool
     """tell which blocks the prefix cache holds"""
+    nonce: builtins.bytes
+    """32 random bytes"""
+    proof: builtins.bytes
+    """common/watch_proof.py"""
     def __init__(
         self,
         *,
         protocol_version: builtins.int = ...,
         blocks: builtins.bool = ...,
+        nonce: builtins.bytes = ...,
+        proof: builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "protocol_version", b"protocol_version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "nonce", b"nonce", "proof", b"proof", "protocol_version", b"protocol_version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WatchRequest: typing_extensions.TypeAlias = WatchRequest
@@ -64,28 +74,67 @@ class WatchEvent(google.protobuf.message.Message):
     IDENTITY_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
+    WELCOME_FIELD_NUMBER: builtins.int
     @property
-    def identity(self) -> Global___Identity: ...
+    def identity(self) -> Global___Identity:
+        """of a worker of version 1, which proves nothing and is refused"""
+
     @property
     def load(self) -> Global___Load: ...
     @property
     def blocks(self) -> Global___Blocks: ...
+    @property
+    def welcome(self) -> Global___Welcome:
+        """the first event"""
+
     def __init__(
         self,
         *,
         identity: Global___Identity | None = ...,
         load: Global___Load | None = ...,
         blocks: Global___Blocks | None = ...,
+        welcome: Global___Welcome | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "event", b"event", "identity", b"identity", "load", b"load"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "event", b"event", "identity", b"identity", "load", b"load", "welcome", b"welcome"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "event", b"event", "identity", b"identity", "load", b"load"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "event", b"event", "identity", b"identity", "load", b"load", "welcome", b"welcome"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["identity", "load", "blocks"]
+    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["identity", "load", "blocks", "welcome"]
     _WhichOneofArgType_event: typing_extensions.TypeAlias = typing.Literal["event", b"event"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___WatchEvent: typing_extensions.TypeAlias = WatchEvent
+
+@typing.final
+class Welcome(google.protobuf.message.Message):
+    """The worker's answer to a router's nonce."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
+    UNIX_US_FIELD_NUMBER: builtins.int
+    PROOF_FIELD_NUMBER: builtins.int
+    identity: builtins.bytes
+    """Identity, serialized: the proof covers these bytes"""
+    nonce: builtins.bytes
+    """32 random bytes"""
+    unix_us: builtins.int
+    """the worker's clock, microseconds since 1970"""
+    proof: builtins.bytes
+    """common/watch_proof.py"""
+    def __init__(
+        self,
+        *,
+        identity: builtins.bytes = ...,
+        nonce: builtins.bytes = ...,
+        unix_us: builtins.int = ...,
+        proof: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["identity", b"identity", "nonce", b"nonce", "proof", b"proof", "unix_us", b"unix_us"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Welcome: typing_extensions.TypeAlias = Welcome
 
 @typing.final
 class Blocks(google.protobuf.message.Message):
@@ -130,7 +179,6 @@ class Identity(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
-    KEY_CHECK_FIELD_NUMBER: builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
@@ -146,8 +194,6 @@ class Identity(google.protobuf.message.Message):
     address: builtins.str
     """host:port that peers should use"""
     tokenizer_fingerprint: builtins.str
-    key_check: builtins.str
-    """short check value of the deployment key"""
     max_model_len: builtins.int
     """tokens, prompt and output together"""
     vocab_size: builtins.int
@@ -171,7 +217,6 @@ class Identity(google.protobuf.message.Message):
         address: builtins.str = ...,
         layout: pdserve.v1.kv_source_pb2.KvLayout | None = ...,
         tokenizer_fingerprint: builtins.str = ...,
-        key_check: builtins.str = ...,
         max_model_len: builtins.int = ...,
         vocab_size: builtins.int = ...,
         num_blocks: builtins.int = ...,
@@ -182,7 +227,7 @@ class Identity(google.protobuf.message.Message):
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_max_local_prefill_tokens", b"_max_local_prefill_tokens", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_max_local_prefill_tokens", b"_max_local_prefill_tokens", "address", b"address", "connectors", b"connectors", "epoch", b"epoch", "hidden_size", b"hidden_size", "key_check", b"key_check", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_max_local_prefill_tokens", b"_max_local_prefill_tokens", "address", b"address", "connectors", b"connectors", "epoch", b"epoch", "hidden_size", b"hidden_size", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_local_prefill_tokens: typing_extensions.TypeAlias = typing.Literal["max_local_prefill_tokens"]
     _WhichOneofArgType__max_local_prefill_tokens: typing_extensions.TypeAlias = typing.Literal["_max_local_prefill_tokens", b"_max_local_prefill_tokens"]

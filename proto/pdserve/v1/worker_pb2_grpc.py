@@ -34,7 +34,7 @@ class WorkerServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Watch = channel.unary_stream(
+        self.Watch = channel.stream_stream(
                 '/pdserve.v1.WorkerService/Watch',
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.WatchEvent.FromString,
@@ -49,8 +49,9 @@ class WorkerServiceStub(object):
 class WorkerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Watch(self, request, context):
-        """First message: who this is; then, each second and when a drain begins, how it does; with `blocks`, what is cached.
+    def Watch(self, request_iterator, context):
+        """First both sides prove that they have the deployment key: the router sends a nonce, the worker answers with Welcome,
+        the router with its proof. Then, each second and when a drain begins, Load; with `blocks`, what is cached.
         A broken Watch, or an engine_tick that stands still for 3 s, is a worker's death; nothing else is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -67,7 +68,7 @@ class WorkerServiceServicer(object):
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Watch': grpc.unary_stream_rpc_method_handler(
+            'Watch': grpc.stream_stream_rpc_method_handler(
                     servicer.Watch,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.WatchRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.WatchEvent.SerializeToString,
@@ -89,7 +90,7 @@ class WorkerService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Watch(request,
+    def Watch(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -99,8 +100,8 @@ class WorkerService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/pdserve.v1.WorkerService/Watch',
             pdserve_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,

@@ -25,8 +25,9 @@ class WorkerServiceStub:
     def __new__(cls, channel: grpc.Channel) -> WorkerServiceStub: ...
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> WorkerServiceAsyncStub: ...
-    Watch: grpc.UnaryStreamMultiCallable[pdserve.v1.worker_pb2.WatchRequest, pdserve.v1.worker_pb2.WatchEvent]
-    """First message: who this is; then, each second and when a drain begins, how it does; with `blocks`, what is cached.
+    Watch: grpc.StreamStreamMultiCallable[pdserve.v1.worker_pb2.WatchRequest, pdserve.v1.worker_pb2.WatchEvent]
+    """First both sides prove that they have the deployment key: the router sends a nonce, the worker answers with Welcome,
+    the router with its proof. Then, each second and when a drain begins, Load; with `blocks`, what is cached.
     A broken Watch, or an engine_tick that stands still for 3 s, is a worker's death; nothing else is.
     """
     Meet: grpc.UnaryUnaryMultiCallable[pdserve.v1.worker_pb2.MeetRequest, pdserve.v1.worker_pb2.MeetResponse]
@@ -35,8 +36,9 @@ class WorkerServiceStub:
 @typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
-    Watch: grpc.aio.UnaryStreamMultiCallable[pdserve.v1.worker_pb2.WatchRequest, pdserve.v1.worker_pb2.WatchEvent]  # type: ignore[assignment]
-    """First message: who this is; then, each second and when a drain begins, how it does; with `blocks`, what is cached.
+    Watch: grpc.aio.StreamStreamMultiCallable[pdserve.v1.worker_pb2.WatchRequest, pdserve.v1.worker_pb2.WatchEvent]  # type: ignore[assignment]
+    """First both sides prove that they have the deployment key: the router sends a nonce, the worker answers with Welcome,
+    the router with its proof. Then, each second and when a drain begins, Load; with `blocks`, what is cached.
     A broken Watch, or an engine_tick that stands still for 3 s, is a worker's death; nothing else is.
     """
     Meet: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.worker_pb2.MeetRequest, pdserve.v1.worker_pb2.MeetResponse]  # type: ignore[assignment]
@@ -46,10 +48,11 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Watch(
         self,
-        request: pdserve.v1.worker_pb2.WatchRequest,
+        request_iterator: _MaybeAsyncIterator[pdserve.v1.worker_pb2.WatchRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pdserve.v1.worker_pb2.WatchEvent], collections.abc.AsyncIterator[pdserve.v1.worker_pb2.WatchEvent]]:
-        """First message: who this is; then, each second and when a drain begins, how it does; with `blocks`, what is cached.
+        """First both sides prove that they have the deployment key: the router sends a nonce, the worker answers with Welcome,
+        the router with its proof. Then, each second and when a drain begins, Load; with `blocks`, what is cached.
         A broken Watch, or an engine_tick that stands still for 3 s, is a worker's death; nothing else is.
         """
 

@@ -14,6 +14,7 @@ from itertools import islice
 
 import grpc.aio
 
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.common.held_blocks import MAX_HASHES, BlocksChange, HeldBlocks, apply_change
 from pdserve.common.redis_connection import heed_cancellation
@@ -40,13 +41,15 @@ class FeedSource(enum.Enum):
 class BlocksFeed:
     """Of one life of one worker, from its first report to its end."""
 
-    def __init__(self, worker: Worker, held: HeldBlocks, counts: Counter[str], now_s: float) -> None:
+    def __init__(
+        self, worker: Worker, held: HeldBlocks, key: DeploymentKey, counts: Counter[str], now_s: float
+    ) -> None:
         """counts: what went wrong, by kind. now_s: the loop's time."""
         self.worker = worker
         self.source = FeedSource.NONE
         self.reader: ChangeReader | None = None
         """Where it stands in the stream, while the source is REDIS."""
-        self._held, self._counts = held, counts
+        self._held, self._counts, self._key = held, counts, key
         self._vouched_at = now_s
         self._snapshot_task: asyncio.Task[None] | None = None
         self._watch_task: asyncio.Task[None] | None = None
@@ -147,7 +150,7 @@ class BlocksFeed:
 
     async def _watch(self) -> None:
         """Everything the worker tells of its blocks, until the stream breaks."""
-        events = watch(self.worker.channel, blocks=True)
+        events = watch(self.worker.channel.channel, self._key, str(self.worker), blocks=True)
         try:
             async for event in events:
                 if isinstance(event, WorkerIdentity) and (event.worker_id, event.epoch) != self.worker.key:

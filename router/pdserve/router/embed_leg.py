@@ -7,13 +7,13 @@ import asyncio
 import grpc.aio
 import msgspec
 
-from pdserve.common.errors import InternalError, WorkerLost
+from pdserve.common.errors import InternalError, PeerError, WorkerLost
 from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.service_channel import EMBED, readable
 from pdserve.common.wire import moments_from_wire, prepared_to_wire
 from pdserve.router.legs import LegFailed, Moments, leg_failed
 from pdserve.router.worker import Worker
 from pdserve.v1 import prefill_pb2, request_pb2
-from pdserve.v1.prefill_pb2_grpc import PrefillServiceStub
 
 
 class Embedded(msgspec.Struct):
@@ -30,12 +30,12 @@ async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedd
     Raises: LegFailed; InternalError for a vector of another length than was asked for.
     """
     message = prefill_pb2.PoolingRequest(request=prepared_to_wire(request), attempt=request_pb2.Attempt(number=number))
-    call = PrefillServiceStub(worker.channel).Embed(
-        message, timeout=request.remaining_s, metadata=tuple(request.trace_headers.items())
+    call = worker.channel.unary_unary(
+        EMBED, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
     )
     farewell = worker.tell_death(lambda _: call.cancel())  # type: ignore[arg-type]
     try:
-        response = await call
+        response = readable(await call)
     except grpc.aio.AioRpcError as error:
         raise leg_failed(error) from error
     except asyncio.CancelledError:
@@ -43,6 +43,8 @@ async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedd
         if task is None or task.cancelling():
             raise
         raise LegFailed(WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}"), died=True) from None
+    except PeerError as error:
+        raise LegFailed(error, died=False) from error
     finally:
         farewell()
         call.cancel()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from pdserve.common.background_task import background_task
+from pdserve.common.deployment_key import is_loopback
 from pdserve.common.errors import PdServeError
 from pdserve.common.held_blocks import HeldBlocks
 from pdserve.common.tls import ClientTls
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _CHECK_TICKS_S = 0.25
 _FOR_EVER_S = 86_400.0
+_MAX_PASSED_OVER = 1024
 T = TypeVar("T")
 
 
@@ -34,10 +36,18 @@ class Fleet:
         held: HeldBlocks | None = None,
         directory: Directory | None = None,
         tls: ClientTls | None = None,
+        *,
+        insecure: bool = False,
     ) -> None:
-        """held: is told which blocks the workers hold; by the directory, where there is one."""
+        """held: is told which blocks the workers hold; by the directory, where there is one.
+
+        insecure: without TLS, addresses beyond loopback that the directory brings are connected to all the same.
+        """
         self._expected = expected
         self._tls = tls
+        self._may_leave_machine = insecure or tls is not None
+        self._passed_over: set[str] = set()
+        """Addresses that the log has named because nothing goes there in the clear; bounded."""
         self._held = held if directory is None else None
         self._directory = directory
         self._watched = [
@@ -86,16 +96,31 @@ class Fleet:
         return any(life.key == lost.key and life.joined_at > lost.died_at for life in self.lives())
 
     def introduce(self, address: str, role: WorkerRole) -> None:
-        """A worker can be found there. Idempotent; an address from settings, or with a living worker, keeps its role."""
+        """A worker can be found there. Idempotent; an address from settings, or with a living worker, keeps its role.
+
+        One beyond loopback that would be spoken to in the clear is passed over, with one warning.
+        """
+        if not self._may_leave_machine and not is_loopback(address):
+            self._pass_over(address)
+            return
         known = next((watched for watched in self._watched if watched.address == address), None)
         if known is not None:
             if known.role is role or known.worker is not None or address not in self._introduced:
                 return
             # somebody else had the address before
             self._give_up(known)
-        watched = self._watch_address(address, role)
+        watched = self._watch_address(address, role, found=True)
         self._watched.append(watched)
         self._introduced[address] = self._keep(background_task("watch", watched.keep))
+
+    def _pass_over(self, address: str) -> None:
+        if address not in self._passed_over and len(self._passed_over) < _MAX_PASSED_OVER:
+            self._passed_over.add(address)
+            log.warning(
+                "the address %s, which the directory names, is not used: it is not loopback, and this router has no TLS: "
+                "tls_cert_file with tls_key_file and tls_ca_file is needed, or --insecure",
+                address,
+            )
 
     def introduced(self) -> list[str]:
         """The addresses that are here by introduction alone."""
@@ -227,8 +252,8 @@ class Fleet:
                     watched.forgive(late)
                 watched.check_tick(now - TICK_STILL_S)
 
-    def _watch_address(self, address: str, role: WorkerRole) -> WatchedAddress:
-        return WatchedAddress(address, role, self._expected, self._on_change, self._held, self._tls)
+    def _watch_address(self, address: str, role: WorkerRole, *, found: bool = False) -> WatchedAddress:
+        return WatchedAddress(address, role, self._expected, self._on_change, self._held, self._tls, found=found)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._keep(asyncio.create_task(coroutine))

@@ -13,11 +13,12 @@ import grpc.aio
 import msgspec
 
 from pdserve.common.engine_types import FinishReason, LogprobsLists
-from pdserve.common.errors import Cancelled, InternalError, PdServeError, WorkerLost
+from pdserve.common.errors import Cancelled, InternalError, PdServeError, PeerError, WorkerLost, WrongWorker
 from pdserve.common.first_done import first_of
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import ERROR_CODE_KEY, from_rpc_error
 from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.service_channel import END_SEQUENCES, GENERATE, PREFILL, SESSION, readable
 from pdserve.common.wire import (
     finish_reason_from_wire,
     logprobs_from_wire,
@@ -27,8 +28,6 @@ from pdserve.common.wire import (
 )
 from pdserve.router.worker import Worker
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
-from pdserve.v1.decode_pb2_grpc import DecodeServiceStub
-from pdserve.v1.prefill_pb2_grpc import PrefillServiceStub
 
 Moments = dict[str, int]
 """name -> wall-clock nanoseconds"""
@@ -133,8 +132,9 @@ class _Leg(abc.ABC, Generic[M, E]):
         try:
             message: Any = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            self.was_heard |= _said_by_worker(error)
-            raise leg_failed(error) from error
+            failure = leg_failed(error)
+            self.was_heard |= _said_by_worker(error) and not isinstance(failure.error, WrongWorker)
+            raise failure from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -143,7 +143,12 @@ class _Leg(abc.ABC, Generic[M, E]):
         except grpc.aio.UsageError as error:
             raise LegFailed(InternalError(f"the call cannot be read: {error}"), died=False) from error
         self.was_heard = True
-        return None if message is grpc.aio.EOF else self._read(message)
+        if message is grpc.aio.EOF:
+            return None
+        try:
+            return self._read(readable(message))
+        except PeerError as error:
+            raise LegFailed(error, died=False) from error
 
     @abc.abstractmethod
     def _read(self, message: M) -> E:
@@ -163,8 +168,8 @@ class PrefillLeg(_Leg[prefill_pb2.PrefillEvent, PrefillLegEvent]):
         if receiver is not None:
             message.receiver.worker_id, message.receiver.epoch = receiver.key
         super().__init__(
-            PrefillServiceStub(worker.channel).Prefill(
-                message, timeout=request.remaining_s, metadata=tuple(request.trace_headers.items())
+            worker.channel.unary_stream(
+                PREFILL, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
             )
         )
 
@@ -204,7 +209,7 @@ class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
         local_prefill_tokens: int | None,
     ) -> None:
         """Opens the call. source: where the KV blocks come from; None to prefill at `worker`."""
-        self._stub = DecodeServiceStub(worker.channel)
+        self._channel = worker.channel
         self._of_sequences = decode_pb2.EndSequencesRequest(request_id=request.request_id, attempt=number)
         message = decode_pb2.DecodeRequest(
             request=prepared_to_wire(request),
@@ -217,7 +222,9 @@ class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
             message.source.address = source.identity.address
             message.source.transfer_id = transfer_id
         super().__init__(
-            self._stub.Generate(message, timeout=request.remaining_s, metadata=tuple(request.trace_headers.items()))
+            worker.channel.unary_stream(
+                GENERATE, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
+            )
         )
 
     async def end_sequence(self, index: int) -> None:
@@ -225,19 +232,20 @@ class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
         request = decode_pb2.EndSequencesRequest(indexes=[index])
         request.MergeFrom(self._of_sequences)
         with contextlib.suppress(grpc.aio.AioRpcError):
-            await self._stub.EndSequences(request, timeout=END_SEQUENCE_TIMEOUT_S)
+            await self._channel.unary_unary(END_SEQUENCES, request, timeout=END_SEQUENCE_TIMEOUT_S)
 
     def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
         return _decode_event(message)
 
 
 class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
-    """A session's call: `write` a turn, then `next` until its last outputs."""
+    """A session's call: `open` it or `go_on` with a turn, then `next` until the turn's last outputs."""
 
-    def __init__(self, worker: Worker, headers: Mapping[str, str]) -> None:
-        """Opens the call. headers: the first turn's trace context."""
-        self._turns: grpc.aio.StreamStreamCall[Any, decode_pb2.DecodeEvent] = DecodeServiceStub(worker.channel).Session(
-            metadata=tuple(headers.items())
+    def __init__(self, worker: Worker, request: PreparedRequest) -> None:
+        """Makes the call, with a proof for its first turn, which `open` sends."""
+        self._first = decode_pb2.DecodeTurn(open=prepared_to_wire(request)).SerializeToString()
+        self._turns: grpc.aio.StreamStreamCall[Any, decode_pb2.DecodeEvent] = worker.channel.stream_stream(
+            SESSION, self._first, metadata=request.trace_headers.items()
         )
         self._cancelled = asyncio.Event()
         super().__init__(self._turns)
@@ -246,8 +254,9 @@ class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
         super().cancel()
         self._cancelled.set()
 
-    async def open(self, request: PreparedRequest) -> None:
-        await self._write(decode_pb2.DecodeTurn(open=prepared_to_wire(request)))
+    async def open(self) -> None:
+        """The first turn."""
+        await self._write(self._first)
 
     async def go_on(self, token_ids: list[int], sampling: SamplingParams, headers: Mapping[str, str]) -> None:
         """The next turn."""
@@ -256,7 +265,7 @@ class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
         )
         await self._write(decode_pb2.DecodeTurn(next=turn))
 
-    async def _write(self, turn: decode_pb2.DecodeTurn) -> None:
+    async def _write(self, turn: decode_pb2.DecodeTurn | bytes) -> None:
         writing = asyncio.ensure_future(self._turns.write(turn))
         # a call that is cancelled before it could connect never ends its write
         async with first_of(writing, asyncio.ensure_future(self._cancelled.wait())):
@@ -314,6 +323,9 @@ def leg_failed(rpc_error: grpc.aio.AioRpcError) -> LegFailed:
     """Why a call of ours ended, and whether the worker died of it."""
     error = from_rpc_error(rpc_error)
     if _said_by_worker(rpc_error):
+        if isinstance(error, WrongWorker):
+            # another life answers there
+            return LegFailed(error, died=True)
         # a worker says this of itself alone: its engine has failed, and its process follows
         return LegFailed(error, died=isinstance(error, WorkerLost))
     if isinstance(error, Cancelled):

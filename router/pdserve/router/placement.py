@@ -38,6 +38,7 @@ import msgspec
 
 from pdserve.common.errors import InternalError
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.protocol_version import works_with
 from pdserve.router.worker import Share, Worker, WorkerRole
 
 LocalPrefill = Literal["never", "auto", "always"]
@@ -261,7 +262,7 @@ def partners(decode: Candidate, prefill: Sequence[Candidate]) -> list[Candidate]
         candidate
         for candidate in prefill
         if candidate.worker.identity.layout == own.layout
-        and candidate.worker.identity.protocol_version == own.protocol_version
+        and works_with(candidate.worker.identity.protocol_version, own.protocol_version)
     ]
 
 

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from pdserve.common.circuit_breaker import CircuitBreaker
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import HeldBlocks, WorkerKey
 from pdserve.common.redis_connection import (
@@ -30,6 +31,7 @@ from pdserve.common.registry import (
     MAX_WORKERS,
     RECORD_FIELDS,
     Keys,
+    RecordSigner,
     WorkerRecord,
     read_record,
     read_worker_id,
@@ -50,6 +52,8 @@ FORGET_AFTER_S = 10.0
 """An address that is in no record for so long, and has no living worker, is given up."""
 SNAPSHOTS_AT_ONCE = 4
 """One after another is warm sooner than all at once; and connections are few."""
+MAX_NEW_ADDRESSES = 64
+"""That one look into Redis makes this router connect to; the next look goes on."""
 ENTRIES_AT_ONCE = 64
 """Of one stream, in one look."""
 
@@ -57,8 +61,8 @@ ENTRIES_AT_ONCE = 64
 class RedisDirectory:
     """Runs beside the fleet. Owns the client."""
 
-    def __init__(self, redis: Redis, where: str, namespace: str, held: HeldBlocks) -> None:
-        """where: names the server, for the log. held: is told which blocks the workers hold."""
+    def __init__(self, redis: Redis, where: str, namespace: str, held: HeldBlocks, key: DeploymentKey) -> None:
+        """where: names the server, for the log. held: is told which blocks the workers hold. key: signs records."""
         self.breaker = CircuitBreaker(
             f"Redis at {where}", "the router goes on with the workers it knows; it is tried again", log
         )
@@ -67,6 +71,8 @@ class RedisDirectory:
         self._redis = redis
         self._keys = Keys(namespace)
         self._held = held
+        self._key = key
+        self._signer = RecordSigner(key, namespace)
         self._feeds: dict[WorkerKey, BlocksFeed] = {}
         self._records: dict[str, WorkerRecord] = {}
         self._seen_at: dict[str, float] = {}
@@ -140,6 +146,7 @@ class RedisDirectory:
                 if isinstance(result, Exception):
                     self._unusable("record", worker_id, result)
                 elif isinstance(result, list) and (record := read_record(worker_id, result)) is not None:
+                    self._signer.verify(record)
                     self._records[worker_id] = record
                     self._seen_at[record.address] = now_s
                     self._complaints.pop(f"record {worker_id}", None)
@@ -173,8 +180,12 @@ class RedisDirectory:
                 feed.lose(f"its stream is a {kind.decode('ascii', 'replace')}")
 
     def _tell(self, fleet: Introductions, now_s: float) -> None:
+        known = set(fleet.introduced())
+        num_new = 0
         for record in self._records.values():
-            fleet.introduce(record.address, WorkerRole(record.role))
+            num_new += record.address not in known
+            if record.address in known or num_new <= MAX_NEW_ADDRESSES:
+                fleet.introduce(record.address, WorkerRole(record.role))
         introduced = set(fleet.introduced())
         self._seen_at = {address: self._seen_at.get(address, now_s) for address in introduced}
         fleet.forget({address for address, at in self._seen_at.items() if now_s - at > FORGET_AFTER_S})
@@ -205,7 +216,7 @@ class RedisDirectory:
             await self._feeds.pop(key).close()
         for key, worker in alive.items():
             if key not in self._feeds:
-                self._feeds[key] = BlocksFeed(worker, self._held, self.counts, now_s)
+                self._feeds[key] = BlocksFeed(worker, self._held, self._key, self.counts, now_s)
                 # its blocks are read at once
                 self._find_at = 0.0
             self._feeds[key].mind(now_s)
@@ -226,9 +237,9 @@ class RedisDirectory:
             log.warning("%s", message)
 
 
-def make_directory(settings: RouterSettings, held: HeldBlocks) -> RedisDirectory | None:
+def make_directory(settings: RouterSettings, held: HeldBlocks, key: DeploymentKey) -> RedisDirectory | None:
     """None when no Redis is given. Raises: ConfigError."""
     if settings.redis is None:
         return None
     url = parse_redis_url(settings.redis)
-    return RedisDirectory(make_redis(url, settings.redis_ca_file), str(url), settings.redis_namespace, held)
+    return RedisDirectory(make_redis(url, settings.redis_ca_file), str(url), settings.redis_namespace, held, key)

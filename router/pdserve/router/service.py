@@ -61,13 +61,15 @@ async def run_router(
     model = _model_name(settings, model_folder)
     preparation = Preparation(Tokenizer.from_folder(model_folder), key)
     bodies = ClientBodies(settings, model_len_of(model_folder))
-    expected = Expected(key_check=key.fingerprint, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
+    expected = Expected(key=key, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
     try:
         index = PrefixIndex()
-        directory = make_directory(settings, index)
+        directory = make_directory(settings, index, key)
         tls = settings.tls()
         client_tls = tls.client if tls is not None else None
-        async with Fleet(settings.prefill, settings.decode, expected, index, directory, client_tls) as fleet:
+        async with Fleet(
+            settings.prefill, settings.decode, expected, index, directory, client_tls, insecure=settings.insecure
+        ) as fleet:
             inference = Inference(model, settings, fleet, preparation, index, bodies)
             if directory is not None:
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)

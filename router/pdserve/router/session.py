@@ -160,8 +160,8 @@ class SessionTurn(RequestRun):
                     if not prepared.remaining_s:
                         # workers refuse a request without time
                         raise self._too_late()
-                    session.open(worker, SessionLeg(worker, prepared.trace_headers))
-                    await session.leg.open(prepared)
+                    session.open(worker, SessionLeg(worker, prepared))
+                    await session.leg.open()
                 else:
                     await session.leg.go_on(request.token_ids, request.sampling, record.headers)
                 session.token_ids += request.token_ids

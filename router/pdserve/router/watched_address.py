@@ -10,9 +10,12 @@ from collections.abc import Callable
 import grpc.aio
 import msgspec
 
-from pdserve.common.errors import PdServeError, WorkerLost
+from pdserve.common.call_proof import CallSigner
+from pdserve.common.derived_key import DeploymentKey
+from pdserve.common.errors import InvalidRequest, KeyMismatch, PdServeError, ProtocolMismatch, WorkerLost
 from pdserve.common.held_blocks import BlocksChange, HeldBlocks, apply_change
-from pdserve.common.rpc import PROTOCOL_VERSION, failed_to_shake_hands, make_channel
+from pdserve.common.rpc import failed_to_shake_hands, make_channel
+from pdserve.common.service_channel import ServiceChannel
 from pdserve.common.tls import ClientTls
 from pdserve.router.watch import watch
 from pdserve.router.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
@@ -20,6 +23,8 @@ from pdserve.router.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
+_REFUSALS = (KeyMismatch, ProtocolMismatch, InvalidRequest)
+"""With these a watch ends where the worker answers, but cannot be used."""
 FIRST_MESSAGE_TIMEOUT_S = 5.0
 TICK_STILL_S = 3.0
 """So long may an engine_tick stand still."""
@@ -28,18 +33,12 @@ TICK_STILL_S = 3.0
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker must agree with to be used by this router."""
 
-    key_check: str
+    key: DeploymentKey
+    """Which the worker has proved to have before it is asked for anything."""
     tokenizer_fingerprint: str
 
     def objection(self, identity: WorkerIdentity, role: WorkerRole) -> str | None:
         """Why this worker cannot be used at an address meant for `role`, naming both values; None if it can."""
-        if identity.protocol_version != PROTOCOL_VERSION:
-            return f"it speaks protocol version {identity.protocol_version}, this router {PROTOCOL_VERSION}"
-        if identity.key_check != self.key_check:
-            return (
-                f"its deployment key differs: check value {identity.key_check} there, {self.key_check} here; "
-                "all services need the same PDSERVE_DEPLOYMENT_KEY"
-            )
         if identity.role is not role:
             told = identity.role.value if identity.role else "unknown"
             return f"its role is {told}, but the address was given as {role.value}"
@@ -48,15 +47,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
                 f"its tokenizer differs: fingerprint {identity.tokenizer_fingerprint} there, "
                 f"{self.tokenizer_fingerprint} here; router and workers need the same model folder"
             )
-        sizes = {
-            "block_size": identity.layout.block_size,
-            "num_blocks": identity.num_blocks,
-            "max_model_len": identity.max_model_len,
-            "vocab_size": identity.vocab_size,
-        }
-        # every request is measured by them, also those that go elsewhere
-        wrong = next((name for name, size in sizes.items() if size < 1), None)
-        return None if wrong is None else f"its {wrong} is {sizes[wrong]}, at least 1 is needed"
+        return None
 
 
 class WatchedAddress:
@@ -70,9 +61,13 @@ class WatchedAddress:
         changed: Callable[[WatchedAddress], None],
         held: HeldBlocks | None = None,
         tls: ClientTls | None = None,
+        *,
+        found: bool = False,
     ) -> None:
         """changed: called after `worker`, its state or `refused` changed.
         held: is told which blocks the worker holds; None when somebody else tells it.
+        found: the address comes from a directory. The worker there must name it as its own: others could pass on what a
+        worker elsewhere answers.
         """
         self.address = address
         self.role = role
@@ -83,6 +78,8 @@ class WatchedAddress:
         self._changed = changed
         self._held = held
         self._tls = tls
+        self._found = found
+        self._signer = CallSigner(expected.key)
         self._channel: grpc.aio.Channel | None = None
         self._tick: tuple[int, int] | None = None
         """(epoch, engine_tick) last seen, also across reconnects."""
@@ -99,20 +96,33 @@ class WatchedAddress:
                     cause = "its watch stream ended"
                 except PdServeError as error:
                     cause = f"its watch stream broke: {error.message}"
-                before = self.refused
-                self.refused = cause if self.worker is None and failed_to_shake_hands(cause) else None
-                if self.refused is not None and before is None:
-                    # it would otherwise look like a worker that is still to come
-                    self._warn(
-                        f"no {self.role.value} worker is reached at {self.address}: {cause}; do both sides have TLS, "
-                        "certificates of one CA, and there one made out to this host or to tls_server_name?"
-                    )
+                    refusal = error.message if isinstance(error, _REFUSALS) else None
+                else:
+                    refusal = None
+                self._note_refusal(refusal, cause)
                 self._bury(cause)
                 await asyncio.sleep(RECONNECT_S * random.uniform(0.7, 1.3))
         finally:
             if self.worker is not None:
                 self.worker.die("the router leaves")
             await self._channel.close()
+
+    def _note_refusal(self, refusal: str | None, cause: str) -> None:
+        """refusal: why the worker that answered cannot be used, if one did. cause: why the watch ended."""
+        before = self.refused
+        self.refused = refusal
+        if refusal is not None:
+            self._warn(f"the worker at {self.address} is refused: {refusal}")
+        elif self.worker is None and failed_to_shake_hands(cause):
+            self.refused = cause
+            if before is None:
+                # it would otherwise look like a worker that is still to come
+                self._warn(
+                    f"no {self.role.value} worker is reached at {self.address}: {cause}; do both sides have TLS, "
+                    "certificates of one CA, and there one made out to this host or to tls_server_name?"
+                )
+        if self.refused != before:
+            self._changed(self)
 
     def check_tick(self, still_since: float) -> None:
         """Bury a worker whose tick has not moved since `still_since`, loop time; it lives again when the tick moves."""
@@ -125,7 +135,7 @@ class WatchedAddress:
 
     async def _watch_once(self, channel: grpc.aio.Channel) -> None:
         first = None
-        events = watch(channel, blocks=self._held is not None)
+        events = watch(channel, self._expected.key, self.address, blocks=self._held is not None)
         try:
             try:
                 async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
@@ -134,7 +144,7 @@ class WatchedAddress:
                 raise WorkerLost(f"no word within {FIRST_MESSAGE_TIMEOUT_S:g} s") from None
             if not isinstance(first, WorkerIdentity):
                 raise WorkerLost("its first message was not its identity")
-            self.refused = self._expected.objection(first, self.role)
+            self.refused = self._objection(first)
             if self.refused is not None:
                 self._warn(f"worker {first.worker_id} at {self.address} is refused: {self.refused}")
                 self._changed(self)
@@ -150,6 +160,11 @@ class WatchedAddress:
             if self._held is not None and isinstance(first, WorkerIdentity):
                 self._held.cleared((first.worker_id, first.epoch))
 
+    def _objection(self, identity: WorkerIdentity) -> str | None:
+        if self._found and identity.address != self.address:
+            return f"it says that it is reached at {identity.address}"
+        return self._expected.objection(identity, self.role)
+
     def _take_load(self, identity: WorkerIdentity, load: WorkerLoad, channel: grpc.aio.Channel) -> None:
         tick = (identity.epoch, load.engine_tick)
         moved = tick != self._tick
@@ -163,7 +178,8 @@ class WatchedAddress:
                 log.info("worker %s is %s", self.worker, self.worker.state.value)
                 self._changed(self)
         elif moved:
-            self.worker = Worker(identity, channel, load)
+            service = ServiceChannel(channel, self._signer, (identity.worker_id, identity.epoch))
+            self.worker = Worker(identity, service, load)
             self._last_warning = ""
             log.info("%s worker %s joined", self.role.value, self.worker)
             self._changed(self)

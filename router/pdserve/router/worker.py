@@ -8,10 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import grpc.aio
 import msgspec
 
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.service_channel import ServiceChannel
 
 REPORT_LAG_S = 0.25
 """A load report may be so old when it comes: what ended within this time before may still be in it."""
@@ -48,7 +48,6 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """host:port that peers should use."""
     layout: KvLayout
     tokenizer_fingerprint: str
-    key_check: str
     max_model_len: int
     vocab_size: int
     num_blocks: int
@@ -115,7 +114,7 @@ class Worker:
     """One life of one worker, as long as this router has it in sight: a restart makes another `Worker`, and so does a
     connection that broke and was made again."""
 
-    def __init__(self, identity: WorkerIdentity, channel: grpc.aio.Channel, load: WorkerLoad | None = None) -> None:
+    def __init__(self, identity: WorkerIdentity, channel: ServiceChannel, load: WorkerLoad | None = None) -> None:
         self.identity = identity
         self.channel = channel
         self.load = load or WorkerLoad()

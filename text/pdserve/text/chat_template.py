@@ -42,7 +42,11 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             self._knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"{origin}: chat template, line {error.lineno}: {error.message}") from error
+            raise ConfigError(f"{origin}: chat template, line {error.lineno}: {error.message!s:.300}") from error
+        except Exception as error:
+            # jinja2 makes Python of it and compiles that: an expression may nest too deeply for either
+            kind = type(error).__name__
+            raise ConfigError(f"{origin}: the chat template does not compile: {kind}: {error!s:.200}") from error
 
     def render(
         self,

@@ -37,7 +37,10 @@ class CachedBlocks:
 
 
 class BlocksFollower:
-    """Collects changes until they are asked for: a slow follower gets fewer and larger ones, and never too many."""
+    """Collects changes until they are asked for. A slow follower gets fewer and larger ones.
+
+    It keeps no more than twice the blocks that are held, and a few: beyond them it starts over, which says less.
+    """
 
     def __init__(self, cached: CachedBlocks) -> None:
         self._cached = cached
@@ -56,6 +59,8 @@ class BlocksFollower:
         self._pending.update(dict.fromkeys(removed, False))
         self._pending.update(dict.fromkeys(stored, True))
         self._changed.set()
+        if len(self._pending) > 2 * len(self._cached.hashes) + MAX_HASHES:
+            self.start_over()
 
     async def wait(self) -> None:
         """Returns when there is something to take."""

@@ -16,7 +16,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """The first message of `Watch`."""
+    """What a worker says of itself in the first message of `Watch`, and in Redis."""
 
     peer: PeerId
     role: Role
@@ -24,7 +24,6 @@ class WorkerIdentity:
     """host:port at which peers reach this worker's gRPC services."""
     layout: KvLayout
     tokenizer_fingerprint: str
-    key_check: str
     max_model_len: int
     vocab_size: int
     num_blocks: int

@@ -7,51 +7,69 @@ from collections import OrderedDict
 
 import grpc
 
+from pdserve.common.call_proof import CallSigner
 from pdserve.common.deployment_key import is_loopback
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.registry import is_address
+from pdserve.common.held_blocks import WorkerKey
+from pdserve.common.peer_address import verify_peer_address
 from pdserve.common.rpc import make_channel
+from pdserve.common.service_channel import ServiceChannel
 from pdserve.common.tls import ClientTls
 
-MAX_PEERS = 256
-_SHOWN_CHARS = 100
+MAX_IDLE_PEERS = 256
+"""Channels that are kept though nothing uses them."""
+
+
+class _Kept:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.num_uses = 0
+
+
+class BorrowedChannel:
+    """A channel to one life of one peer that stays open until `give_back`."""
+
+    def __init__(self, peers: PeerChannels, address: str, service: ServiceChannel) -> None:
+        self.service = service
+        self._peers: PeerChannels | None = peers
+        self._address = address
+
+    def give_back(self) -> None:
+        """Harmless when called again."""
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers._give_back(self._address)
 
 
 class PeerChannels:
-    """Lives in the asyncio thread. The least recently used peer goes when there are too many."""
+    """Lives in the asyncio thread. Of too many idle channels the least recently used goes; one in use never does."""
 
-    def __init__(self, tls: ClientTls | None = None, *, insecure: bool = False) -> None:
+    def __init__(self, signer: CallSigner, tls: ClientTls | None = None, *, insecure: bool = False) -> None:
         """insecure: without TLS, peers beyond loopback are connected to all the same."""
+        self._signer = signer
         self._tls = tls
         self._insecure = insecure
-        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
     def meet(self, address: str) -> None:
-        """Begin to connect to a peer. Idempotent. Raises: as `get`."""
-        self.get(address).get_state(try_to_connect=True)
+        """Begin to connect to a peer. Idempotent. Raises: as `borrow`."""
+        self._keep(address).channel.get_state(try_to_connect=True)
+        self._close_idle()
 
-    def get(self, address: str) -> grpc.aio.Channel:
-        """The channel to a peer, made if need be.
+    def borrow(self, address: str, peer: WorkerKey) -> BorrowedChannel:
+        """The channel to a peer, made if need be; the caller gives it back. peer: the life that calls are signed for.
 
         Raises: InvalidRequest for anything but host:port, and for a peer beyond loopback that would be spoken to in the
         clear without `insecure`.
         """
-        channel = self._channels.get(address)
-        if channel is None:
-            self._verify(address)
-            channel = self._channels[address] = make_channel(address, self._tls)
-            if len(self._channels) > MAX_PEERS:
-                _, oldest = self._channels.popitem(last=False)
-                task = asyncio.create_task(oldest.close())
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
-        self._channels.move_to_end(address)
-        return channel
+        kept = self._keep(address)
+        kept.num_uses += 1
+        self._close_idle()
+        return BorrowedChannel(self, address, ServiceChannel(kept.channel, self._signer, peer))
 
     def _verify(self, address: str) -> None:
-        if not is_address(address):
-            raise InvalidRequest(f"the peer's address is {address[:_SHOWN_CHARS]!r}, host:port is needed", "address")
+        verify_peer_address("address", address)
         if self._tls is None and not self._insecure and not is_loopback(address):
             raise InvalidRequest(
                 f"the peer's address {address} is not loopback, and this worker has no TLS: "
@@ -60,6 +78,28 @@ class PeerChannels:
             )
 
     async def close(self) -> None:
-        while self._channels:
-            _, channel = self._channels.popitem()
-            await channel.close()
+        """Close all channels, those in use too."""
+        while self._kept:
+            _, kept = self._kept.popitem()
+            await kept.channel.close()
+
+    def _keep(self, address: str) -> _Kept:
+        kept = self._kept.get(address)
+        if kept is None:
+            self._verify(address)
+            kept = self._kept[address] = _Kept(make_channel(address, self._tls))
+        self._kept.move_to_end(address)
+        return kept
+
+    def _give_back(self, address: str) -> None:
+        if (kept := self._kept.get(address)) is not None:
+            kept.num_uses -= 1
+            self._close_idle()
+
+    def _close_idle(self) -> None:
+        idle = [address for address, kept in self._kept.items() if not kept.num_uses]
+        # the newest may be the one that was asked for just now
+        for address in idle[: max(0, len(idle) - MAX_IDLE_PEERS)]:
+            task = asyncio.create_task(self._kept.pop(address).channel.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)

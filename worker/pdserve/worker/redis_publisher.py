@@ -17,8 +17,10 @@ from redis.asyncio.client import Pipeline
 from redis.exceptions import WatchError
 
 from pdserve.common.circuit_breaker import FIRST_WAIT_S, CircuitBreaker
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import BlocksChange
+from pdserve.common.protocol_version import PROTOCOL_VERSION
 from pdserve.common.redis_connection import (
     REDIS_ERRORS,
     concerns_keys,
@@ -37,12 +39,12 @@ from pdserve.common.registry import (
     WORKERS_TTL_S,
     Keys,
     NumberedChange,
+    RecordSigner,
     WorkerRecord,
     layout_fingerprint,
     read_change,
     read_record,
 )
-from pdserve.common.rpc import PROTOCOL_VERSION
 from pdserve.common.worker_settings import WorkerSettings
 from pdserve.worker.cached_blocks import BlocksFollower, CachedBlocks
 from pdserve.worker.identity import WorkerIdentity
@@ -57,8 +59,19 @@ LEAVE_S = 1.0
 class RedisPublisher:
     """`run` it as a task while the worker serves; then `leave`. Owns the client."""
 
-    def __init__(self, redis: Redis, where: str, namespace: str, record: WorkerRecord, cached: CachedBlocks) -> None:
-        """where: names the server, for the log. record: this life of this worker; its numbers are kept here."""
+    def __init__(
+        self,
+        redis: Redis,
+        where: str,
+        namespace: str,
+        record: WorkerRecord,
+        cached: CachedBlocks,
+        key: DeploymentKey,
+    ) -> None:
+        """where: names the server, for the log. record: this life of this worker; its numbers are kept here.
+
+        key: signs the record.
+        """
         self.breaker = CircuitBreaker(
             f"Redis at {where}", "the worker serves on, and routers that know it keep it; it is tried again", log
         )
@@ -69,6 +82,7 @@ class RedisPublisher:
         self._redis = redis
         self._keys = Keys(namespace)
         self._record = record
+        self._signer = RecordSigner(key, namespace)
         self._worker_key = self._keys.worker(record.worker_id)
         self._blocks_key = self._keys.blocks(*record.key)
         self._events_key = self._keys.events(*record.key)
@@ -175,11 +189,13 @@ class RedisPublisher:
     def _read_own(self, values: list[object], now_us: int) -> WorkerRecord | None:
         try:
             stored = read_record(self._record.worker_id, values)
+            if stored is not None:
+                self._signer.verify(stored)
             if stored is not None and stored.epoch != self._record.epoch and stored.registered_us > now_us:
                 raise InvalidRequest(f"registered_us is {stored.registered_us}, which is to come", "registered_us")
             return stored
         except InvalidRequest as error:
-            log.warning("the record of this worker in Redis was malformed and is written again: %s", error.message)
+            log.warning("the record of this worker in Redis was unusable and is written again: %s", error.message)
             return None
 
     def _agrees(self, stored: WorkerRecord | None, num_blocks: int, last: list[tuple[bytes, object]]) -> bool:
@@ -233,7 +249,7 @@ class RedisPublisher:
 
     def _put_record(self, writing: Pipeline) -> None:
         if not self._yielding:
-            writing.hset(self._worker_key, mapping=self._record.fields())
+            writing.hset(self._worker_key, mapping=self._signer.signed(self._record).fields())
             writing.pexpire(self._worker_key, _ms(RECORD_TTL_S))
 
     def _keep_blocks(self, writing: Pipeline) -> None:
@@ -269,7 +285,9 @@ def _ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def make_publisher(settings: WorkerSettings, identity: WorkerIdentity, cached: CachedBlocks) -> RedisPublisher | None:
+def make_publisher(
+    settings: WorkerSettings, identity: WorkerIdentity, cached: CachedBlocks, key: DeploymentKey
+) -> RedisPublisher | None:
     """None when no Redis is given. Raises: ConfigError."""
     if settings.redis is None:
         return None
@@ -284,6 +302,6 @@ def make_publisher(settings: WorkerSettings, identity: WorkerIdentity, cached: C
         model_fingerprint=identity.layout.model_fingerprint,
         layout_fingerprint=layout_fingerprint(identity.layout),
         tokenizer_fingerprint=identity.tokenizer_fingerprint,
-        key_check=identity.key_check,
     )
-    return RedisPublisher(make_redis(url, settings.redis_ca_file), str(url), settings.redis_namespace, record, cached)
+    redis = make_redis(url, settings.redis_ca_file)
+    return RedisPublisher(redis, str(url), settings.redis_namespace, record, cached, key)

@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import msgspec
 
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
+from pdserve.common.service_channel import ServiceChannel
 from pdserve.engine.block_pool import BlockHold
 from pdserve.engine.output_stream import engine_error
 from pdserve.engine.remote_kv import (
@@ -264,10 +264,16 @@ class SeamAdapter:
     # ---- receiver
 
     def receive(
-        self, request_id: str, source: SourceRef, receiving: Receiving, channel: grpc.aio.Channel
+        self,
+        request_id: str,
+        source: SourceRef,
+        receiving: Receiving,
+        channel: ServiceChannel,
+        done: Callable[[], None] | None = None,
     ) -> asyncio.Future[ReceiverTransfer]:
         """Open the control stream for a request that is about to be submitted; resolves when all has landed.
 
+        done: called when the channel is not used any more, unless this raises.
         Raises: InvalidRequest when the request is being received already, TransferFailed when too much of the pool is in
         quarantine.
         """
@@ -282,6 +288,8 @@ class SeamAdapter:
         receiver.stream = asyncio.create_task(attach(transfer, receiving, channel), name=f"attach {request_id}")
         self._streams.add(receiver.stream)
         receiver.stream.add_done_callback(self._streams.discard)
+        if done is not None:
+            receiver.stream.add_done_callback(lambda _: done())
         return landed
 
     def stop_receiving(self, request_id: str) -> None:

@@ -19,6 +19,8 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.background_task import background_task
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.call_guard import CallGuard
+from pdserve.common.call_proof import CallSigner, CallVerifier
 from pdserve.common.derived_key import DATA_PLANE, DeploymentKey
 from pdserve.common.errors import Draining
 from pdserve.common.first_done import first_done
@@ -80,9 +82,11 @@ class Worker:
         self.model = model
         self.connectors = connectors
         self._callers = CallerRoles(tls.server if tls is not None else None)
-        self.server = make_server(RoleGuard(self._callers, abort_with))
+        calls = CallVerifier(deployment_key, lambda: self.identity.peer.key)
+        self.server = make_server(RoleGuard(self._callers, abort_with), CallGuard(calls))
         self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)
-        self.peers = PeerChannels(tls.client if tls is not None else None, insecure=settings.insecure)
+        client_tls = tls.client if tls is not None else None
+        self.peers = PeerChannels(CallSigner(deployment_key), client_tls, insecure=settings.insecure)
         self._is_source = False
         staged = None if model.kv_cache.is_cpu else StagedPool(model.kv_cache)
         pool = host_memory(model.kv_cache) if staged is None else staged.memory
@@ -107,22 +111,24 @@ class Worker:
         self.engine = EngineClient(core, settings.num_threads, settings.cpu_core, settings.waiting_limit)
         self.adapter.connect(self.engine)
         self._watchdog: EngineWatchdog | None = None
-        self.identity = self._identity(role, deployment_key.fingerprint)
+        self.identity = self._identity(role)
         limits = LeaseLimits(settings.attach_timeout_s, settings.lease_grace_s, settings.lease_max_s)
         self.transfers = SourceTransfers(connectors, limits, self.adapter)
         self._health = health.aio.HealthServicer()
         self.telemetry = WorkerTelemetry(settings, self.identity, self.engine, self.adapter)
         self.metrics_server = MetricsServer(self.telemetry.exposition, self.health, self.adapter.transfers)
-        self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks)
+        self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks, deployment_key)
         if (publisher := self.publisher) is not None:
             self.telemetry.watch_redis(publisher.breaker, publisher.counts)
         self._publishing: asyncio.Task[None] | None = None
         self._telling_health: asyncio.Task[None] | None = None
         self._watching_loop: asyncio.Task[None] | None = None
-        self._watch = WorkerServicer(self.identity, self.engine, self.peers, lambda: self.adapter.num_open, self._met)
+        self._watch = WorkerServicer(
+            self.identity, self.engine, self.peers, lambda: self.adapter.num_open, deployment_key, self._met
+        )
         self._add_servicers(add_servicers)
 
-    def _identity(self, role: Role, check: str) -> WorkerIdentity:
+    def _identity(self, role: Role) -> WorkerIdentity:
         settings, model = self.settings, self.model
         host = settings.peers_host
         address = host_and_port(host, self.port)
@@ -132,7 +138,6 @@ class Worker:
             address=address,
             layout=model.layout,
             tokenizer_fingerprint=model.tokenizer_fingerprint,
-            key_check=check,
             max_model_len=model.max_model_len,
             vocab_size=model.decoder.config.vocab_size,
             num_blocks=model.num_blocks,

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 
+from pdserve.common.derived_key import DeploymentKey
+from pdserve.common.errors import KeyMismatch, ProtocolMismatch
 from pdserve.common.first_done import first_done
 from pdserve.common.held_blocks import BlocksChange
-from pdserve.common.rpc import PROTOCOL_VERSION
+from pdserve.common.peer_host import peer_host
+from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.rate_limited_log import RateLimitedLog
+from pdserve.common.watch_proof import WatchAnswer
 from pdserve.common.wire import layout_to_wire
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.worker.cached_blocks import BlocksFollower
@@ -22,6 +28,8 @@ from pdserve.worker.peer_channels import PeerChannels
 log = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 1.0
+HANDSHAKE_S = 5.0
+"""How long a router may take for each of the first two messages of a watch."""
 BLOCKS_EVERY_S = 0.02
 _ROLES = {Role.PREFILL: worker_pb2.ROLE_PREFILL, Role.DECODE: worker_pb2.ROLE_DECODE}
 
@@ -35,6 +43,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         engine: EngineClient,
         peers: PeerChannels,
         num_transfers: Callable[[], int],
+        key: DeploymentKey,
         on_meet: Callable[[str, int], None] = lambda worker_id, epoch: None,
     ) -> None:
         self._identity = identity
@@ -42,6 +51,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._peers = peers
         self._on_meet = on_meet
         self._num_transfers = num_transfers
+        self._key = key
+        self._warnings = RateLimitedLog(log)
         self._changed = asyncio.Event()
 
     def announce(self) -> None:
@@ -50,16 +61,25 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         changed.set()
 
     async def Watch(
-        self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self,
+        request_iterator: AsyncIterator[worker_pb2.WatchRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[worker_pb2.WatchEvent]:
-        yield worker_pb2.WatchEvent(identity=self._identity_message())
-        follower = self._engine.cached_blocks.follow() if request.blocks else None
         try:
+            opening = await _next(request_iterator)
+            answer = WatchAnswer(self._key, self._identity_message().SerializeToString(), opening)
+            yield worker_pb2.WatchEvent(welcome=answer.welcome)
+            answer.verify(await _next(request_iterator))
+        except (KeyMismatch, ProtocolMismatch) as error:
+            host = peer_host(context.peer())
+            self._warnings.warning(host, "a watch from %s is refused: %s", host, error.message)
+            raise
+        with contextlib.ExitStack() as stack:
+            follower = self._engine.cached_blocks.follow() if opening.blocks else None
+            if follower is not None:
+                stack.callback(follower.close)
             async for event in self._events(follower):
                 yield event
-        finally:
-            if follower is not None:
-                follower.close()
 
     async def _events(self, follower: BlocksFollower | None) -> AsyncIterator[worker_pb2.WatchEvent]:
         loop = asyncio.get_running_loop()
@@ -96,7 +116,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             address=identity.address,
             layout=layout_to_wire(identity.layout),
             tokenizer_fingerprint=identity.tokenizer_fingerprint,
-            key_check=identity.key_check,
             max_model_len=identity.max_model_len,
             vocab_size=identity.vocab_size,
             num_blocks=identity.num_blocks,
@@ -128,6 +147,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             max_sessions=self._engine.max_sessions,
             max_waiting=self._engine.max_waiting or 0,
         )
+
+
+async def _next(requests: AsyncIterator[worker_pb2.WatchRequest]) -> worker_pb2.WatchRequest:
+    """The next message of a handshake. Raises: KeyMismatch when none comes in time."""
+    try:
+        async with asyncio.timeout(HANDSHAKE_S):
+            return await anext(requests)
+    except (TimeoutError, StopAsyncIteration):
+        raise KeyMismatch("the watch began without a proof of the deployment key") from None
 
 
 def _blocks_message(sequence: int, change: BlocksChange) -> worker_pb2.Blocks:

@@ -13,10 +13,10 @@ from redis.asyncio import Redis
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.cli.doctor.redis_rights import refusals
 from pdserve.common.errors import ConfigError, InvalidRequest
+from pdserve.common.protocol_version import version_objection
 from pdserve.common.redis_connection import REDIS_ERRORS, error_kind, error_text, make_redis
 from pdserve.common.redis_url import RedisUrl, parse_redis_url
-from pdserve.common.registry import RECORD_FIELDS, Keys, WorkerRecord, read_record, read_worker_id
-from pdserve.common.rpc import PROTOCOL_VERSION
+from pdserve.common.registry import RECORD_FIELDS, Keys, RecordSigner, WorkerRecord, read_record, read_worker_id
 from pdserve.common.service_settings import ServiceSettings
 from pdserve.common.worker_settings import WorkerSettings
 
@@ -92,20 +92,25 @@ class RedisCheck:
 
     def _strangers(self, live: list[WorkerRecord]) -> list[Finding]:
         findings = []
-        try:
-            check = self.settings.key()[0].fingerprint
-        except ConfigError:
-            check = None  # told by the check of the key
-        if others := [record.worker_id for record in live if check is not None and record.key_check != check]:
+        if others := [record.worker_id for record in live if not self._verifies(record)]:
             findings.append(failed(f"{', '.join(others)}: another deployment key", "give all services one key"))
-        if others := [record.worker_id for record in live if record.protocol_version != PROTOCOL_VERSION]:
-            what = f"{', '.join(others)}: another protocol version than {PROTOCOL_VERSION}"
-            findings.append(warning(what, "run one version of pdserve; routers keep the versions apart"))
+        for record in live:
+            if (why := version_objection(record.protocol_version)) is not None:
+                findings.append(warning(f"{record.worker_id}: {why}", "run versions of pdserve that work together"))
         settings = self.settings
         if isinstance(settings, WorkerSettings) and settings.worker_id in [record.worker_id for record in live]:
             what = f"a worker with the id {settings.worker_id} is there already"
             findings.append(warning(what, "right before a restart in its place, else set another worker_id"))
         return findings
+
+    def _verifies(self, record: WorkerRecord) -> bool:
+        try:
+            RecordSigner(self.settings.key()[0], self.settings.redis_namespace).verify(record)
+        except InvalidRequest:
+            return False
+        except ConfigError:
+            return True  # the check of the key says so
+        return True
 
 
 async def _server(redis: Redis, url: RedisUrl) -> Finding:

@@ -1,0 +1,103 @@
+"""What authenticated calls cost: processor time of each part, and of a whole gRPC call with and without a proof.
+
+Usage: python benchmarks/call_proofs.py
+
+Times are processor time of one thread, the least of several runs: others on the machine do not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from conditions import conditions
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.call_guard import CallGuard
+from pdserve.common.call_proof import CallSigner, CallVerifier
+from pdserve.common.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.rpc import bind, make_channel, make_server
+from pdserve.common.service_channel import END_SEQUENCES, GENERATE, ServiceChannel
+from pdserve.v1 import decode_pb2, request_pb2
+from pdserve.v1.decode_pb2_grpc import DecodeServiceServicer, DecodeServiceStub, add_DecodeServiceServicer_to_server
+
+WORKER = ("decode-0", 1)
+RUNS, CALLS = 20, 400
+
+
+class Servicer(DecodeServiceServicer):
+    async def EndSequences(self, request, context):  # type: ignore[no-untyped-def]
+        return decode_pb2.EndSequencesResponse()
+
+
+def micros(call: Callable[[], object], times: int) -> float:
+    """Of one call, microseconds."""
+    best = float("inf")
+    for _ in range(RUNS):
+        started = time.thread_time()
+        for _ in range(times):
+            call()
+        best = min(best, (time.thread_time() - started) / times)
+    return best * 1e6
+
+
+def parts(num_tokens: int) -> dict[str, float]:
+    """Name -> microseconds, for a request of this many prompt tokens."""
+    tokens = [place * 7919 % 150_000 for place in range(num_tokens)]
+    message = decode_pb2.DecodeRequest(
+        request=request_pb2.PreparedRequest(request_id="r", prompt_token_ids=tokens, hash_root=b"r" * 16)
+    )
+    raw, times = message.SerializeToString(), max(5, 20_000 // num_tokens)
+    signer, verifier = CallSigner(DEVELOPMENT_KEY), CallVerifier(DEVELOPMENT_KEY, lambda: WORKER)
+    hasher = BlockHasher(DEVELOPMENT_KEY, 16)
+    hashes = hasher.extend(b"r" * 16, tokens)
+
+    def verify() -> None:
+        # each proof is good once
+        [(_, proof)] = signer.metadata(GENERATE.path, WORKER, raw)
+        verifier.verify_message(GENERATE.path, verifier.verify(GENERATE.path, proof), raw)
+
+    sign = micros(lambda: signer.metadata(GENERATE.path, WORKER, raw), times)
+    return {
+        "serialize (once, as before)": micros(message.SerializeToString, times),
+        "sign": sign,
+        "verify": micros(verify, times) - sign,
+        "hash the blocks again at the worker": micros(lambda: hasher.extend(b"r" * 16, tokens), times),
+        "request digest at the worker": micros(lambda: hasher.request_digest(b"r" * 16, hashes, tokens), times),
+    }
+
+
+async def whole_call(*, proof: bool) -> float:
+    """Processor time of this process for a unary call to itself, both sides together, microseconds."""
+    server = make_server(CallGuard(CallVerifier(DEVELOPMENT_KEY, lambda: WORKER)) if proof else None)
+    add_DecodeServiceServicer_to_server(Servicer(), server)
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    request, best = decode_pb2.EndSequencesRequest(request_id="r", indexes=[1]), float("inf")
+    async with make_channel(f"127.0.0.1:{port}") as channel:
+        service = ServiceChannel(channel, CallSigner(DEVELOPMENT_KEY), WORKER)
+        stub = DecodeServiceStub(channel)
+        for _ in range(RUNS):
+            started = time.thread_time()
+            for _ in range(CALLS):
+                await (service.unary_unary(END_SEQUENCES, request) if proof else stub.EndSequences(request))
+            best = min(best, (time.thread_time() - started) / CALLS)
+    await server.stop(None)
+    return best * 1e6
+
+
+def main() -> None:
+    for name, value in conditions().items():
+        print(f"{name:<12} {value}")
+    for num_tokens in (100, 12_000):
+        print(f"\n{num_tokens:,} prompt tokens, microseconds")
+        for name, spent in parts(num_tokens).items():
+            print(f"  {name:<38} {spent:8.1f}")
+    print("\na whole small call, caller and worker together, microseconds")
+    for name, proof in (("without a proof", False), ("with a proof", True)):
+        print(f"  {name:<38} {asyncio.run(whole_call(proof=proof)):8.1f}")
+
+
+if __name__ == "__main__":
+    main()

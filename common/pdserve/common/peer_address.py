@@ -1,0 +1,23 @@
+"""Addresses that one service names to another: `host:port`, and nothing else that gRPC would connect to."""
+
+from __future__ import annotations
+
+import re
+
+from pdserve.common.errors import InvalidRequest
+
+PEER_ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})")
+
+_SHOWN_CHARS = 100
+
+
+def verify_peer_address(field: str, address: str) -> None:
+    """Refuse paths of sockets, targets of other schemes, and ports that are none. Raises: InvalidRequest."""
+    found = PEER_ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found[1]) < 65536:
+        raise InvalidRequest(f"{field} is {address[:_SHOWN_CHARS]!r}, host:port is needed", field)
+
+
+def grpc_target(address: str) -> str:
+    """The target for gRPC: always a host name or address, also where the host is called `unix`."""
+    return f"dns:///{address}"

@@ -1,0 +1,29 @@
+"""The version of the protocol between services, and which versions work together.
+
+A service works with its own version, the one before and the one after: during an upgrade two generations serve together.
+Version 1 did not authenticate, so nothing works with it any more.
+"""
+
+from __future__ import annotations
+
+PROTOCOL_VERSION = 2
+"""Raised by one with each change that older services cannot live with; the code then says what it does for the one before."""
+OLDEST_AUTHENTICATED = 2
+MAX_DISTANCE = 1
+
+
+def version_objection(theirs: int, ours: int = PROTOCOL_VERSION) -> str | None:
+    """Why a service of version `theirs` is refused by one of version `ours`, naming both; None when they work together."""
+    if theirs < OLDEST_AUTHENTICATED:
+        return (
+            f"it speaks protocol version {theirs}, which does not authenticate; version {OLDEST_AUTHENTICATED} or newer "
+            f"is needed, this service speaks {ours}"
+        )
+    if not works_with(theirs, ours):
+        return f"it speaks protocol version {theirs}, this service {ours}; they may differ by {MAX_DISTANCE} at most"
+    return None
+
+
+def works_with(one: int, other: int) -> bool:
+    """Whether two services of these versions may serve one request together."""
+    return min(one, other) >= OLDEST_AUTHENTICATED and abs(one - other) <= MAX_DISTANCE

@@ -1,0 +1,39 @@
+"""`RateLimitedLog`: warnings about peers, at most one per peer and minute, however often a peer gives cause."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+EVERY_S = 60.0
+MAX_KEYS = 1024
+"""Peers that are told apart; beyond them the one that was warned of longest ago is forgotten."""
+
+
+class RateLimitedLog:
+    """Bounded memory. Each warning says how many before it were left out."""
+
+    def __init__(
+        self, log: logging.Logger, every_s: float = EVERY_S, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._log = log
+        self._every_s = every_s
+        self._clock = clock
+        self._warned: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """Key -> when the last warning came, and how many were left out since."""
+
+    def warning(self, key: str, message: str, *args: object) -> None:
+        """Log it, unless there was one with this key within `every_s`. key: names the peer, and the kind of warning."""
+        now = self._clock()
+        at, num_left_out = self._warned.get(key, (-self._every_s, 0))
+        if now - at < self._every_s:
+            self._warned[key] = at, num_left_out + 1
+            return
+        self._warned[key] = now, 0
+        self._warned.move_to_end(key)
+        if len(self._warned) > MAX_KEYS:
+            self._warned.popitem(last=False)
+        more = f" ({num_left_out} more since the last such warning)" if num_left_out else ""
+        self._log.warning(f"{message}%s", *args, more)

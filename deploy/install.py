@@ -1,0 +1,102 @@
+"""Install pdserve into this Python's environment, from `locks/` and nothing else: `python deploy/install.py [nixl] [dev]`.
+
+pip takes only files whose hash stands in a lock (`--require-hashes`) and looks for no dependency by itself (`--no-deps`); what
+it would have looked for is compared at the end (`pip check`). Order:
+
+1. `build.txt`: what builds pdserve, so that no build fetches anything (`--no-build-isolation`).
+2. torch alone: the processor's build (`torch-cpu.txt`) where an index or folder that pip is told of serves it, else PyPI's,
+   which is CUDA's (`torch.txt`). With `--torch-index` only that index is asked, and for torch only.
+3. `runtime.txt`, the extras, and `torch-cuda.txt` if the torch that is installed asks for CUDA's libraries. A processor build
+   gets neither those nor triton, 1 GB that xgrammar asks for and uses on GPUs only.
+4. pdserve itself, without any index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import subprocess
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+
+LOCKS = Path("locks")
+EXTRAS = ("nixl", "dev")
+ON_GPUS_ONLY = "triton"
+WHEELS = ("--only-binary", ":all:")
+
+
+def pip(*arguments: str) -> None:
+    """Exits with pip's status when it fails."""
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    if status := subprocess.run(command, check=False).returncode:
+        sys.exit(status)
+
+
+def install_locked(*locks: str, options: tuple[str, ...] = WHEELS) -> None:
+    files = [argument for lock in locks for argument in ("--requirement", str(LOCKS / f"{lock}.txt"))]
+    pip("install", "--require-hashes", "--no-deps", *options, *files)
+
+
+def install_torch(index: tuple[str, ...]) -> None:
+    """The build that pip would choose without hashes: one for processors has the higher version, 2.13.0+cpu over 2.13.0."""
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--require-hashes"]
+    command += ["--no-deps", *WHEELS, *index, "--requirement", str(LOCKS / "torch-cpu.txt")]
+    tried = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if not tried.returncode:
+        return
+    if "No matching distribution found for torch==" not in tried.stderr:
+        sys.exit(tried.stderr)
+    install_locked("torch", options=(*WHEELS, *index))
+
+
+def needs_cuda() -> bool:
+    """Whether the installed torch asks for CUDA's libraries."""
+    importlib.invalidate_caches()
+    return any(re.match("(nvidia|cuda)-", requirement) for requirement in requires("torch") or ())
+
+
+def verify(cuda: bool) -> None:
+    """Exits when something installed lacks what it asks for, or has another version of it."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "check"]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    lacks = rf"\S+ \S+ requires {ON_GPUS_ONLY}, which is not installed\."
+    complaints = [line for line in said.stdout.splitlines() if cuda or not re.fullmatch(lacks, line)]
+    if said.returncode and complaints:
+        sys.exit("\n".join([*complaints, "the locks do not give what pyproject.toml asks for: `make lock`"]))
+
+
+def names(lock: str) -> set[str]:
+    """The packages of a lock."""
+    return set(re.findall(r"^([a-z0-9][\w.-]*)==", (LOCKS / f"{lock}.txt").read_text(), re.MULTILINE))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("extras", nargs="*", help=f"of {', '.join(EXTRAS)}; dev needs nixl")
+    parser.add_argument("--torch-index", help="the only index that is asked for torch; default: pip's own")
+    parser.add_argument("--dependencies-only", action="store_true", help="all but pdserve itself")
+    parser.add_argument("--project-only", action="store_true", help="pdserve itself, and then no build tool and no pip")
+    given = parser.parse_args()
+    if unknown := sorted(set(given.extras) - set(EXTRAS)):
+        parser.error(f"unknown extra {', '.join(unknown)}; there are {', '.join(EXTRAS)}")
+    if given.project_only:
+        pip("install", "--no-index", "--no-deps", "--no-build-isolation", ".")
+        pip("uninstall", "--yes", *sorted(names("build") - names("runtime")), "pip")
+        return
+    install_locked("build")
+    index = ("--index-url", given.torch_index) if given.torch_index else ()
+    install_torch(index)
+    cuda = needs_cuda()
+    # one package of `dev` has no wheel for some machines
+    from_source = ("--no-build-isolation",)
+    rest = ("runtime", *(["torch-cuda"] if cuda else []), *given.extras)
+    install_locked(*rest, options=from_source if "dev" in given.extras else WHEELS)
+    if not given.dependencies_only:
+        pip("install", "--no-index", "--no-deps", "--no-build-isolation", "--editable", ".")
+        verify(cuda)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""`make lock`: resolve what pyproject.toml asks for, once, and write `locks/*.txt` with a hash of every file.
+
+One resolution, split by what asks for a package, so that no two files disagree and none names a package of another:
+
+    torch.txt       torch alone: PyPI's build, which is CUDA's
+    torch-cpu.txt   torch alone: the processor's build, which other indexes serve
+    torch-cuda.txt  what the CUDA build needs on top: CUDA's libraries and triton
+    runtime.txt     what else pdserve needs
+    nixl.txt        what the extra `nixl` adds
+    dev.txt         what the extra `dev` adds
+    build.txt       what builds pdserve, and the one dependency without wheels everywhere; installed first
+
+Versions that stand in the files stay while they satisfy pyproject.toml; `--upgrade` moves all. Needs uv (the extra `dev`) and
+PyPI. deploy/install.py installs from the files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+INDEX = "https://pypi.org/simple"
+BUILD = ["hatchling", "editables", "setuptools"]
+CPU_WHEELS = "torch-cpu-wheels.sha256"
+"""Written by hand, in the form of sha256sum: what https://download.pytorch.org/whl/cpu/torch/ lists for the locked version."""
+OF_CUDA = re.compile(r"(nvidia|cuda)-|triton$")
+HEADER = "# By `make lock` (deploy/lock.py): do not edit. Installed by deploy/install.py, which says how.\n"
+
+
+def resolve(arguments: list[str], constraints: Path, *, hashes: bool) -> dict[str, str]:
+    """Name -> its lines in a requirements file. arguments: of `uv pip compile`."""
+    command = [
+        sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11",
+        "--default-index", INDEX, "--no-header", "--no-annotate", "--constraints", str(constraints), *arguments,
+    ]  # fmt: skip
+    command += ["--generate-hashes"] if hashes else []
+    text = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return {entry.partition("==")[0]: entry for entry in re.findall(r"^[a-z0-9].*(?:\n .*)*\n", text, re.MULTILINE)}
+
+
+def ensure_uv(lock: Path) -> None:
+    """Install the uv that is locked, where there is none: `make lock` works with an environment that is behind."""
+    if importlib.util.find_spec("uv") is None:
+        entry = re.search(r"^uv==.*(?:\n .*)*\n", lock.read_text(), re.MULTILINE)
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write(entry[0] if entry else "uv\n")
+            file.flush()
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "--quiet",
+                "install",
+                "--require-hashes",
+                "--no-deps",
+                "-r",
+                file.name,
+            ]
+            subprocess.run(command, check=True)
+
+
+def torch_for_cpus(wheels: str, version: str) -> str:
+    """The entry of the processor builds. wheels: lines of sha256sum. Exits when they are of another version."""
+    listed = [line.split() for line in wheels.splitlines()]
+    if any(name.split("-")[1] != f"{version}+cpu" for _, name in listed):
+        sys.exit(
+            f"torch is {version} now, but locks/{CPU_WHEELS} has other wheels: put in those of Python 3.11 to 3.13 for "
+            "x86_64 and aarch64 that https://download.pytorch.org/whl/cpu/torch/ lists"
+        )
+    return " \\\n".join([f"torch=={version}+cpu", *(f"    --hash=sha256:{digest}" for digest, _ in listed)]) + "\n"
+
+
+def without_marker(entry: str, environment: str) -> str:
+    """The entry without the marker that every one has."""
+    return entry.replace(f" ; {environment} ", " ").replace(f" ; {environment}\n", "\n")
+
+
+def split(full: dict[str, str], closures: dict[str, set[str]]) -> dict[str, list[str]]:
+    """File -> names. closures: what `build`, `runtime` and `nixl` ask for, with all that those ask for."""
+    cuda = {name for name in full if OF_CUDA.match(name)}
+    runtime = closures["runtime"] - cuda - {"torch"}
+    nixl = closures["nixl"] - closures["runtime"] - cuda
+    parts = {
+        "build": closures["build"],
+        "torch": {"torch"},
+        "torch-cuda": cuda,
+        "runtime": runtime,
+        "nixl": nixl,
+        "dev": full.keys() - cuda - {"torch"} - runtime - nixl - closures["build"],
+    }
+    return {name: sorted(part) for name, part in parts.items()}
+
+
+def main() -> None:
+    locks = Path("locks")
+    ensure_uv(locks / "dev.txt")
+    environment = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["uv"]["environments"][0]
+    with tempfile.TemporaryDirectory() as folder:
+        before, build = (Path(folder) / name for name in ("before.txt", "build.in"))
+        kept = [] if "--upgrade" in sys.argv[1:] else sorted(locks.glob("*.txt"))
+        pins = "\n".join(path.read_text() for path in kept)
+        before.write_text("\n".join(re.findall(r"^[a-z0-9][\w.-]*==[\w.!]+(?= )", pins, re.MULTILINE)))
+        build.write_text("\n".join(BUILD))
+        project = ["pyproject.toml"]
+        full = resolve([*project, str(build), "--all-extras"], before, hashes=True)
+        before.write_text("\n".join(entry.partition(" ")[0].strip() for entry in full.values()))
+        closures = {
+            "build": set(resolve([str(build)], before, hashes=False)),
+            "runtime": set(resolve(project, before, hashes=False)),
+            "nixl": set(resolve([*project, "--extra", "nixl"], before, hashes=False)),
+        }
+    version = re.match(r"torch==([\w.]+)", full["torch"])
+    if version is None:
+        sys.exit(f"torch cannot be read: {full['torch']}")
+    (locks / "torch-cpu.txt").write_text(HEADER + torch_for_cpus((locks / CPU_WHEELS).read_text(), version[1]))
+    for name, part in split(full, closures).items():
+        text = "".join(without_marker(full[one], environment) for one in part)
+        (locks / f"{name}.txt").write_text(HEADER + text)
+        print(f"locks/{name}.txt: {len(part)} packages")
+
+
+if __name__ == "__main__":
+    main()

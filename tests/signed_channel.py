@@ -1,0 +1,32 @@
+"""Calls to workers as routers and peers make them, and a watch by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc.aio
+
+from pdserve.common.call_proof import CallSigner
+from pdserve.common.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.derived_key import DeploymentKey
+from pdserve.common.held_blocks import WorkerKey
+from pdserve.common.service_channel import ServiceChannel
+from pdserve.common.watch_proof import WatchChallenge
+from pdserve.v1 import worker_pb2
+from pdserve.v1.worker_pb2_grpc import WorkerServiceStub
+
+
+def signed(channel: grpc.aio.Channel, receiver: WorkerKey, key: DeploymentKey = DEVELOPMENT_KEY) -> ServiceChannel:
+    """The channel, with a proof on every call to that life of a worker."""
+    return ServiceChannel(channel, CallSigner(key), receiver)
+
+
+async def identity_of(channel: grpc.aio.Channel, key: DeploymentKey = DEVELOPMENT_KEY) -> worker_pb2.Identity:
+    """What the worker at the other end says and proves of itself."""
+    challenge = WatchChallenge(key, blocks=False)
+    call: Any = WorkerServiceStub(channel).Watch(timeout=10)
+    try:
+        await call.write(challenge.opening)
+        return challenge.read(await call.read())
+    finally:
+        call.cancel()
