@@ -1,0 +1,120 @@
+"""Forms that cost seconds in a compiler or matcher, beside another client's stream at the same worker."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cluster_processes import Cluster, running_cluster
+from hostile_grammars import SLOW_TO_COMPILE, SLOW_TO_MATCH
+from inference_client import InferenceClient
+from oracle import Oracle
+from random_prompts import prompt_of
+
+from pdserve.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.process
+
+LIMITS = {"grammar_timeout_s": 3, "grammar_token_s": 0.01, "grammar_request_s": 0.2}
+GAP_S = 0.5
+FORMS = {**SLOW_TO_MATCH, "slow to compile": SLOW_TO_COMPILE}
+PROMPT = prompt_of(20)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoints: Callable[..., Path]) -> Path:
+    return tiny_checkpoints("llama")
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One decode worker, which every request meets."""
+    with running_cluster(tmp_path_factory.mktemp("logs")) as cluster:
+        flags = [flag for name, value in LIMITS.items() for flag in ("--set", f"{name}={value}")]
+        common = ("--model", str(model), "--set", "dtype=float32", "--set", "num_blocks=1200")
+        worker = cluster.start_worker("decode", *common, *flags)
+        cluster.start_router("--model", str(model), decode=[worker.address])
+        yield cluster
+        cluster.check_pools()
+        cluster.check_logs()
+
+
+class Victim:
+    """A client that streams one answer after the other, and the gaps between its tokens."""
+
+    def __init__(self, client: InferenceClient, oracle: Oracle) -> None:
+        self._client = client
+        self._oracle = oracle
+        self._is_over = asyncio.Event()
+        self.gaps: list[float] = []
+
+    async def run(self) -> None:
+        while not self._is_over.is_set():
+            token_ids: list[int] = []
+            last = 0.0
+            async for message in self._client.start(PROMPT, max_tokens=60):
+                now = time.monotonic()
+                if last:
+                    self.gaps.append(now - last)
+                last = now
+                token_ids += message.token_ids
+            self._oracle.check(PROMPT, token_ids)
+
+    async def beside(self, attack: Callable[[], Any]) -> list[float]:
+        """The gaps while the attack goes on."""
+        self.gaps.clear()
+        self._is_over.clear()
+        running = asyncio.create_task(self.run())
+        await attack()
+        self._is_over.set()
+        await running
+        return list(self.gaps)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("n", [8, 16])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+async def test_the_form_ends_its_own_request_and_delays_no_stream(
+    cluster: Cluster, model: Path, form: dict[str, Any], n: int
+) -> None:
+    [letter] = Tokenizer.from_folder(model).encode("a", add_special_tokens=False)
+    oracle = Oracle(model)
+    body = {
+        "model": model.name,
+        "prompt": PROMPT,
+        "max_tokens": 1200,
+        "n": n,
+        "temperature": 1.0,
+        "logit_bias": {str(letter): 100.0},
+        "structured_outputs": form,
+    }
+    async with (
+        httpx.AsyncClient(base_url=f"http://{cluster.router.http}", timeout=120, trust_env=False) as http,
+        InferenceClient(cluster.router.address) as client,
+    ):
+        harmless = body | {"structured_outputs": {"choice": ["yes", "no"]}, "logit_bias": {}}
+        assert (await http.post("/v1/completions", json=harmless)).status_code == 200
+        victim = Victim(client, oracle)
+        # what this machine gives to the stream while nobody attacks
+        calm = await victim.beside(lambda: asyncio.sleep(2.0))
+        answers: list[httpx.Response] = []
+
+        async def attack() -> None:
+            asked = (http.post("/v1/completions", json=body | {"seed": seed}) for seed in range(3))
+            answers.extend(await asyncio.gather(*asked))
+
+        gaps = await victim.beside(attack)
+        assert [answer.status_code for answer in answers] == [400] * 3, [answer.text for answer in answers]
+        for answer in answers:
+            error = answer.json()["error"]
+            assert error["param"] == "structured_outputs"
+            assert "takes too long to be matched" in error["message"] or "could not be compiled" in error["message"]
+        # the engine stood still for 1 to 30 s where grammars were in it
+        assert max(gaps) < GAP_S + 4 * max(calm)
+        assert " is lost" not in cluster.router.read_log()
+        oracle.check(PROMPT, (await client.ask(PROMPT, max_tokens=8)).token_ids)
