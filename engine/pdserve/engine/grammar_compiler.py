@@ -49,7 +49,7 @@ NUM_COMPILING = 2
 MAX_PROCESSES = 64
 """Grammars that are held at a time, by default; as many as sequences run in a step."""
 MAX_IDLE_PROCESSES = 16
-"""Of those that no sequence follows: requests ask for the same form again and again."""
+"""Processes kept though no sequence uses them: further requests often ask for the same form."""
 START_S = 60.0
 """How long the fork server may take to import what it needs and to read the vocabulary."""
 _NO_DESCRIPTOR = -1
@@ -61,7 +61,7 @@ Key = tuple[bytes, bytes]
 
 @dataclass(slots=True)
 class _Held:
-    """One process."""
+    """One process, and the jobs that wait for it."""
 
     key: Key
     process: SpawnedProcess
@@ -70,9 +70,9 @@ class _Held:
     """`time.monotonic()` seconds by which it must be compiled."""
     is_compiled: bool = False
     waiting: list[GrammarJob] = field(default_factory=list)
-    """Until it is compiled."""
+    """Jobs that wait until it is compiled."""
     opening: dict[int, GrammarJob] = field(default_factory=dict)
-    """By slot."""
+    """Jobs whose `Opened` is to come, by slot."""
 
     @property
     def is_idle(self) -> bool:
@@ -175,9 +175,9 @@ class GrammarCompiler:
             if key.fileobj == self._wake:
                 os.eventfd_read(self._wake)
             elif key.fileobj is self._server:
-                self._hear_server()
+                self._receive_from_server()
             elif (held := self._by_number.get(key.data)) is not None:
-                self._hear_process(held)
+                self._receive_from_process(held)
         while not self._submitted.empty():
             self._take(self._submitted.get())
         self._look_after()
@@ -233,20 +233,20 @@ class GrammarCompiler:
 
     # ---- what processes say
 
-    def _hear_process(self, held: _Held) -> None:
+    def _receive_from_process(self, held: _Held) -> None:
         try:
             packet = held.process.control.recv(MAX_PACKET_BYTES)
         except OSError:
             packet = b""
         if not packet:
-            # why is known when the fork server tells how it ended
+            # the cause is known when the fork server has reported the exit status
             self._selector.unregister(held.process.control)
             self._drop(held)
             return
         try:
             message = decode(packet, Compiled, Opened)
         except msgspec.DecodeError:
-            log.exception("a process that holds a grammar sent what nobody understands")
+            log.exception("a process that holds a grammar sent a malformed message")
             held.process.control.shutdown(socket.SHUT_RDWR)
             return
         if isinstance(message, Opened):
@@ -289,7 +289,7 @@ class GrammarCompiler:
         held.host.opened(grammar, message.slot)
         job.deliver(grammar)
 
-    def _hear_server(self) -> None:
+    def _receive_from_server(self) -> None:
         message = None if self._server is None else self._server.receive()
         self.is_starting = False
         if isinstance(message, Ready):
@@ -315,14 +315,11 @@ class GrammarCompiler:
         held.process.control.close()
         held.host.process_ended()
         limits, slot = self._limits, int(held.process.progress[0])
+        told = (
+            f"{FIELD} could not be compiled within {limits.compile_s:g} s of processor time and {limits.memory_mib} MiB"
+        )
         for job in held.waiting:
-            job.deliver(
-                InvalidRequest(
-                    f"{FIELD} could not be compiled within {limits.compile_s:g} s of processor time and "
-                    f"{limits.memory_mib} MiB",
-                    FIELD,
-                )
-            )
+            job.deliver(InvalidRequest(told, FIELD))
         for opening, job in held.opening.items():
             told = f"{FIELD} takes too long to be matched against the output that the request begins with"
             lost = Overloaded(f"the process that held the grammar of {FIELD} has ended")
@@ -355,7 +352,7 @@ class GrammarCompiler:
             self._end_idle(num_idle - MAX_IDLE_PROCESSES)
 
     def _end_idle(self, count: int) -> bool:
-        """End so many that nobody follows, those longest unused first. False: there are none."""
+        """End `count` processes that no sequence uses, those longest unused first. False: there are none."""
         idle = [held for held in self._held.values() if held.is_idle][:count]
         for held in idle:
             self._drop(held)
@@ -366,12 +363,12 @@ class GrammarCompiler:
         return bool(idle)
 
     def _drop(self, held: _Held) -> None:
-        """Nobody else is to find it."""
+        """Give no further job to it."""
         if self._held.get(held.key) is held:
             del self._held[held.key]
 
     def _give_up(self, error: PdServeError) -> None:
-        """Nothing that was to be done will be."""
+        """End every job with an error."""
         for held in self._by_number.values():
             for job in held.take_jobs():
                 job.deliver(error)

@@ -56,11 +56,11 @@ class GrammarForkServer:
     """Belongs to one thread. It ends with its socket: also when this process is killed."""
 
     def __init__(self, folder: Path, vocab_size: int, limits: GrammarLimits) -> None:
-        """Start it; what it needs, a second of imports and the vocabulary, it does while the caller goes on."""
+        """Start the program. Its imports and the vocabulary, about a second, do not delay the caller."""
         self._limits = limits
         self._num_spawned = 0
         self.is_ready = False
-        """Whether it has what it needs; processes spawned before wait for it."""
+        """True once the program has read the vocabulary; processes spawned earlier wait for that."""
         self._socket, theirs = packet_socket_pair()
         module = "pdserve.engine.grammar_process"
         with theirs:
@@ -124,7 +124,7 @@ class GrammarForkServer:
 
 
 def _environment() -> dict[str, str]:
-    """What a program that works on clients' texts needs of this process's environment: no secret."""
+    """The variables that the program needs of this process's environment: it works on clients' texts, and gets no secret."""
     inherited = {
         name: value
         for name, value in os.environ.items()

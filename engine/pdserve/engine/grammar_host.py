@@ -102,7 +102,7 @@ class HostedGrammar:
             self._host.remove(self._slot)
 
     def took(self, outcome: Outcome, spent_us: int, limits: GrammarLimits, allowed: NDArray[np.uint8]) -> None:
-        """What became of its last token."""
+        """Take in the record of its last token."""
         self._num_patient = max(self._num_patient - 1, int(spent_us > PROMPT_US))
         match outcome:
             case Outcome.ACCEPTED:
@@ -140,7 +140,7 @@ class GrammarHost:
         self._slots = itertools.count()
         self._grammars: dict[int, HostedGrammar] = {}
         self._known: set[int] = set()
-        """Slots that the process has been told of."""
+        """Slots that the process has."""
         self._operations: list[tuple[int, int, int]] = []
         self._awaited: set[int] = set()
         self.is_lost = False
@@ -156,7 +156,7 @@ class GrammarHost:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a record is to come."""
+        """True while a record is to come."""
         return bool(self._awaited) and not self.is_lost
 
     def new_slot(self) -> int:
@@ -173,7 +173,7 @@ class GrammarHost:
         self._grammars[slot] = grammar
 
     def remove(self, slot: int) -> None:
-        """Its sequence is over."""
+        """A sequence is over: free its slot."""
         self._awaited.discard(slot)
         self._operations = [asked for asked in self._operations if asked[1] != slot]
         if slot in self._known and not self.is_lost:
@@ -185,7 +185,7 @@ class GrammarHost:
             self._steps.close()
 
     def awaits(self, slot: int) -> bool:
-        """Whether its record is to come."""
+        """True while the record of this slot is to come."""
         return slot in self._awaited and not self.is_lost
 
     def ask(self, operation: Operation, slot: int, value: int) -> None:
@@ -231,7 +231,7 @@ class GrammarHost:
                     grammar.took(known, int(record["spent_us"]), self._limits, record["allowed"])
 
     def _lose(self) -> None:
-        """The process is gone. The request that it worked for is the cause; others may do better elsewhere."""
+        """The process is gone. The request that it worked for is the cause; the others may go on elsewhere."""
         self.is_lost = True
         self._steps.close()
         slot = int(self._progress[0])
@@ -249,7 +249,7 @@ class GrammarHost:
                 grammar.failure = Overloaded(f"the process that held the grammar of {FIELD} has ended")
 
     def process_ended(self, *, engine_ended: bool = False) -> None:
-        """It is gone, or goes as nobody has a sequence there. The other thread calls this.
+        """Close the socket as soon as no sequence is left. The other thread calls this when the process is gone or unused.
 
         engine_ended: no step follows, whatever sequences are left.
         """
@@ -260,7 +260,7 @@ class GrammarHost:
 
 
 class GrammarHosts:
-    """All of them, for the engine thread's step."""
+    """All processes, for the engine thread's step."""
 
     def __init__(self) -> None:
         self._asked: set[GrammarHost] = set()

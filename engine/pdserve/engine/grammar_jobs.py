@@ -15,14 +15,14 @@ Deliver = Callable[[Grammar | PdServeError], None]
 
 @dataclass(frozen=True, slots=True)
 class GrammarJob:
-    """What one request needs."""
+    """A request's demand for a grammar."""
 
     params: StructuredOutputsParams
     eos_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
     """Output that the sequence begins with: its grammar goes on after it."""
     is_wanted: Callable[[], bool]
-    """Whether anybody still waits when its turn comes. Any thread calls it."""
+    """False once the request has ended. Any thread calls it."""
     begins: Callable[[], None]
     """Called when its turn has come. From here on it is the grammar that takes the time, not those before it."""
     deliver: Deliver

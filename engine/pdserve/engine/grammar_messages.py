@@ -1,11 +1,11 @@
-"""What a worker and the processes that hold its grammars say to each other, over sockets that keep packets apart.
+"""Messages between a worker and the processes that hold its grammars, over sockets that keep packets apart.
 
 worker -> fork server   `Spawn` with the two sockets of a new process, `Kill`
 fork server -> worker   `Ready`, once; `Exited`, `Broken`
 worker -> process       control: `Open`; steps: operations, three int32 each
 process -> worker       control: `Compiled`, `Opened`; steps: a `Record` per sequence and token
 
-Every process is a child of the worker; nothing of this crosses a machine's border.
+Every process is a child of the worker; no message leaves the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPLAY_TOKENS = 8192
 
 
 class GrammarLimits(msgspec.Struct, frozen=True, array_like=True):
-    """What one grammar may cost. Seconds of processor time, but for the first."""
+    """Limits of one grammar; seconds of processor time, but for the first."""
 
     compile_s: float = 10.0
     """Wall time from a grammar's turn until it is compiled, and processor time of its process until then."""
@@ -84,7 +84,7 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     output_token_ids: bytes
     """int32 each; at most `REPLAY_TOKENS`."""
     is_last: bool
-    """Whether that is all of it: answer with `Opened`."""
+    """True: no more output follows; the answer is `Opened`."""
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
@@ -118,7 +118,7 @@ def decode(packet: bytes, *kinds: type[msgspec.Struct]) -> Any:
 
 
 class Operation(enum.IntEnum):
-    """What is asked on the steps socket: (operation, slot, value)."""
+    """Requests on the steps socket: (operation, slot, value)."""
 
     ACCEPT = 0
     """value: the sequence's next token; answered with a `Record`."""
@@ -128,13 +128,13 @@ class Operation(enum.IntEnum):
 
 
 class Outcome(enum.IntEnum):
-    """What became of a token."""
+    """Result of a token."""
 
     ACCEPTED = 0
     ENDED = 1
     """Accepted, and nothing can follow."""
     REFUSED = 2
-    """It does not fit, though the mask allowed it."""
+    """Not accepted, though the mask allowed it."""
     TOKEN_TOO_SLOW = 3
     REQUEST_TOO_SLOW = 4
 
@@ -166,7 +166,7 @@ def packet_socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def token_too_slow(spent_s: float, limits: GrammarLimits) -> str:
-    """What the client is told."""
+    """Message for the client."""
     return (
         f"{FIELD} takes too long to be matched: {spent_s:.2g} s of processor time for one token, "
         f"at most {limits.token_s:g} s is possible"
@@ -174,7 +174,7 @@ def token_too_slow(spent_s: float, limits: GrammarLimits) -> str:
 
 
 def request_too_slow(limits: GrammarLimits) -> str:
-    """What the client is told."""
+    """Message for the client."""
     return (
         f"{FIELD} takes too long to be matched: all sequences of a request may take {limits.request_s:g} s of processor "
         f"time, and {limits.per_token_s * 1e3:g} ms more for each token"
@@ -187,7 +187,7 @@ NOBODY = -1
 def map_progress(descriptor: int) -> NDArray[np.int32]:
     """`[1]`, in memory that worker and process share: the slot that is being matched, or was last; at first `NOBODY`.
 
-    A process that is killed cannot say for which sequence it worked.
+    A process that is killed cannot report for which sequence it worked.
     """
     return np.frombuffer(mmap.mmap(descriptor, mmap.PAGESIZE), np.int32, 1)
 

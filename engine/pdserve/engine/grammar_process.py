@@ -130,7 +130,7 @@ class ForkServer:
 
 
 def run_child(life: Callable[[], None]) -> None:
-    """Ends this process with it; nothing of the parent's clean-up runs."""
+    """Run `life`, then end this process without the parent's clean-up."""
     parent = os.getppid()
     try:
         signal.set_wakeup_fd(-1)
@@ -153,7 +153,7 @@ def hold_grammar(vocabulary: Vocabulary, spawn: Spawn, worker: WorkerEnds) -> No
     most = begins_with + (limits.memory_mib << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # whoever overruns it is ended by the kernel: nobody has to look
+    # the kernel ends a process that overruns it: no other process has to look
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.compile_s)
     compiled, error = _at_low_priority(lambda: compile_grammar(vocabulary, spawn.params))

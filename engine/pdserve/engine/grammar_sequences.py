@@ -32,14 +32,14 @@ from pdserve.engine.grammar_messages import (
 from pdserve.engine.sequence_grammar import SequenceGrammar
 
 _IDLE_AFTER_S = 0.02
-"""A token that took so long has its process run only on processors that nobody else wants."""
+"""A process in which a token took longer runs from then on only on processors that are idle otherwise."""
 _FLUSH_AFTER_S = 0.001
 """Records of one packet are sent together, unless the next takes longer than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnds:
-    """What connects this process with its worker."""
+    """Sockets and memory shared with the worker."""
 
     control: socket.socket
     steps: socket.socket
@@ -49,7 +49,7 @@ class WorkerEnds:
 
 @dataclass(slots=True)
 class _Budget:
-    """Of a request, for all its sequences together."""
+    """A request's use of processor time, all its sequences together."""
 
     spent_s: float = 0.0
     first_mask_s: float = 0.0
@@ -114,7 +114,10 @@ class GrammarSequences:
         return True
 
     def _replay(self, sequence: _Sequence, message: Open) -> bytes:
-        """What may come after it; empty for a part. Raises: InternalError for a token that does not fit."""
+        """Accept the output; returns the mask of the next token, b"" for a part.
+
+        Raises: InternalError for a token that does not fit.
+        """
         tokens = np.frombuffer(message.output_token_ids, np.int32).tolist()
         budget, limits = sequence.budget, self._limits
         budget.num_tokens += len(tokens)
@@ -136,7 +139,7 @@ class GrammarSequences:
             self._yield_processors(time.thread_time() - started)
 
     def _too_slow(self, budget: _Budget) -> str | None:
-        """What is told of a sequence that costs too much before its first new token; None when it does not."""
+        """Message for the client where a sequence costs too much before its first new token; None otherwise."""
         if budget.first_mask_s > self._limits.token_s:
             return token_too_slow(budget.first_mask_s, self._limits)
         if budget.is_overrun(self._limits):

@@ -50,7 +50,7 @@ class GrammarWaits:
         """
         self._compiler = compiler
         self.hosts = GrammarHosts() if compiler is None else compiler.hosts
-        """Where the grammars of sequences are, once they are compiled."""
+        """The processes in which compiled grammars are."""
         self._timeout_s = timeout_s
         self._waiting: OrderedDict[Request, _Compilation] = OrderedDict()
         """In the order in which they came, which is that of the time by which they must have their turn."""
@@ -119,7 +119,7 @@ class GrammarWaits:
     def _overdue(self, now: float) -> list[Arrived]:
         overdue: list[Arrived] = []
         if self._compiler is not None and self._compiler.is_starting:
-            # nobody's turn can come yet, and no other worker would be faster
+            # no turn can come yet, and no other worker would be faster
             for compilation in self._waiting.values():
                 compilation.turn_by = now + self._timeout_s
         while self._waiting and next(iter(self._waiting.values())).turn_by <= now:

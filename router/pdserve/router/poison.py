@@ -42,7 +42,7 @@ class PoisonList:
         self._entries: dict[Name, tuple[float, Callable[[], bool]]] = {}
 
     def add(self, client: Client, request_digest: bytes, holds: Callable[[], bool]) -> None:
-        """Refuse it to this client. holds: asked each time that the client asks the same again; False ends it early."""
+        """Refuse it to this client. holds: called each time that the client asks the same again; False ends it early."""
         if len(self._entries) >= _MAX_ENTRIES:
             self._entries.pop(next(iter(self._entries)))
         self._entries[_name(client, request_digest)] = time.monotonic() + REFUSED_S, holds
@@ -125,17 +125,17 @@ class _Death:
 
     worker: Worker
     share: float
-    """Of the suspicion: 1 for a request that was alone with it."""
+    """Share of the suspicion: 1 for a request that was alone at the worker."""
     was_admitted: bool
     outlives_return: bool
-    """It counts though the worker comes back: its engine stood still, and the request had work that may do that."""
+    """True: counts though the worker comes back, because its engine stood still and the request had work that may do that."""
 
 
 class Casualties:
     """The workers that died under one request.
 
     One that had not admitted it weighs less: where several workers go at once, for a reason of their own, a request may be
-    sent to one of them before anybody has missed it. One that comes back in the same life had not died: a connection
+    sent to one of them before its death is known. One that comes back in the same life had not died: a connection
     had, or an engine that stood still. For that, requests with a grammar or plug-ins are suspected before all others.
     """
 
@@ -161,7 +161,7 @@ class Casualties:
 
     @property
     def goes_apart(self) -> bool:
-        """Whether so many have died under it that its next attempts are apart from other suspects."""
+        """True once `DEATHS` workers that had admitted it have died under it: its next attempts are apart from other suspects."""
         return sum(death.was_admitted for death in self._dead) >= DEATHS
 
     def count(self, failure: AttemptFailed, prompt_digest: bytes) -> None:

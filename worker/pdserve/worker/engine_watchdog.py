@@ -1,7 +1,7 @@
-"""`EngineWatchdog`: ends a worker whose engine does not come back, so that whatever started it starts it anew.
+"""`EngineWatchdog`: ends a worker whose engine hangs, so that its supervisor starts it again.
 
-Routers and peers stop using such a worker within seconds, but its process would go on: with its port, its memory, and the
-blocks that others wait for.
+Routers and peers stop using such a worker within seconds, but its process would keep its port, its memory, and the blocks
+that peers wait for.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 LOCKED_FACTOR = 2
-"""An engine that also keeps the interpreter's lock lets no thread look: after so many times the limit the process is ended
-without one."""
+"""While the engine keeps the interpreter's lock, no thread can look: after this multiple of the limit, the interpreter's own
+timer ends the process."""
 
 
 class EngineWatchdog:
