@@ -24,6 +24,8 @@ FROM ${PYTHON_IMAGE}
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin pdserve
 COPY --from=build /opt/pdserve /opt/pdserve
 ENV PATH=/opt/pdserve/bin:$PATH PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+# mount points of docker-compose.yml: a new volume takes their owner and mode
+RUN install -d -o 10001 -m 0700 /tls /tls/authority /tls/router /tls/prefill /tls/decode
 USER 10001
 ENTRYPOINT ["pdserve"]
 CMD ["--help"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from pdserve.cli.development_certificates import write_certificates
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.settings import load_settings
 from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
@@ -24,7 +27,7 @@ OURS = {
 
 def interpolated(value: str) -> str:
     """As docker-compose does with nothing set: `${NAME:-default}` and `${NAME-default}`; a required one gets a value."""
-    value = re.sub(r"\$\{\w+:\?[^}]*\}", "0123456789abcdef", value)
+    value = re.sub(r"\$\{\w+:\?[^}]*\}", "0123456789abcdef" * 2, value)
     return re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", value)
 
 
@@ -33,12 +36,134 @@ def environment(service: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", sorted(OURS))
-def test_every_service_starts_with_its_environment(name: str) -> None:
+def test_every_service_starts_with_its_environment(name: str, tmp_path: Path) -> None:
     service = OURS[name]
     [role] = service["command"]
-    settings = load_settings(SETTINGS[role], environ=environment(service))
-    assert settings.insecure
-    assert settings.redis == "redis://redis:6379/0"
+    files = {}
+    for variable, value in environment(service).items():
+        if variable.startswith("PDSERVE_TLS") and variable.endswith("_FILE"):
+            files[variable] = Path(value).name
+            assert value.startswith("/tls/")
+    write_certificates(tmp_path / "tls", ["pdserve.internal"], 1)
+    environ = environment(service) | {name: str(tmp_path / "tls" / file) for name, file in files.items()}
+    if role != "router":
+        # a container's name stands for its address; that of the machine that runs the tests may not
+        environ["PDSERVE_ADVERTISE_HOST"] = "172.19.0.3"
+    settings = load_settings(SETTINGS[role], environ=environ)
+    assert settings.tls() is not None
+    assert settings.redis == "redis://pdserve:0123456789abcdef0123456789abcdef@redis:6379/0"
+    assert not settings.key()[1], "the public development key"
+    if isinstance(settings, RouterSettings):
+        assert settings.asks_for_keys
+    elif settings.device == "cpu":
+        # the grammar compiler's part, the pool and what a worker needs by itself
+        needs_mib = settings.grammar_memory_mib + settings.kv_cache_mib + 1024
+        assert needs_mib < int(interpolated(service["mem_limit"]).removesuffix("g")) << 10
+
+
+def test_every_secret_is_demanded_and_made_by_one_command(tmp_path: Path) -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    demanded = set(re.findall(r"\$\{(\w+):\?", text))
+    made = tmp_path / ".env"
+    command = [sys.executable, str(ROOT / "deploy/make_secrets.py"), str(made)]
+    first = subprocess.run(command, capture_output=True, text=True, check=True)
+    pairs = dict(line.split("=") for line in made.read_text().splitlines())
+    assert (
+        set(pairs) == demanded == {"PDSERVE_DEPLOYMENT_KEY", "REDIS_PASSWORD", "PDSERVE_API_KEYS", "GRAFANA_PASSWORD"}
+    )
+    assert made.stat().st_mode & 0o777 == 0o600
+    assert all(re.fullmatch("[0-9a-f]{64}", value) for value in pairs.values())
+    assert len(set(pairs.values())) == len(pairs)
+    assert not any(value in first.stdout + first.stderr for value in pairs.values())
+    before = made.read_text()
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode
+    assert "is not overwritten" in again.stderr
+    assert made.read_text() == before
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert ".env" in ignored
+    # of a password that is given nothing stands in a command line, but for what a shell reads from its environment
+    for name, service in COMPOSE["services"].items():
+        said = "\n".join([*service.get("command", []), *service.get("healthcheck", {}).get("test", [])])
+        assert not any(secret in re.sub(r"\$\$\w+", "", said) for secret in demanded), name
+
+
+def networks(name: str) -> set[str]:
+    return set(COMPOSE["services"][name].get("networks", []))
+
+
+def test_each_network_holds_those_that_must_reach_each_other_and_no_other() -> None:
+    members = {
+        network: {name for name in COMPOSE["services"] if network in networks(name)} for network in COMPOSE["networks"]
+    }
+    ours = set(OURS)
+    assert members == {
+        "control": ours,
+        "redis": ours | {"redis"},
+        "observe": ours | {"prometheus", "otel-collector"},
+        "dashboards": {"prometheus", "otel-collector", "jaeger", "grafana"},
+        "front": {"router"},
+    }
+    assert {name for name, network in COMPOSE["networks"].items() if network.get("internal")} == {
+        "control",
+        "redis",
+        "observe",
+    }
+    for name in ("grafana", "jaeger"):
+        assert not any(networks(name) & networks(other) for other in [*OURS, "redis"]), f"{name} reaches a service"
+    assert not networks("certs")
+    assert COMPOSE["services"]["certs"]["network_mode"] == "none"
+
+
+@pytest.mark.parametrize("name", sorted(COMPOSE["services"]))
+def test_every_service_is_hardened_and_limited(name: str) -> None:
+    service = COMPOSE["services"][name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert not service.get("cap_add")
+    assert not service.get("privileged")
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert 0 < service["pids_limit"] <= 512
+    assert re.fullmatch(r"\d+[mg]", interpolated(service["mem_limit"]))
+    assert float(interpolated(str(service["cpus"]))) > 0
+    assert service["ulimits"]["nofile"]["hard"] >= 16384
+    assert service["ulimits"]["core"] == 0, "a core has prompts and keys in it"
+    assert service["restart"] == ("no" if name == "certs" else "unless-stopped")
+    assert all(volume.endswith(":ro") for volume in service.get("volumes", []) if volume.startswith((".", "$")))
+
+
+def test_no_service_has_the_key_of_another() -> None:
+    at_tls = {
+        name: {volume.split(":")[0] for volume in COMPOSE["services"][name].get("volumes", []) if "tls-" in volume}
+        for name in OURS
+    }
+    assert at_tls == {name: {f"tls-{service['command'][0]}"} for name, service in OURS.items()}
+    image = (ROOT / "Dockerfile").read_text()
+    for volume in COMPOSE["services"]["certs"]["volumes"]:
+        assert volume.split(":")[1] in image, "a new volume would belong to root"
+
+
+def test_redis_lets_nobody_do_more_than_services_need() -> None:
+    script = COMPOSE["services"]["redis"]["command"][-1]
+    users = dict(re.findall(r"^user (\w+) (.*)$", script, re.MULTILINE))
+    assert users["default"] == "off"
+    assert users["health"] == "on nopass resetkeys resetchannels -@all +ping"
+    _, rights = (ROOT / "docs/protocol.md").read_text().split("**Rights.**", 1)
+    documented = rights.split("```")[1].split()
+    assert documented[0] == "~{ns}:*"
+    assert "needs no more than this" in rights
+    given = users["pdserve"].split()
+    assert given[:5] == ["on", ">$$REDIS_PASSWORD", "resetchannels", "~{pdserve}:*", "-@all"]
+    assert given[5:] == documented[1:]
+    assert "protected-mode no" not in script
+
+
+def test_the_router_can_do_without_weights() -> None:
+    overlay = yaml.safe_load((ROOT / "deploy/compose.router-model.yml").read_text())
+    assert set(overlay["services"]) == {"router"}
+    [volume] = overlay["services"]["router"]["volumes"]
+    assert volume.startswith("${ROUTER_MODEL_FOLDER:?")
+    assert volume.endswith(":/models:ro")
 
 
 def test_only_ports_for_people_are_published_and_only_on_loopback() -> None:
@@ -50,13 +175,21 @@ def test_only_ports_for_people_are_published_and_only_on_loopback() -> None:
         assert not published or name in ("router", "jaeger", "prometheus", "grafana")
 
 
+def test_images_of_others_can_be_pinned_by_digest() -> None:
+    for name, service in COMPOSE["services"].items():
+        if "build" not in service:
+            assert re.fullmatch(r"\$\{[A-Z]+_IMAGE:-[\w./-]+:[\w.-]+\}", service["image"]), name
+            assert not service["image"].endswith((":latest}", "-latest}"))
+
+
 def test_prometheus_scrapes_the_ports_that_the_services_serve() -> None:
     jobs = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
     for job in jobs:
         [discovery] = job["dns_sd_configs"]
         for name in discovery["names"]:
             role = OURS[name]["command"][0]
-            settings = load_settings(SETTINGS[role], environ=environment(OURS[name]))
+            ports = {key: value for key, value in environment(OURS[name]).items() if key.endswith("PORT")}
+            settings = load_settings(SETTINGS[role], environ=ports)
             assert discovery["port"] == settings.metrics_port, name
 
 
