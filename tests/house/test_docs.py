@@ -24,7 +24,8 @@ from pdserve.kv_transfer import read_queue, transfer_state
 from pdserve.router import attempt_state
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAIN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
+DOCUMENTS = [*MAIN, *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 PACKAGES = {path.name: path for path in ROOT.glob("*/pdserve/*") if path.is_dir() and path.name != "__pycache__"}
 SETTINGS: dict[str, tuple[type[ServiceSettings], ...]] = {
@@ -93,7 +94,8 @@ def test_every_member_named_exists(document: Path) -> None:
     unknown = [
         f"{owner}.{member}"
         for owner, member in members
-        if owner not in {"README", "LICENSE"} and not re.search(rf"\b{member}\b", class_bodies().get(owner, ""))
+        if owner not in {"README", "LICENSE", "SECURITY"}
+        and not re.search(rf"\b{member}\b", class_bodies().get(owner, ""))
     ]
     assert not unknown
 
@@ -151,6 +153,13 @@ def test_error_table_is_the_tree() -> None:
         for code, error in BY_CODE.items()
     }
     assert table == tree
+
+
+def test_every_rule_of_security_names_its_tests() -> None:
+    table = list(rows(ROOT / "docs/security.md", "Rules and their tests"))
+    assert len(table) > 20
+    for rule, tests in table:
+        assert re.fullmatch(r"(`?tests/\w+/test_\w+\.py`?(, )?)+", tests), f"{rule}: {tests}"
 
 
 def test_every_bound_has_the_value_that_the_code_has() -> None:
