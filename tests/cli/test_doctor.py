@@ -85,7 +85,7 @@ def test_a_worker_that_would_run_exits_with_0() -> None:
         "tls",
         "ports",
         "addresses",
-        "descriptors",
+        "files",
         "redis",
         "nixl",
         "decode:",
