@@ -31,6 +31,8 @@ class ReceivedSpan:
     events: list[str]
     failed: bool
     cause: str
+    links: list[tuple[str, str]]
+    """Trace and span of each."""
 
     @property
     def seconds(self) -> float:
@@ -88,6 +90,7 @@ def _received(service: str, span: Any) -> ReceivedSpan:
         events=[event.name for event in span.events],
         failed=span.status.code == span.status.STATUS_CODE_ERROR,
         cause=span.status.message,
+        links=[(link.trace_id.hex(), link.span_id.hex()) for link in span.links],
     )
 
 

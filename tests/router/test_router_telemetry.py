@@ -13,7 +13,11 @@ from otlp_receiver import otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.common.errors import Evicted, InternalError
+from pdserve.common.router_settings import RouterSettings
 from pdserve.v1 import inference_pb2, request_pb2
+
+SAMPLED = 1
+"""The flag of a trace context."""
 
 
 @pytest.fixture
@@ -290,6 +294,78 @@ async def test_a_caller_that_does_not_sample_is_not_traced(cluster, collector):
     assert (await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 200
     await spans_of(collector, other, 4)
     assert collector.trace_ids() == {other}
+
+
+async def test_a_strangers_trace_is_linked_and_not_joined(cluster, collector):
+    """It neither chooses the trace nor whether that is sampled, and finds it by its own id."""
+    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20, trust_client_trace_headers=False)
+    for flags in ("01", "00"):
+        trace_id, headers = trace()
+        headers = {"traceparent": headers["traceparent"][:-2] + flags, "tracestate": "a=b"}
+        before = collector.trace_ids()
+        response = await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+        assert response.status_code == 200
+        async with asyncio.timeout(20):
+            while not (fresh := collector.trace_ids() - before):  # noqa: ASYNC110 - another thread counts
+                await asyncio.sleep(0.02)
+        (ours,) = fresh
+        assert ours != trace_id
+        (request,) = (span for span in await spans_of(collector, ours, 4) if span.name == "request")
+        assert request.parent_id == ""
+        assert request.links == [(trace_id, "ab" * 8)]
+        assert request.attributes["pdserve.client_trace.id"] == trace_id
+        for role in ("prefill", "decode"):
+            sent = cluster.of(role).calls[-1].request.request.trace_headers
+            _, sent_id, _, sent_flags = sent["traceparent"].split("-")
+            assert (sent_id, int(sent_flags, 16) & SAMPLED) == (ours, SAMPLED)
+            assert "tracestate" not in sent
+
+
+async def test_a_stranger_forces_no_span(cluster, collector):
+    never = {"otel_traces_sampler": "parentbased_always_off", "otel_bsp_schedule_delay_ms": 20}
+    await cluster.start(otlp=collector.url, trust_client_trace_headers=False, **never)
+    for _ in range(3):
+        _, headers = trace()
+        await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    sent = cluster.of("decode").calls[-1].request.request.trace_headers["traceparent"]
+    assert not int(sent.split("-")[-1], 16) & SAMPLED
+    await asyncio.sleep(0.2)
+    assert collector.trace_ids() == set()
+
+
+async def test_a_client_with_a_key_keeps_its_trace(cluster, collector):
+    key = "a-key-of-a-client-that-is-known"
+    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20, api_keys=(key,))
+    trace_id, headers = trace()
+    headers["authorization"] = f"Bearer {key}"
+    response = await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    assert response.status_code == 200
+    (request,) = (span for span in await spans_of(collector, trace_id, 4) if span.name == "request")
+    assert (request.parent_id, request.links) == ("ab" * 8, [])
+
+
+async def test_without_a_collector_a_strangers_trace_goes_no_further(cluster):
+    await cluster.start(trust_client_trace_headers=False)
+    trace_id, headers = trace()
+    await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    sent = cluster.of("decode").calls[-1].request.request.trace_headers["traceparent"]
+    assert trace_id not in sent
+
+
+@pytest.mark.parametrize(
+    ("settings", "trusts"),
+    [
+        ({}, True),
+        ({"host": "::1"}, True),
+        ({"host": "0.0.0.0", "insecure": True, "no_auth": True}, False),
+        ({"api_keys": ("a-key-of-a-client-that-is-known",)}, None),
+        ({"host": "0.0.0.0", "front_tls_client_ca_file": "ca.pem"}, True),
+        ({"trust_client_trace_headers": False}, False),
+        ({"host": "0.0.0.0", "trust_client_trace_headers": True}, True),
+    ],
+)
+def test_whose_trace_headers_are_trusted(settings, trusts):
+    assert RouterSettings(**settings).trusts_trace_headers() is trusts
 
 
 async def test_a_collector_that_is_not_there_fails_no_request(cluster):

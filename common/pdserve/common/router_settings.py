@@ -61,6 +61,9 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Connections of each front end at a time; default: half of the descriptors beyond 128, at most 8192."""
     max_connections_per_address: int | None = None
     """HTTP connections from one IPv4 address or one /64 of IPv6; default: half of `max_connections`."""
+    trust_client_trace_headers: bool | None = None
+    """Whether a client's `traceparent` is taken over, with its sampling, or only linked; default: of clients that show an
+    API key or a certificate, and of all where neither is asked for on loopback."""
     max_unread_bytes: int = 1 << 20
     """Text that a client has not read, at most, before its request is cancelled."""
     api_keys: tuple[str, ...] | None = None
@@ -112,6 +115,14 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
             return load_front(certificate, key, self._tls_file("front_tls_client_ca_file"))
         self._verify_none_given("front_tls_cert_file", "front_tls_key_file", "front_tls_client_ca_file")
         return None
+
+    def trusts_trace_headers(self) -> bool | None:
+        """Whether every client's trace context is trusted; None: that of clients with an API key."""
+        if self.trust_client_trace_headers is not None:
+            return self.trust_client_trace_headers
+        if self.front_tls_client_ca_file is not None:
+            return True
+        return None if self.asks_for_keys else is_loopback(self.host)
 
     @property
     def metrics_at(self) -> str:

@@ -23,6 +23,7 @@ from opentelemetry.sdk.trace.sampling import (
     TraceIdRatioBased,
 )
 from opentelemetry.trace import (
+    Link,
     NonRecordingSpan,
     Span,
     SpanContext,
@@ -40,6 +41,7 @@ from pdserve.common.trace_headers import TRACEPARENT, TRACESTATE, valid_trace_he
 
 Attribute = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 Attributes = Mapping[str, Attribute]
+CLIENT_TRACE_ID = "pdserve.client_trace.id"
 _KINDS = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER}
 
 
@@ -136,6 +138,20 @@ class Tracing:
         context = Context() if parent is None else set_span_in_context(NonRecordingSpan(parent), Context())
         return self.start(name, context, start_unix_ns, attributes, kind="server")
 
+    def linked_root(
+        self, name: str, stranger_headers: Mapping[str, str], start_unix_ns: int, attributes: Attributes
+    ) -> OpenSpan:
+        """A server's span, the first of a new trace, whether it is sampled is this service's to say.
+
+        Where the stranger named a context of its own, the span has a link to it and its trace as an attribute.
+        """
+        stranger = _peer_context(stranger_headers)
+        links: tuple[Link, ...] = ()
+        if stranger is not None:
+            links = (Link(stranger),)
+            attributes = {**attributes, CLIENT_TRACE_ID: f"{stranger.trace_id:032x}"}
+        return self.start(name, Context(), start_unix_ns, attributes, kind="server", links=links)
+
     def below(self, headers: Mapping[str, str]) -> OpenSpan | None:
         """The peer's span that `headers` name; None when they name none, or one that is not sampled."""
         parent = _peer_context(headers)
@@ -150,10 +166,17 @@ class Tracing:
         start_unix_ns: int,
         attributes: Attributes | None = None,
         kind: Literal["internal", "server"] = "internal",
+        links: Sequence[Link] = (),
     ) -> OpenSpan:
         """A span below what `context` holds. A process needs it only through `OpenSpan`."""
         span = self._tracer.start_span(
-            name, context, kind=_KINDS[kind], attributes=attributes, start_time=start_unix_ns, record_exception=False
+            name,
+            context,
+            kind=_KINDS[kind],
+            attributes=attributes,
+            links=links,
+            start_time=start_unix_ns,
+            record_exception=False,
         )
         return OpenSpan(self, span)
 

@@ -46,6 +46,7 @@ class RouterTelemetry:
     ) -> None:
         """Raises: ConfigError for a collector that cannot be, or an audit log that cannot be written."""
         self._model = model
+        self._trusts_strangers = settings.trusts_trace_headers()
         self._telemetry = make_telemetry(settings, "router", f"{socket.gethostname()}-{os.getpid()}")
         self._registry = make_registry(self._telemetry.counts if self._telemetry else None)
         self.metrics = RouterMetrics(self._registry, num_requests, worker_counts, num_indexed_blocks)
@@ -75,8 +76,9 @@ class RouterTelemetry:
         def on_end(record: RequestRecord) -> None:
             self._ended(record, client, request_id, operation)
 
+        trusted = self._trusts(client)
         if self._telemetry is None:
-            headers = dict(caller_headers) or new_trace_headers()
+            headers = (dict(caller_headers) if trusted else {}) or new_trace_headers()
             return RequestRecord(self.metrics, started, None, headers, on_end)
         attributes = {
             "pdserve.request.id": request_id,
@@ -89,8 +91,14 @@ class RouterTelemetry:
             attributes["pdserve.client_request.id"] = client_request_id
         if client.key_name:
             attributes |= {"pdserve.key": client.key_name, "pdserve.tenant": client.tenant}
-        span = self._telemetry.tracing.root(SPAN_NAME, caller_headers, started, attributes)
+        tracing = self._telemetry.tracing
+        begin = tracing.root if trusted else tracing.linked_root
+        span = begin(SPAN_NAME, caller_headers, started, attributes)
         return RequestRecord(self.metrics, started, span, span.headers, on_end)
+
+    def _trusts(self, client: Client) -> bool:
+        """Whether a client's trace context is taken over: its trace, and whether that is sampled."""
+        return bool(client.key_name) if self._trusts_strangers is None else self._trusts_strangers
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
