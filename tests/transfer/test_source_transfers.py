@@ -17,6 +17,7 @@ from transfer_fakes import (
 )
 
 from pdserve.common.errors import Draining, TransferFailed
+from pdserve.kv_transfer import source_transfers
 from pdserve.kv_transfer.source_transfer import LeaseLimits, PeerId
 from pdserve.kv_transfer.source_transfers import SourceTransfers
 from pdserve.kv_transfer.transfer_state import SourceState
@@ -140,3 +141,52 @@ async def test_a_leaving_source_revokes_them_all() -> None:
     assert stream.heard == [("ended", SourceState.REVOKED, "the source is leaving")]
     await asyncio.sleep(0.01)
     assert len(transfers) == 0
+
+
+@pytest.mark.parametrize("transfer_id", [b"", b"x" * 15, b"x" * 17, b"x" * 100_000])
+async def test_a_transfer_id_of_another_length_is_refused_at_once(transfer_id: bytes) -> None:
+    transfers, _ = make()
+    with pytest.raises(TransferFailed, match=f"{len(transfer_id)} bytes, 16 are needed"):
+        await transfers.attach(transfer_id, RECEIVER, DIGEST, SourceEnd(), 0)
+    assert transfers._awaited == {}
+
+
+async def test_attaches_that_wait_are_bounded_for_each_peer_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_transfers, "MAX_WAITING", 8)
+    monkeypatch.setattr(source_transfers, "MAX_WAITING_PER_PEER", 5)
+    transfers, _ = make()
+    numbers = iter(range(100))
+
+    def attach(worker_id: str) -> asyncio.Task[object]:
+        transfer_id = next(numbers).to_bytes(16, "big")
+        return asyncio.create_task(transfers.attach(transfer_id, PeerId(worker_id, 1), DIGEST, SourceEnd(), 0))
+
+    greedy = [attach("greedy") for _ in range(7)]
+    await asyncio.sleep(0.01)
+    assert [task.done() for task in greedy] == [False] * 5 + [True] * 2
+    with pytest.raises(TransferFailed, match="5 attaches of greedy"):
+        await greedy[-1]
+    others = [attach(f"other-{number}") for number in range(4)]
+    await asyncio.sleep(0.01)
+    assert [task.done() for task in others] == [False] * 3 + [True]
+    for task in (*greedy, *others):
+        task.cancel()
+    await asyncio.gather(*greedy, *others, return_exceptions=True)
+    assert transfers._num_waiting == {}
+    assert transfers._num_waiting_in_all == 0
+    # places are free again
+    again = attach("greedy")
+    await asyncio.sleep(0.01)
+    assert not again.done()
+    again.cancel()
+
+
+async def test_ids_of_ended_transfers_are_bounded_and_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_transfers, "MAX_TOMBSTONES", 10)
+    transfers, _ = make()
+    for number in range(30):
+        transfers.expect(expected(transfer_id=number.to_bytes(16, "big"))).cancel()
+        await asyncio.sleep(0)
+    assert len(transfers._tombstones) <= 11
+    with pytest.raises(TransferFailed, match="used before"):
+        transfers.expect(expected(transfer_id=(29).to_bytes(16, "big")))

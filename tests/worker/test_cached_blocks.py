@@ -81,3 +81,15 @@ def test_an_index_that_follows_equals_the_worker_at_any_pace() -> None:
             held_by_index = index.match([], [WORKER], 0.0)
             assert held_by_index == {WORKER: 0}
             assert all(index.match([h], [WORKER], 0.0)[WORKER] == 1 for h in cached.hashes)
+
+
+def test_a_follower_that_takes_nothing_keeps_no_more_than_twice_what_is_held() -> None:
+    cached = CachedBlocks()
+    follower, index = cached.follow(), PrefixIndex()
+    for number in range(5 * MAX_HASHES):
+        cached.apply([name(number)], [name(number - 3)] if number >= 3 else [])
+        assert len(follower._pending) <= 2 * len(cached.hashes) + MAX_HASHES
+    for change in follower.take():
+        apply_change(index, WORKER, change)
+    assert index.num_blocks(WORKER) == len(cached.hashes) == 3
+    assert all(index.match([held], [WORKER], 0.0)[WORKER] for held in cached.hashes)

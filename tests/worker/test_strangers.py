@@ -1,0 +1,342 @@
+"""Strangers at the ports of two real workers, in the clear on loopback: without the key, and with what they saw of others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from signed_channel import signed
+
+from pdserve.common.block_hash import BlockHasher, placement_hash
+from pdserve.common.call_proof import CallSigner
+from pdserve.common.derived_key import DeploymentKey
+from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.rpc import ERROR_CODE_KEY, make_channel
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.service_channel import (
+    ATTACH,
+    EMBED,
+    END_SEQUENCES,
+    GENERATE,
+    MEET,
+    PREFILL,
+    SESSION,
+    Method,
+    ServiceChannel,
+)
+from pdserve.common.watch_proof import WatchChallenge
+from pdserve.common.wire import prepared_to_wire
+from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.decode import service as decode_service
+from pdserve.engine.loaded_model import load_model
+from pdserve.kv_transfer.make_connectors import make_connectors
+from pdserve.prefill import service as prefill_service
+from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
+from pdserve.worker.identity import Role
+from pdserve.worker.worker import Worker
+
+KEY, OTHER = DeploymentKey(b"the key of this deployment"), DeploymentKey(b"the key of another one")
+PROMPT = list(range(3, 43))
+BLOCK_SIZE = 16
+OF_PREFILL = (PREFILL, EMBED, ATTACH, MEET)
+OF_DECODE = (GENERATE, SESSION, END_SEQUENCES, MEET)
+FORBIDDEN_WORDS = ("Traceback", "a handler failed", "Exception deserializing")
+
+
+class Pair:
+    """A prefill and a decode worker, and a channel to each."""
+
+    def __init__(self, p: Worker, d: Worker, to_p: grpc.aio.Channel, to_d: grpc.aio.Channel) -> None:
+        self.p, self.d = p, d
+        self._channels = {p.identity.role: to_p, d.identity.role: to_d}
+
+    def channel(self, worker: Worker) -> grpc.aio.Channel:
+        return self._channels[worker.identity.role]
+
+    def service(self, worker: Worker, key: DeploymentKey = KEY) -> ServiceChannel:
+        return signed(self.channel(worker), worker.identity.peer.key, key)
+
+
+@pytest.fixture
+async def pair(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Pair]:
+    fields: dict[str, Any] = {"num_blocks": 32, "max_model_len": 64, "connector": "tcp", "drain_s": 0.0}
+    workers = []
+    for settings, role, service in (
+        (PrefillSettings(**fields), Role.PREFILL, prefill_service),
+        (DecodeSettings(**fields), Role.DECODE, decode_service),
+    ):
+        model = load_model(tiny_checkpoints("llama"), settings, None)
+        workers.append(Worker(settings, role, model, make_connectors(settings), KEY, service.add_servicers))
+    try:
+        for worker in workers:
+            await worker.start()
+        p, d = workers
+        async with make_channel(p.identity.address) as to_p, make_channel(d.identity.address) as to_d:
+            yield Pair(p, d, to_p, to_d)
+    finally:
+        for worker in workers:
+            await worker.stop()
+
+
+def prepared(
+    worker: Worker, prompt: list[int] | None = None, key: DeploymentKey = KEY, **changes: Any
+) -> request_pb2.PreparedRequest:
+    prompt = prompt or PROMPT
+    hasher = BlockHasher(key, BLOCK_SIZE)
+    root = hasher.root(worker.model.layout.model_fingerprint)
+    hashes = hasher.extend(root, prompt)
+    fields: dict[str, Any] = {
+        "request_id": secrets.token_hex(4),
+        "prompt_token_ids": prompt,
+        "sampling_params": SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+        "eos_token_ids": (),
+        "block_hashes": hashes,
+        "hash_root": root,
+        "request_digest": hasher.request_digest(root, hashes, prompt),
+        "deadline": time.monotonic() + 30,
+    }
+    return prepared_to_wire(PreparedRequest(**(fields | changes)))
+
+
+def message_for(method: Method[Any, Any], worker: Worker) -> Any:
+    """What an honest caller would send."""
+    if method is MEET:
+        return worker_pb2.MeetRequest(worker_id="x", epoch=1, address="127.0.0.1:1")
+    if method is END_SEQUENCES:
+        return decode_pb2.EndSequencesRequest(request_id="r", indexes=[0])
+    if method is ATTACH:
+        opening = kv_source_pb2.Open(transfer_id=secrets.token_bytes(16), source_epoch=worker.identity.peer.epoch)
+        return kv_source_pb2.AttachRequest(open=opening)
+    if method is SESSION:
+        return decode_pb2.DecodeTurn(open=prepared(worker))
+    return method.request(request=prepared(worker))
+
+
+async def end_of(
+    channel: grpc.aio.Channel, method: Method[Any, Any], raw: bytes, metadata: Any = ()
+) -> tuple[grpc.StatusCode, str | None, str]:
+    """How a call with these very bytes ends: status, our code, words."""
+    streams_in, streams_out = method in (SESSION, ATTACH), method not in (EMBED, END_SEQUENCES, MEET)
+    kind = f"{'stream' if streams_in else 'unary'}_{'stream' if streams_out else 'unary'}"
+
+    async def messages() -> AsyncIterator[bytes]:
+        yield raw
+
+    call: Any = getattr(channel, kind)(method.path)(messages() if streams_in else raw, metadata=metadata, timeout=20)
+    try:
+        if streams_out:
+            async for _ in call:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return error.code(), dict(error.trailing_metadata() or ()).get(ERROR_CODE_KEY), error.details() or ""
+    return await call.code(), None, ""
+
+
+def untouched(worker: Worker) -> bool:
+    """Whether the worker has computed nothing, keeps nothing and knows no peer."""
+    stats = worker.engine.stats
+    nothing_ran = not stats.num_computed_prompt_tokens and not stats.num_blocks_in_use and not worker.engine.num_streams
+    return nothing_ran and not len(worker.transfers) and not worker.adapter.num_open and not worker.peers._kept
+
+
+async def test_no_method_of_a_worker_answers_a_stranger(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    for worker, methods in ((pair.p, OF_PREFILL), (pair.d, OF_DECODE)):
+        for method in methods:
+            raw = message_for(method, worker).SerializeToString()
+            wrong = CallSigner(OTHER).metadata(method.path, worker.identity.peer.key, raw)
+            for metadata in ((), wrong, (("pdserve-proof-bin", b"nonsense"),)):
+                ended = await end_of(pair.channel(worker), method, raw, metadata)
+                assert ended[:2] == (grpc.StatusCode.UNAUTHENTICATED, "key_mismatch"), method.path
+        assert untouched(worker)
+    warnings = [record.message for record in caplog.records if "is refused" in record.message]
+    # one a worker and host, however many calls
+    assert len(warnings) == 2
+    assert not any(word in caplog.text for word in FORBIDDEN_WORDS)
+
+
+async def test_a_message_that_was_changed_replayed_late_or_meant_for_others_is_refused(pair: Pair) -> None:
+    worker, channel, me = pair.d, pair.channel(pair.d), pair.d.identity.peer.key
+    raw = decode_pb2.DecodeRequest(request=prepared(worker, key=KEY)).SerializeToString()
+    other = decode_pb2.DecodeRequest(request=prepared(worker, [9] * 40)).SerializeToString()
+
+    def sign(receiver: Any = me, at: float | None = None, method: Any = GENERATE) -> Any:
+        clock = time.time if at is None else lambda: at
+        return CallSigner(KEY, clock=clock).metadata(method.path, receiver, raw)
+
+    now = time.time()
+    refused = {
+        "changed message": (other, sign(), "key_mismatch"),
+        "cut message": (raw[:-1], sign(), "key_mismatch"),
+        "of another method": (raw, sign(method=PREFILL), "key_mismatch"),
+        "late": (raw, sign(at=now - 70), "clock_skew"),
+        "early": (raw, sign(at=now + 70), "clock_skew"),
+        "another life": (raw, sign((me[0], me[1] ^ 1)), "wrong_worker"),
+        "another worker": (raw, sign(pair.p.identity.peer.key), "wrong_worker"),
+    }
+    for name, (message, metadata, code) in refused.items():
+        assert (await end_of(channel, GENERATE, message, metadata))[1] == code, name
+    assert untouched(worker)
+    once = sign()
+    assert (await end_of(channel, GENERATE, raw, once))[0] is grpc.StatusCode.OK
+    computed = worker.engine.stats.num_computed_prompt_tokens
+    for _ in range(3):
+        status, code, words = await end_of(channel, GENERATE, raw, once)
+        assert (status, code) == (grpc.StatusCode.UNAUTHENTICATED, "key_mismatch")
+        assert "used before" in words
+    assert worker.engine.stats.num_computed_prompt_tokens == computed
+
+
+async def test_a_stranger_is_told_neither_load_nor_blocks_by_a_watch(pair: Pair) -> None:
+    assert await answer(pair, PROMPT)
+    watch: Any = pair.channel(pair.d).stream_stream("/pdserve.v1.WorkerService/Watch")
+
+    async def events(*messages: worker_pb2.WatchRequest) -> tuple[list[str | None], grpc.StatusCode]:
+        call = watch(timeout=20)
+        for message in messages:
+            await call.write(message.SerializeToString())
+        await call.done_writing()
+        seen = []
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while (raw := await call.read()) is not grpc.aio.EOF:
+                seen.append(worker_pb2.WatchEvent.FromString(raw).WhichOneof("event"))
+        return seen, await call.code()
+
+    opening = WatchChallenge(OTHER, blocks=True).opening
+    refused = (["welcome"], grpc.StatusCode.UNAUTHENTICATED)
+    assert await events(opening) == refused
+    assert await events(opening, worker_pb2.WatchRequest(proof=bytes(32))) == refused
+    assert await events(opening, opening) == refused
+    assert await events() == ([], grpc.StatusCode.UNAUTHENTICATED)
+    # as version 1 asks
+    old = worker_pb2.WatchRequest(protocol_version=1, blocks=True)
+    assert await events(old) == ([], grpc.StatusCode.FAILED_PRECONDITION)
+
+
+async def answer(pair: Pair, prompt: list[int]) -> tuple[list[int], int]:
+    """An honest call to decode: tokens, and how many of the prompt were cached."""
+    call = pair.service(pair.d).unary_stream(GENERATE, decode_pb2.DecodeRequest(request=prepared(pair.d, prompt)))
+    tokens: list[int] = []
+    num_cached = 0
+    async for event in call:
+        if event.HasField("outputs"):
+            tokens += event.outputs.token_ids
+            num_cached = max(num_cached, event.outputs.num_cached_tokens)
+    return tokens, num_cached
+
+
+async def test_a_watched_hash_neither_reads_nor_poisons_what_it_names(pair: Pair) -> None:
+    """The three attacks with hashes: even a caller that has the key cannot name blocks by anything but their tokens."""
+    victim, _ = await answer(pair, PROMPT)
+    hasher = BlockHasher(KEY, BLOCK_SIZE)
+    root = hasher.root(pair.d.model.layout.model_fingerprint)
+    full = hasher.extend(root, PROMPT)
+    published = [placement_hash(block_hash) for block_hash in full]
+    assert set(published) <= pair.d.engine.cached_blocks.hashes
+    zeros = [1] * 32 + PROMPT[32:]
+    honest = prepared(pair.d, zeros)
+    for names in (full, published, [bytes(16) + each for each in published]):
+        # as field 5, where version 1 took them
+        forged = honest.SerializeToString() + b"".join(b"\x2a" + bytes([len(name)]) + name for name in names)
+        message = decode_pb2.DecodeRequest(request=request_pb2.PreparedRequest.FromString(forged))
+        call = pair.service(pair.d).unary_stream(GENERATE, message)
+        cached = [event.outputs.num_cached_tokens async for event in call if event.HasField("outputs")]
+        assert cached[0] in (0, 32), "nothing of the victim's, at most its own"
+        honest = prepared(pair.d, zeros)
+    # tokens of one prompt under the root or the digest of another
+    for changes in ({"hash_root": full[0][:16]}, {"request_digest": hasher.request_digest(root, full, PROMPT)}):
+        wrong = decode_pb2.DecodeRequest(request=prepared(pair.d, zeros, **changes))
+        raw = wrong.SerializeToString()
+        metadata = CallSigner(KEY).metadata(GENERATE.path, pair.d.identity.peer.key, raw)
+        assert (await end_of(pair.channel(pair.d), GENERATE, raw, metadata))[1] == "digest_mismatch"
+    assert await answer(pair, PROMPT) == (victim, 32), "the victim's blocks are as they were"
+
+
+@pytest.mark.parametrize("method", [PREFILL, EMBED, GENERATE, SESSION], ids=lambda method: method.path)
+async def test_a_digest_that_is_not_that_of_the_tokens_is_refused_by_every_method(pair: Pair, method: Any) -> None:
+    worker = pair.p if method in OF_PREFILL else pair.d
+    for changes in ({"request_digest": b"d" * 16}, {"hash_root": b"r" * 16}):
+        request = prepared(worker, **changes)
+        if method is EMBED:
+            request.pooling.SetInParent()
+        message = method.request(open=request) if method is SESSION else method.request(request=request)
+        raw = message.SerializeToString()
+        metadata = CallSigner(KEY).metadata(method.path, worker.identity.peer.key, raw)
+        assert (await end_of(pair.channel(worker), method, raw, metadata))[1] == "digest_mismatch"
+    assert untouched(worker)
+
+
+async def test_a_copied_transfer_id_opens_nothing_without_the_key(pair: Pair) -> None:
+    transfer_id = secrets.token_bytes(16)
+    receiver = prefill_pb2.Receiver(worker_id="decode-x", epoch=3)
+    message = prefill_pb2.PrefillRequest(request=prepared(pair.p), transfer_id=transfer_id, receiver=receiver)
+    call = pair.service(pair.p).unary_stream(PREFILL, message)
+    assert (await call.read()).HasField("admitted")
+    opening = kv_source_pb2.Open(
+        transfer_id=transfer_id, source_epoch=pair.p.identity.peer.epoch, receiver=receiver,
+        request_digest=message.request.request_digest, digest_algorithms=["xxh3_64"], connectors=["tcp"],
+    )  # fmt: skip
+    raw = kv_source_pb2.AttachRequest(open=opening).SerializeToString()
+    for metadata in ((), CallSigner(OTHER).metadata(ATTACH.path, pair.p.identity.peer.key, raw)):
+        assert (await end_of(pair.channel(pair.p), ATTACH, raw, metadata))[1] == "key_mismatch"
+    [transfer] = pair.p.transfers._transfers.values()
+    assert not transfer.has_ended
+    call.cancel()
+
+
+async def test_a_large_message_without_a_proof_is_refused_before_it_is_received(pair: Pair) -> None:
+    raw = decode_pb2.DecodeRequest(
+        request=request_pb2.PreparedRequest(request_id="r", prompt_token_ids=[1] * 15_000_000)
+    ).SerializeToString()
+    started = time.thread_time()
+    for _ in range(3):
+        status, code, _ = await end_of(pair.channel(pair.d), GENERATE, raw)
+        assert (status, code) == (grpc.StatusCode.UNAUTHENTICATED, "key_mismatch")
+    # both sides run here; parsing one such message alone takes longer
+    assert time.thread_time() - started < 1.0
+
+
+async def test_what_cannot_be_decoded_is_an_error_of_the_caller_and_one_warning(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    for worker, methods in ((pair.p, OF_PREFILL), (pair.d, OF_DECODE)):
+        for method in methods:
+            raw = b"\xff" * 40
+            metadata = CallSigner(KEY).metadata(method.path, worker.identity.peer.key, raw)
+            code = (await end_of(pair.channel(worker), method, raw, metadata))[1]
+            # a source answers an Open that is none with an event, and ends well
+            assert code == (None if method is ATTACH else "peer_error"), method.path
+        assert untouched(worker)
+    assert len([record for record in caplog.records if "a call from" in record.message]) == 2
+    assert not any(word in caplog.text for word in FORBIDDEN_WORDS)
+
+
+@pytest.mark.parametrize("address", ["unix:/run/x", "dns:///a:1", "a b:1", "h:0", "h:70000", "h", "", "x" * 400 + ":1"])
+async def test_peers_are_host_and_port_alone(pair: Pair, address: str) -> None:
+    meeting = worker_pb2.MeetRequest(worker_id="x", epoch=1, address=address)
+    source = decode_pb2.Source(worker_id="x", epoch=1, address=address, transfer_id=bytes(16))
+    asked = decode_pb2.DecodeRequest(request=prepared(pair.d), source=source)
+    for method, message in ((MEET, meeting), (GENERATE, asked)):
+        raw = message.SerializeToString()
+        metadata = CallSigner(KEY).metadata(method.path, pair.d.identity.peer.key, raw)
+        status, code, words = await end_of(pair.channel(pair.d), method, raw, metadata)
+        assert (status, code) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
+        assert "address" in words
+    assert untouched(pair.d)
+
+
+async def test_health_stays_open(pair: Pair) -> None:
+    asked = health_pb2_grpc.HealthStub(pair.channel(pair.d)).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    assert (await asked).status == health_pb2.HealthCheckResponse.SERVING
