@@ -227,6 +227,8 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.max_local_prefill_tokens = max_local_prefill_tokens
         self.epoch = epoch
         self.hidden_size = HIDDEN_SIZE
+        self.interceptors: list[grpc.aio.ServerInterceptor] = []
+        """Of its server, from the next start on; before the guard of calls."""
         self.clock: Callable[[], float] = time.time
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE
@@ -253,7 +255,8 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
     async def start(self) -> FakeWorker:
         """Listen; after the first time on the same port, with a new epoch."""
         self.epoch += 1
-        self._server = make_server(CallGuard(CallVerifier(self.key, lambda: (self.worker_id, self.epoch))))
+        guard = CallGuard(CallVerifier(self.key, lambda: (self.worker_id, self.epoch)))
+        self._server = make_server(*self.interceptors, guard)
         add_WorkerServiceServicer_to_server(self, self._server)
         if self.role == "prefill":
             add_PrefillServiceServicer_to_server(self, self._server)
@@ -305,10 +308,15 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         )
 
     async def Watch(self, request_iterator, context):
-        request = await anext(request_iterator)
+        request = await anext(request_iterator, None)
+        if request is None:
+            return
         answer = WatchAnswer(self.key, self.identity().SerializeToString(), request, clock=self.clock)
         yield worker_pb2.WatchEvent(welcome=answer.welcome)
-        answer.verify(await anext(request_iterator))
+        proof = await anext(request_iterator, None)
+        if proof is None:
+            return
+        answer.verify(proof)
         while True:
             self.load.engine_tick += self.ticking
             yield worker_pb2.WatchEvent(load=self.load)
