@@ -1,0 +1,65 @@
+"""`pdserve prefill` or `decode` without a model's arithmetic: each step lasts as long as on a device of a given pace.
+
+Everything else is as it is: scheduler, pools, prefix cache, services. Where several processes share a few cores, a fleet's
+capacity would else be whatever the others leave; here a benchmark of queues measures the queues. Answers mean nothing.
+
+Usage: python benchmarks/paced_worker.py decode --port 50052 ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pdserve.cli.main import main
+from pdserve.engine.model_runner import DecoderModel, ModelRunner
+from pdserve.engine.request import Request
+from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+STEP_S = 0.025
+"""A step takes so long, whatever is in it."""
+TOKEN_S = 0.0002
+"""And so much longer for each token that it computes."""
+
+
+class NoArithmetic:
+    """A decoder whose hidden states are zeros."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        self._model = model
+
+    @property
+    def hidden_size(self) -> int:
+        return self._model.hidden_size
+
+    def forward(self, token_ids: Tensor, *_: object) -> Tensor:
+        return torch.zeros(len(token_ids), self.hidden_size)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self._model.compute_logits(hidden.to(torch.bfloat16))
+
+
+def pace() -> None:
+    """From now on every step of this process takes its time."""
+    execute = ModelRunner.execute
+
+    def paced(
+        runner: ModelRunner, scheduled: SchedulerOutput, block_ids_of: Callable[[Request], list[int]]
+    ) -> ModelRunnerOutput:
+        started_s = time.monotonic()
+        if not isinstance(runner._model, NoArithmetic):
+            runner._model = NoArithmetic(runner._model)
+        output = execute(runner, scheduled, block_ids_of)
+        due_s = started_s + STEP_S + TOKEN_S * sum(scheduled.num_scheduled_tokens.values())
+        time.sleep(max(0.0, due_s - time.monotonic()))
+        return output
+
+    ModelRunner.execute = paced  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    pace()
+    main()
