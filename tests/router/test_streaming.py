@@ -17,7 +17,7 @@ from fake_worker import (
     token,
 )
 
-from pdserve.common.errors import Cancelled, InternalError, TransferFailed
+from pdserve.common.errors import Cancelled, InternalError, InvalidRequest, TransferFailed
 from pdserve.router import generation
 from pdserve.router.client_stream import ClientStream
 from pdserve.text.request_output import CompletionOutput
@@ -271,7 +271,7 @@ def output(text, index=0, finish=None):
 
 
 async def test_what_waits_is_merged():
-    stream = ClientStream(2, None)
+    stream = ClientStream(2, 1000)
     for text, index in (("a", 0), ("x", 1), ("b", 0)):
         stream.push(output(text, index))
     assert [(o.index, o.text, o.token_ids) for o in await stream.take()] == [(0, "ab", [1, 1]), (1, "x", [1])]
@@ -283,7 +283,7 @@ async def test_what_waits_is_merged():
 
 
 async def test_an_error_comes_after_what_was_pushed_and_the_first_counts():
-    stream = ClientStream(1, None)
+    stream = ClientStream(1, 1000)
     stream.push(output("a"))
     stream.fail(Cancelled("one"))
     stream.fail(InternalError("two"))
@@ -300,3 +300,44 @@ async def test_unread_bytes_are_bounded():
     stream.push(output("x" * 15))
     with pytest.raises(Cancelled, match="100 bytes"):
         stream.push(output("x" * 15))
+
+
+async def test_a_whole_answer_is_bounded_and_says_by_what():
+    stream = ClientStream(1, 1000, whole=True)
+    stream.push(output("x" * 150))
+    with pytest.raises(InvalidRequest, match="more than 1000 bytes \\(max_answer_bytes\\)"):
+        stream.push(output("x" * 100))
+    with pytest.raises(InvalidRequest) as caught:
+        ClientStream(1, 1000, whole=True).expect_prompt_logprobs(100)
+    assert caught.value.field == "prompt_logprobs"
+
+
+async def test_a_long_whole_answer_waits_as_few_outputs():
+    stream = ClientStream(2, 1 << 30, whole=True)
+    for place in range(5000):
+        stream.push(output("ab"[place % 2], index=place % 2))
+    assert len(stream._unread) < 1100
+    for index in range(2):
+        stream.push(output("", index=index, finish="stop"))
+        stream.end_run()
+    assert [(o.text, o.finish_reason) for o in await stream.take_all()] == [("a" * 2500, "stop"), ("b" * 2500, "stop")]
+
+
+async def test_prompt_logprobs_that_no_answer_could_hold_are_refused_before_they_are_computed(cluster):
+    await cluster.start(max_answer_bytes=100_000)
+    response = await cluster.complete("x" * 100, max_tokens=1, prompt_logprobs=20, n=2)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "prompt_logprobs")
+    assert "max_answer_bytes" in error["message"]
+    assert not cluster.of("prefill").calls
+    assert (await cluster.complete("x" * 10, max_tokens=1, n=2)).status_code == 200
+
+
+async def test_a_whole_answer_that_grows_too_large_ends(cluster):
+    await cluster.start(max_answer_bytes=500)
+    response = await cluster.complete("x", max_tokens=200)
+    assert response.status_code == 400
+    assert "max_answer_bytes" in response.json()["error"]["message"]
+    await cluster.idle()
+    received = await cluster.streamed(lambda: None, prompt="x", max_tokens=200)
+    assert received.endswith("data: [DONE]\n\n")

@@ -61,6 +61,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Connections of each front end at a time; default: half of the descriptors beyond 128, at most 8192."""
     max_connections_per_address: int | None = None
     """HTTP connections from one IPv4 address or one /64 of IPv6; default: half of `max_connections`."""
+    max_answer_bytes: int = 32 << 20
+    """Of an answer that is not streamed, counted as about 64 bytes per log-probability and 4 per token beside its text."""
     trust_client_trace_headers: bool | None = None
     """Whether a client's `traceparent` is taken over, with its sampling, or only linked; default: of clients that show an
     API key or a certificate, and of all where neither is asked for on loopback."""
@@ -161,7 +163,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
 
     def verify(self) -> None:
         super().verify()
-        for name in ("max_attempts", "max_queued_requests", "max_unread_bytes"):
+        for name in ("max_attempts", "max_queued_requests", "max_unread_bytes", "max_answer_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, at least 1 is needed")
         for name in ("max_running_requests", "max_requests_per_key", "max_connections", "max_connections_per_address"):

@@ -6,11 +6,13 @@ import asyncio
 import time
 from typing import TypeVar
 
-from pdserve.common.errors import Cancelled, PdServeError
+from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError
 from pdserve.text.request_output import CompletionOutput
 
 T = TypeVar("T")
 _TOKEN_BYTES = 4
+_MERGED_AT_ONCE = 1024
+"""Outputs that wait, before they are made one per choice: an output of one token takes hundreds of bytes."""
 _LOGPROB_BYTES = 64
 """About what one entry of a token's log-probabilities takes in an answer."""
 
@@ -18,28 +20,50 @@ _LOGPROB_BYTES = 64
 class ClientStream:
     """Runs push, one front end takes. Bounded in bytes, not in messages: what waits is merged."""
 
-    def __init__(self, num_runs: int, max_unread_bytes: int | None) -> None:
-        """max_unread_bytes: None for a client that wants everything at once."""
+    def __init__(self, num_runs: int, max_bytes: int, *, whole: bool = False) -> None:
+        """max_bytes: of what waits. whole: the client wants everything at once, so that all of it waits."""
         self._open_runs = num_runs
-        self._max_unread_bytes = max_unread_bytes
+        self._max_bytes = max_bytes
+        self._whole = whole
         self._unread: list[CompletionOutput] = []
-        self._unread_bytes = 0
+        self._num_merged = 0
+        """Of the first of these, which hold many outputs each."""
+        self.num_bytes = 0
+        """Of what waits, about as they will be written."""
         self.error: PdServeError | None = None
         """What the whole request ends with, where it failed."""
         self._reader: asyncio.Future[None] | None = None
         self._taken_at = time.monotonic()
 
     def push(self, output: CompletionOutput) -> None:
-        """Raises: Cancelled when the client has left too much unread."""
+        """Raises: Cancelled when the client has left too much unread; InvalidRequest when a whole answer is too large."""
         if self.error is not None:
             return
         self._unread.append(output)
-        self._unread_bytes += len(output.text) + _TOKEN_BYTES * len(output.token_ids)
+        num_bytes = len(output.text) + _TOKEN_BYTES * len(output.token_ids)
         if output.logprobs is not None:
-            self._unread_bytes += _LOGPROB_BYTES * sum(map(len, output.logprobs))
-        if self._max_unread_bytes is not None and self._unread_bytes > self._max_unread_bytes:
-            raise Cancelled(f"the client left more than {self._max_unread_bytes} bytes unread")
+            num_bytes += _LOGPROB_BYTES * sum(map(len, output.logprobs))
+        self._add(num_bytes)
+        if len(self._unread) - self._num_merged >= _MERGED_AT_ONCE:
+            self._unread[self._num_merged :] = merged(self._unread[self._num_merged :])
+            self._num_merged = len(self._unread)
         self._wake()
+
+    def expect_prompt_logprobs(self, num_entries: int) -> None:
+        """A prompt's log-probabilities will come. Raises: InvalidRequest, before any is computed, when they are too many."""
+        self._add(_LOGPROB_BYTES * num_entries, "prompt_logprobs")
+
+    def _add(self, num_bytes: int, field: str | None = None) -> None:
+        self.num_bytes += num_bytes
+        if self.num_bytes <= self._max_bytes:
+            return
+        if not self._whole:
+            raise Cancelled(f"the client left more than {self._max_bytes} bytes unread")
+        raise InvalidRequest(
+            f"the answer has more than {self._max_bytes} bytes (max_answer_bytes); ask for fewer "
+            f"{field or 'log-probabilities'}, fewer prompts or sequences, or a shorter answer, or for a stream",
+            field,
+        )
 
     def end_run(self) -> None:
         """One run has pushed all that its choices get."""
@@ -70,7 +94,7 @@ class ClientStream:
         while not self._unread and not self.ended:
             await self._wait()
         self._taken_at = time.monotonic()
-        unread, self._unread, self._unread_bytes = self._unread, [], 0
+        unread, self._unread, self.num_bytes, self._num_merged = self._unread, [], 0, 0
         if not unread and self.error is not None:
             raise self.error
         return unread if len(unread) < 2 else merged(unread)
@@ -120,6 +144,6 @@ def merged(outputs: list[CompletionOutput]) -> list[CompletionOutput]:
 
 def _joined(parts: list[list[T] | None]) -> list[T] | None:
     """The lists of a choice's outputs, one after the other; None for a choice without."""
-    if parts[-1] is None:
+    if all(part is None for part in parts):
         return None
     return [entry for part in parts if part is not None for entry in part]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -36,6 +37,10 @@ from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 SERVICE_NAME = "pdserve.v1.InferenceService"
 _ABSENT_MAX_TOKENS = 2**31
 """Stands for the prompt's default until its length is known; above any `min_tokens` that can be served."""
+_TOKENS_ON_LOOP = 128
+"""Of a message that is made in the event loop."""
+_TOKEN_BYTES = 1024
+"""What making a message costs for each token, with log-probabilities, as bytes of a body would."""
 _FINISH = {str(reason): finish_reason_to_wire(reason) for reason in FinishReason}
 
 
@@ -122,8 +127,8 @@ class InferenceServicer(EmbedServicer):
                     end.result()
         raise DeadlineExceeded(f"the session's first message did not come within {timeout_s:g} s")
 
-    @staticmethod
     async def _answer(
+        self,
         generation: Generation,
         request: inference_pb2.GenerateRequest,
         context: Context,
@@ -146,9 +151,13 @@ class InferenceServicer(EmbedServicer):
                 outputs = [output for output in so_far if output.index in new]
             for output in outputs:
                 num_open -= output.finish_reason is not None
-                response = _response(generation, output, request.sampling, last=not num_open)
-                _verify_size(response)
-                yield response
+                last = not num_open
+                num_tokens = len(output.token_ids) + len(output.prompt_logprobs or ())
+                if num_tokens <= _TOKENS_ON_LOOP:
+                    yield _response(generation, output, request.sampling, last=last)
+                    continue
+                make = partial(_response, generation, output, request.sampling, last=last)
+                yield await self._inference.bodies.aside(_TOKEN_BYTES * num_tokens, make)
             if not num_open:
                 return
             outputs = await take()
@@ -278,7 +287,7 @@ def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool) -> Prompt:
 def _response(
     generation: Generation, output: CompletionOutput, sampling: request_pb2.SamplingParams, *, last: bool
 ) -> inference_pb2.GenerateResponse:
-    """last: of all the request's messages."""
+    """last: of all the request's messages. Raises: InvalidRequest."""
     response = inference_pb2.GenerateResponse(
         request_id=generation.request_id, index=output.index, text=output.text, token_ids=output.token_ids
     )
@@ -295,6 +304,7 @@ def _response(
     if last:
         response.usage.CopyFrom(usage_message(generation.usage))
         response.moments.extend(moment_messages(generation.timeline))
+    _verify_size(response)
     return response
 
 

@@ -40,6 +40,7 @@ from pdserve.text.prompt import ChatInput
 from pdserve.text.tokenizer import Tokenizer
 
 TIMELINE_HEADER = "x-pdserve-timeline"
+_ALWAYS_ASIDE = 1 << 20
 _HTTP_ERRORS = {
     404: ("there is no such path", "not_found"),
     405: ("the path does not take this method", "method_not_allowed"),
@@ -91,7 +92,9 @@ class HttpFront:
     async def debug_routing(self, request: Request) -> Response:
         """The last placements, newest first, and why they came out so."""
         client, inference = await self._authenticate(request), self._inference
-        return json_response(routing_view(client, inference.settings, inference.admission, inference.placer))
+        view = routing_view(client, inference.settings, inference.admission, inference.placer)
+        # 128 placements, with a candidate for each worker of a fleet
+        return await inference.bodies.aside(_ALWAYS_ASIDE, lambda: json_response(view))
 
     async def metrics(self, request: Request) -> Response:
         """For clients, with an operator's key also what is counted by API key; Prometheus has a port of its own."""
@@ -165,7 +168,7 @@ class HttpFront:
         else:
             echo = _echo(body, requests, inference.tokenizer)
             answer = Answer(chat=isinstance(body, ChatBody), echo=echo, **fields)
-        return GenerationResponse(generation, answer, stream=stream)
+        return GenerationResponse(generation, answer, inference.bodies, stream=stream)
 
     def _model(self) -> dict[str, Any]:
         limits = self._inference.limits()

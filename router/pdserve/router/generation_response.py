@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.common.errors import PdServeError
+from pdserve.router.client_bodies import ClientBodies
 from pdserve.router.generation import Generation
 from pdserve.router.openai_answer import Answer, error_body, error_headers
 from pdserve.router.visit import Visit
@@ -53,8 +54,9 @@ async def cancel_on_disconnect(visit: Visit[Any], receive: Receive) -> None:
 class GenerationResponse(Response):
     """Runs the generation while it responds; a client that leaves ends it."""
 
-    def __init__(self, generation: Generation, answer: Answer, *, stream: bool) -> None:
+    def __init__(self, generation: Generation, answer: Answer, bodies: ClientBodies, *, stream: bool) -> None:
         super().__init__()
+        self._bodies = bodies
         self._generation = generation
         self._answer = answer
         self._num_open = generation.num_choices
@@ -78,7 +80,10 @@ class GenerationResponse(Response):
 
     async def _send_whole(self, generation: Generation, send: Send) -> None:
         outputs = await generation.stream.take_all()
-        body = self._answer.whole(outputs, generation.usage, generation.timeline)
+        usage, timeline = generation.usage, generation.timeline
+        body = await self._bodies.aside(
+            generation.stream.num_bytes, lambda: self._answer.whole(outputs, usage, timeline)
+        )
         await self._start(send, {"content-type": JSON, "content-length": str(len(body))})
         await send({"type": "http.response.body", "body": body})
 

@@ -157,7 +157,7 @@ class Inference:
             for request, priority in zip(requests, priorities, strict=True)
         ]
         first_choices = accumulate((request.sampling.n for request in requests[:-1]), initial=0)
-        client_stream = ClientStream(len(requests), self.settings.max_unread_bytes if stream else None)
+        client_stream = self._client_stream(len(requests), stream=stream)
         runs = [
             RequestRun(
                 request_id if len(requests) == 1 else f"{request_id}-{place}",
@@ -174,6 +174,12 @@ class Inference:
     def session(self, session_id: str, client: Client = ANYBODY) -> StreamingSession:
         """A session that counts for its client's limits until it is closed. Raises: Overloaded, Draining."""
         return StreamingSession(session_id, self.admission.open_session(client))
+
+    def _client_stream(self, num_runs: int, *, stream: bool) -> ClientStream:
+        settings = self.settings
+        return ClientStream(
+            num_runs, settings.max_unread_bytes if stream else settings.max_answer_bytes, whole=not stream
+        )
 
     def turn(
         self,
@@ -203,7 +209,7 @@ class Inference:
             cache=self._cache_group(client),
             priority=priority,
         )
-        client_stream = ClientStream(1, self.settings.max_unread_bytes if stream else None)
+        client_stream = self._client_stream(1, stream=stream)
         run = SessionTurn(session, request_id, 0, request, client_stream, self._services, record)
         return Generation(request_id, client_stream, [run], self.admission, record, client)
 

@@ -16,6 +16,8 @@ from pdserve.router.request_run import Usage
 from pdserve.text.request_output import CompletionOutput
 
 _encode = msgspec.json.Encoder().encode
+_SLICE = 512
+"""Entries that are written in one call."""
 DONE = b"data: [DONE]\n\n"
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -85,7 +87,7 @@ class Answer:
             "usage": usage_json(usage),
         }
         if self._chat and self._num_prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(outputs[0], self._num_prompt_logprobs)
+            body["prompt_logprobs"] = _raw(prompt_logprobs(outputs[0], self._num_prompt_logprobs))
         return _encode(body | self._vendor(timeline))
 
     def chunk(self, output: CompletionOutput, usage: Usage) -> bytes:
@@ -136,12 +138,12 @@ class Answer:
         choice = {
             "index": output.index,
             **text,
-            "logprobs": self._logprobs(output),
+            "logprobs": _in_slices(self._logprobs(output)),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
         if not self._chat and self._num_prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(output, self._num_prompt_logprobs)
+            choice["prompt_logprobs"] = _raw(prompt_logprobs(output, self._num_prompt_logprobs))
         return choice
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
@@ -161,6 +163,19 @@ class Answer:
                 "moments": timeline.moments_unix_ns,
             }
         }
+
+
+def _in_slices(logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The same for JSON, its lists written already."""
+    if logprobs is None:
+        return None
+    return {key: _raw(value) if isinstance(value, list) else value for key, value in logprobs.items()}
+
+
+def _raw(entries: list[Any]) -> msgspec.Raw:
+    """A list as JSON, slice after slice: one call of the encoder for 100,000 entries would hold the interpreter."""
+    slices = (_encode(entries[first : first + _SLICE]) for first in range(0, len(entries), _SLICE))
+    return msgspec.Raw(b"[" + b",".join(part[1:-1] for part in slices) + b"]")
 
 
 def _tail(fields: dict[str, Any]) -> bytes:

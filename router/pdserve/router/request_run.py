@@ -149,6 +149,8 @@ class RequestRun:
             self.request_id, self._request, token_ids, await self._limits(), bad_words, len(before)
         )
         self.usage.prompt_tokens = len(before) + len(token_ids)
+        if (asked := request.sampling.prompt_logprobs) is not None:
+            self._stream.expect_prompt_logprobs(self.usage.prompt_tokens * (asked + 1) * self.num_choices)
         self._processor = OutputProcessor(
             self._services.preparation.tokenizer,
             request_id=self.request_id,
