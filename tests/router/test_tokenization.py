@@ -39,6 +39,19 @@ async def test_a_prompt(quick):
     assert (await ask(quick, "/tokenize", prompt=""))["tokens"] == []
 
 
+@pytest.mark.parametrize("parse_special", [True, False])
+async def test_special_tokens_in_messages_are_text_where_the_router_says_so(cluster, parse_special):
+    await cluster.start(prefill=0, decode=1, parse_special=parse_special)
+    messages = [{"role": "user", "content": f"a{SPECIAL[0]}b"}]
+    inner = [EOS] if parse_special else tokens(SPECIAL[0])
+    whole = [EOS + 1, *tokens("a"), *inner, *tokens("b"), EOS + 2]
+    for fields in ({}, {"add_special_tokens": True}):
+        assert (await ask(cluster, "/tokenize", messages=messages, **fields))["tokens"] == whole
+    await cluster.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert list(cluster.of("decode").calls[0].request.request.prompt_token_ids) == whole
+    assert (await ask(cluster, "/tokenize", prompt=SPECIAL[0]))["tokens"] == [EOS]
+
+
 async def test_messages_go_through_the_chat_template(quick):
     whole = [EOS + 1, *tokens("hi"), EOS + 2]
     assert (await ask(quick, "/tokenize", messages=[USER]))["tokens"] == whole

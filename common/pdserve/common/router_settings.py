@@ -79,6 +79,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Where one JSON line for each client request goes: a path, or `stderr`; default: nowhere."""
     shared_prefix_cache: tuple[str, ...] = ()
     """Tenants that share cached prefixes: groups of their names, joined by `+`, or `*` for all; default: none do."""
+    parse_special: bool = True
+    """Special tokens that stand in clients' chat messages count as such; False: they are plain text."""
     front_tls_cert_file: str | None = None
     """PEM certificate of both front ends, for clients; needs `front_tls_key_file`."""
     front_tls_key_file: str | None = None

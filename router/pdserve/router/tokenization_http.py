@@ -72,13 +72,14 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             _verify_length(self.prompt, max_bytes, "prompt")
             return tokenizer.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
         variables: Mapping[str, Any] = self.chat_template_kwargs or {}
-        text = tokenizer.apply_chat_template(
+        _, token_ids = tokenizer.encode_chat(
             self.messages or [],
             add_generation_prompt=self.add_generation_prompt is not False,
             variables=variables,
+            add_special_tokens=bool(self.add_special_tokens),
+            verify=lambda text: _verify_length(text, max_bytes, "messages"),
         )
-        _verify_length(text, max_bytes, "messages")
-        return tokenizer.encode(text, add_special_tokens=bool(self.add_special_tokens), field="messages")
+        return token_ids
 
 
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

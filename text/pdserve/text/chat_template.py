@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from pdserve.common.errors import ConfigError, InvalidRequest
+from pdserve.text.literal_specials import hidden_in
 from pdserve.text.template_budget import MAX_VALUE_CHARS, BudgetedEnvironment, TemplateTooCostly, rendering
 from pdserve.text.tool_prompt import as_plain_text, with_parsed_calls
 
@@ -55,21 +56,27 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        hide: Callable[[str], str] | None = None,
     ) -> str:
         """The prompt's text. variables: the client's own for this template, such as `enable_thinking`.
 
         tools: OpenAI's, as objects; a template that does not use them finds them in the text of a system message.
+        hide: is put between every string of the client's and the template.
         Raises: InvalidRequest when the messages are malformed or the template refuses them.
         """
         plain = with_parsed_calls([plain_message(message, place) for place, message in enumerate(messages)])
         self._verify_names(variables or {})
+        named, tools = _plain(dict(variables or {}), "chat_template_kwargs"), _plain(tools, "tools")
+        if hide is not None:
+            plain, tools = hidden_in(plain, hide), hidden_in(tools, hide)
+            named = {name: hidden_in(value, hide) for name, value in named.items()}
         given = {
             "documents": None,
-            **_plain(dict(variables or {}), "chat_template_kwargs"),
+            **named,
             # After the client's, which replace none of these.
             **self._special_tokens,
             "messages": plain if self._knows_tools else as_plain_text(plain, tools),
-            "tools": _plain(tools, "tools"),
+            "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         if not given["messages"]:

@@ -77,27 +77,28 @@ def encode_prompt(
     is tokenized, which could take many seconds; whoever calls holds the tokens to it. Raises: InvalidRequest.
     """
 
-    def encode(text: str, add_special_tokens: bool) -> list[int]:
+    def verify(text: str) -> None:
         if length_rule is not None:
             length_rule.verify(tokenizer.least_tokens(text), field, at_least=True)
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens, field=field)
 
     match prompt:
         case TokenInput():
             text, token_ids = None, prompt.token_ids
         case ChatInput():
-            text = tokenizer.apply_chat_template(
+            text, token_ids = tokenizer.encode_chat(
                 prompt.messages,
                 add_generation_prompt=prompt.add_generation_prompt,
                 variables=prompt.template_variables,
                 tools=prompt.tools or None,
+                field=field,
+                verify=verify,
             )
-            # the template has written the special tokens
-            token_ids = encode(text, add_special_tokens=False)
         case TextInput():
             # of an empty text not even a beginning of sequence is computed
-            text = prompt.text
-            token_ids = encode(text, prompt.add_special_tokens) if text else []
+            text, token_ids = prompt.text, []
+            if text:
+                verify(text)
+                token_ids = tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens, field=field)
     if not token_ids:
         raise InvalidRequest(f"{field} is empty, at least one token is needed", field)
     return EncodedPrompt(text, token_ids)

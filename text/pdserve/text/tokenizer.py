@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pdserve.common.fingerprint import tokenizer_fingerprint
 from pdserve.common.json_file import read_regular_file
 from pdserve.text.chat_template import ChatTemplate
 from pdserve.text.detokenizer import ByteDetokenizer, IncrementalDetokenizer, WindowDetokenizer
+from pdserve.text.literal_specials import LiteralSpecials
 from pdserve.text.longest_token import longest_token_bytes
 from pdserve.text.token_bytes import DecoderRules, TokenBytes
 from pdserve.text.tokenizer_folder import TokenizerFolder
@@ -33,9 +34,12 @@ class TokenizerJson(msgspec.Struct):
 class Tokenizer:
     """Immutable once loaded; every method may be called from any thread."""
 
-    def __init__(self, backend: Backend, parts: TokenizerJson, folder: TokenizerFolder) -> None:
+    def __init__(
+        self, backend: Backend, parts: TokenizerJson, folder: TokenizerFolder, *, parse_special: bool = True
+    ) -> None:
         """Use `from_folder`."""
         _complete(backend, folder)
+        self._literal_specials = None if parse_special else LiteralSpecials(backend)
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._added_tokens = {token_id: token.content for token_id, token in added.items()}
@@ -58,9 +62,10 @@ class Tokenizer:
         self._token_bytes = _checked_token_bytes(backend, parts.decoder, self.special_token_ids)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
+    def from_folder(cls, folder: Path, *, parse_special: bool = True) -> Tokenizer:
         """Read tokenizer.json and the JSON files beside it.
 
+        parse_special: False keeps special tokens that stand in clients' chat messages plain text.
         Raises: ConfigError naming the folder or file that is missing or broken.
         """
         files = TokenizerFolder.read(folder)
@@ -72,7 +77,7 @@ class Tokenizer:
         except Exception as error:
             # The library raises nothing narrower.
             raise ConfigError(f"{path} is not a tokenizer: {error!s:.300}") from error
-        return cls(backend, parts, files)
+        return cls(backend, parts, files, parse_special=parse_special)
 
     @property
     def has_chat_template(self) -> bool:
@@ -139,8 +144,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        hide: Callable[[str], str] | None = None,
     ) -> str:
-        """The prompt's text; encode it with `add_special_tokens=False`, as the template writes them itself.
+        """The prompt's text; `encode_chat` has its token ids, too. hide: as in `ChatTemplate.render`.
 
         With tools, a template named `tool_use` goes before the default one. Raises: InvalidRequest without a template,
         and whenever `ChatTemplate.render` does.
@@ -148,7 +154,35 @@ class Tokenizer:
         template = self._tool_template if tools is not None and self._tool_template else self._chat_template
         if template is None:
             raise InvalidRequest("this model has no chat template; send a prompt to the completions API", "messages")
-        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
+        return template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables, hide=hide
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool = False,
+        field: str = "messages",
+        verify: Callable[[str], None] | None = None,
+        **options: Any,
+    ) -> tuple[str, list[int]]:
+        """The prompt's text and token ids. options: of `apply_chat_template`.
+
+        add_special_tokens: beside those that the template writes. verify: is given the text before it is tokenized.
+        Without `parse_special`, special tokens in the client's texts are plain text. Raises: InvalidRequest.
+        """
+        literals = self._literal_specials.in_one_prompt() if self._literal_specials is not None else None
+        text = self.apply_chat_template(messages, hide=literals.hide if literals else None, **options)
+        shown = literals.shown(text) if literals else text
+        if verify is not None:
+            verify(shown)
+        if literals is None or shown == text:
+            return shown, self.encode(shown, add_special_tokens=add_special_tokens, field=field)
+        begins = self._backend.encode("", add_special_tokens=True).ids if add_special_tokens else []
+        return shown, begins + literals.encode(
+            text, lambda piece: self.encode(piece, add_special_tokens=False, field=field)
+        )
 
     def _named_id(self, folder: TokenizerFolder, name: str) -> int | None:
         text = folder.token(name)
