@@ -86,7 +86,9 @@ def answers() -> dict[str, Message]:
         ),
         "DecodeEvent": decode_pb2.DecodeEvent(outputs=outputs),
         "AttachEvent": kv_source_pb2.AttachEvent(
-            accepted=kv_source_pb2.Accepted(connector="tcp", digest_algorithm="xxh3_64", token=nonce(16, 9))
+            accepted=kv_source_pb2.Accepted(
+                connector="tcp", digest_algorithm="xxh3_64", token=nonce(16, 9), proof=nonce(32, 11)
+            )
         ),
     }
 

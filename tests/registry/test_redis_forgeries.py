@@ -101,7 +101,8 @@ async def test_a_forged_later_life_does_not_silence_the_worker(world: World, cap
     worker = await world.worker()
     router = await world.router()
     await router.joined(worker)
-    copy(world, "decode-0", "decode-0", epoch="00000000000000aa", registered_us="1", seq="9")
+    registered_us = int(world.redis.do("HGET", "{test}:worker:decode-0", "registered_us"))
+    copy(world, "decode-0", "decode-0", epoch="00000000000000aa", registered_us=str(registered_us + 1))
     await eventually(lambda: lines(caplog, "was unusable and is written again"))
     await eventually(
         lambda: world.redis.do("HGET", "{test}:worker:decode-0", "epoch") == f"{worker.key[1]:016x}".encode()

@@ -15,6 +15,7 @@ from pdserve.common.block_hash import BlockHasher
 from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import WorkerLost
+from pdserve.common.protocol_version import PROTOCOL_VERSION
 from pdserve.router import watched_address
 
 
@@ -122,7 +123,7 @@ async def test_a_worker_that_broke_a_call_is_not_asked_again_while_its_watch_has
     ("options", "told"),
     [
         ({"key": DeploymentKey(b"another key of this length")}, "deployment key differs"),
-        ({"protocol_version": 99}, "protocol version 99, this service 2"),
+        ({"protocol_version": 99}, f"protocol version 99, this service {PROTOCOL_VERSION}"),
         ({"said_role": "prefill"}, "its role is prefill, but the address was given as decode"),
         ({"fingerprint": "f" * 32}, "ffffffff there"),
         ({"layout": msgspec.structs.replace(LAYOUT, block_size=0)}, "block_size is 0, 1 to 16384 is needed"),

@@ -18,7 +18,7 @@ from pdserve.common.role_guard import CallerRoles
 from pdserve.common.rpc import bind, make_channel, make_server
 from pdserve.kv_transfer import attach_client, attach_servicer
 from pdserve.kv_transfer.attach_client import Receiving, attach
-from pdserve.kv_transfer.attach_servicer import AttachServicer
+from pdserve.kv_transfer.attach_servicer import AttachServicer, answer_parts
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.digest import block_digests
@@ -103,14 +103,20 @@ class Rig:
         self.port = bind(self.server, "127.0.0.1", port)
         await self.server.start()
 
-    async def play(self, attach: Callable[[int, Any], AsyncIterator[Any]]) -> None:
-        """Instead of a source, answer each stream as `attach(number of the stream, requests)` does."""
+    async def play(self, attach: Callable[[int, Any], AsyncIterator[Any]], *, signs: bool = True) -> None:
+        """Instead of a source, answer each stream as `attach(number of the stream, requests)` does.
+
+        signs: whether it has the deployment key.
+        """
         rig = self
 
         class Played(kv_source_pb2_grpc.KvSourceServiceServicer):
             async def Attach(self, requests: Any, context: Any) -> AsyncIterator[Any]:
                 rig.num_streams += 1
                 async for event in attach(rig.num_streams, requests):
+                    if event.HasField("accepted") and signs:
+                        said = answer_parts(event.accepted)
+                        event.accepted.proof = rig.digests.answer_proof(TRANSFER_ID, SOURCE_EPOCH, said)
                     yield event
 
         assert self.server is not None

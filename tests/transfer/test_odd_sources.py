@@ -12,6 +12,7 @@ import pytest
 from transfer_fakes import DIGEST, FakeConnector, FakeRead
 
 from pdserve.common.errors import InternalError, TransferFailed
+from pdserve.kv_transfer.attach_servicer import AttachServicer
 from pdserve.kv_transfer.block_digest import GMAC, BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
@@ -27,6 +28,49 @@ def accepted(connector: str = "fake", digest_algorithm: str = GMAC) -> kv_source
             connector=connector, metadata=b"where", token=b"k" * 16, digest_algorithm=digest_algorithm
         )
     )
+
+
+@pytest.mark.parametrize("proof", [b"", bytes(32), b"x" * 31])
+async def test_a_stranger_at_the_sources_address_gives_no_blocks(rig: Any, until: Any, proof: bytes) -> None:
+    """The source died, and somebody else listens where it did."""
+
+    async def stranger(number: int, requests: Any) -> AsyncIterator[kv_source_pb2.AttachEvent]:
+        answer = accepted("local")
+        answer.accepted.proof = proof
+        yield answer
+        yield published(0, 2)
+        yield finished()
+        async for _ in requests:
+            pass
+
+    await rig.play(stranger, signs=False)
+    transfer = rig.receive()
+    transfer.room(0, [10, 11])
+    await until(lambda: transfer.state is ReceiverState.FAILED)
+    assert "does not have the deployment key" in rig.owner.cause.message
+    assert transfer.num_landed == 0
+
+
+@pytest.mark.parametrize("field", ["connector", "digest_algorithm", "metadata", "token"])
+async def test_an_answer_that_was_changed_on_its_way_is_no_answer(rig: Any, until: Any, field: str) -> None:
+    source = rig.expect()
+    honest = AttachServicer._accepted
+
+    def changed(self: Any, *args: Any) -> kv_source_pb2.AttachEvent:
+        answer = honest(self, *args)
+        value = getattr(answer.accepted, field)
+        if isinstance(value, str):
+            setattr(answer.accepted, field, {"connector": "fake", "digest_algorithm": "xxh3_64"}[field])
+        else:
+            setattr(answer.accepted, field, value + b"x")
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttachServicer, "_accepted", changed)
+        transfer = rig.receive()
+        await until(lambda: transfer.state is ReceiverState.FAILED)
+    assert "does not have the deployment key" in rig.owner.cause.message
+    assert not source.is_wanted
 
 
 def alive(engine_tick: int = 1) -> kv_source_pb2.AttachEvent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.rpc import from_rpc_error
 from pdserve.common.service_channel import ATTACH, ServiceChannel, readable
 from pdserve.common.wire import layout_to_wire
-from pdserve.kv_transfer.attach_servicer import MAX_CAUSE_CHARS, TICK_STALLED_S, Heartbeat, TickWatch
+from pdserve.kv_transfer.attach_servicer import MAX_CAUSE_CHARS, TICK_STALLED_S, Heartbeat, TickWatch, answer_parts
 from pdserve.kv_transfer.digest_rule import DigestRule
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer
 from pdserve.kv_transfer.source_transfer import PeerId
@@ -182,6 +183,11 @@ async def _one_stream(
                     accepted = True
                     ticks.start()
                     answer = event.accepted
+                    source = transfer.source
+                    proof = receiving.digests.answer_proof(source.transfer_id, source.epoch, answer_parts(answer))
+                    if not hmac.compare_digest(answer.proof, proof):
+                        transfer.fail(TransferFailed("who answers for the source does not have the deployment key"))
+                        return
                     if answer.connector not in opening.connectors:
                         what = f"the connector {answer.connector[:64]!r}, which was not asked for"
                         transfer.fail(TransferFailed(f"the source chose {what}"))

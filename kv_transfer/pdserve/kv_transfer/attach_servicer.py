@@ -125,6 +125,11 @@ def failed_event(error: PdServeError) -> kv_source_pb2.AttachEvent:
     return kv_source_pb2.AttachEvent(failed=kv_source_pb2.Failed(error=wire))
 
 
+def answer_parts(accepted: kv_source_pb2.Accepted) -> list[bytes]:
+    """What the proof of an answer covers."""
+    return [accepted.connector.encode(), accepted.digest_algorithm.encode(), accepted.metadata, accepted.token]
+
+
 class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
     """Serves `KvSourceService` over the transfers of this worker."""
 
@@ -226,6 +231,8 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             metadata=connector.metadata,
             token=transfer.token,
         )
+        transfer_id = transfer.expected.transfer_id
+        accepted.proof = self._digests.answer_proof(transfer_id, self._epoch, answer_parts(accepted))
         return kv_source_pb2.AttachEvent(accepted=accepted)
 
     async def _read(

@@ -15,6 +15,7 @@ from pdserve.common.worker_settings import KvDigestName
 from pdserve.kv_transfer.block_digest import ALGORITHMS, GMAC, XXH3, XXH3_64, BlockDigest, Gmac
 
 _SHOWN_NAMES = 8
+_ANSWER = b"the answer to an attach"
 _SHOWN_CHARS = 32
 
 
@@ -46,6 +47,15 @@ class DigestRule:
                 f"no common digest algorithm: {', '.join(allowed)} here, {there or 'none'} there (kv_digest)"
             )
         return chosen
+
+    def answer_proof(self, transfer_id: bytes, source_epoch: int, said: Sequence[bytes]) -> bytes:
+        """32 bytes that the transfer's own source can make alone: who answers at its address may be somebody else.
+
+        said: what the source answers, in a fixed order.
+        """
+        parts = (_ANSWER, transfer_id, source_epoch.to_bytes(8, "big"), *said)
+        # each part under its length, so that no two answers read alike; a digest's context has 32 bytes
+        return self._derive(b"".join(len(part).to_bytes(4, "big") + part for part in parts))
 
     def make(self, name: str, transfer_id: bytes, token: bytes) -> BlockDigest:
         """The algorithm for one transfer. token: 16 random bytes of the source, which make the key new in each transfer.

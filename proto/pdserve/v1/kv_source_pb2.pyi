@@ -191,12 +191,15 @@ class Accepted(google.protobuf.message.Message):
     DIGEST_ALGORITHM_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    PROOF_FIELD_NUMBER: builtins.int
     connector: builtins.str
     digest_algorithm: builtins.str
     metadata: builtins.bytes
     """the connector's own: agent metadata, or a data address"""
     token: builtins.bytes
     """16 bytes, allows reading this transfer's blocks on the data plane"""
+    proof: builtins.bytes
+    """of the deployment key, over all fields above and the transfer: kv_transfer/digest_rule.py"""
     def __init__(
         self,
         *,
@@ -204,8 +207,9 @@ class Accepted(google.protobuf.message.Message):
         digest_algorithm: builtins.str = ...,
         metadata: builtins.bytes = ...,
         token: builtins.bytes = ...,
+        proof: builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["connector", b"connector", "digest_algorithm", b"digest_algorithm", "metadata", b"metadata", "token", b"token"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["connector", b"connector", "digest_algorithm", b"digest_algorithm", "metadata", b"metadata", "proof", b"proof", "token", b"token"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Accepted: typing_extensions.TypeAlias = Accepted
