@@ -8,7 +8,7 @@ export PYTHONSAFEPATH := 1
 INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
 
-.PHONY: up demo test faults soak check proto bench lock sbom format clean
+.PHONY: up demo test faults fuzz soak check proto bench lock sbom format clean
 
 up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
 	$(BIN)/pdserve up
@@ -21,6 +21,10 @@ test: $(VENV)/.dev  ## the whole test suite, a process for each of two cores
 
 faults: $(VENV)/.dev  ## the whole kill matrix: every signal, in every phase, to every role
 	$(BIN)/python -m pytest -m "not soak" tests/faults
+
+SECONDS ?= 1800
+fuzz: $(VENV)/.dev  ## hostile input at every door for SECONDS in all
+	FUZZ_S=$(SECONDS) $(BIN)/python -m pytest -q -s -m fuzz
 
 MINUTES ?= 60
 soak: $(VENV)/.dev  ## mixed load with kills and tenants for MINUTES; prints the size of every process each minute

@@ -60,15 +60,21 @@ async def test_i6_when_the_last_connector_fails_too_the_request_fails(make_pair:
     await pair.idle()
 
 
-async def test_i13_a_worker_whose_pool_is_in_quarantine_takes_no_more(make_pair: Any) -> None:
+async def test_i13_a_worker_whose_pool_is_in_quarantine_takes_no_more(
+    make_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = await make_pair()
     stats = pair.d.engine.stats
     stats_then = type(stats)(num_blocks_total=64, num_blocks_quarantined=7)
     pair.d.engine.stats = stats_then
+    assert not pair.d.adapter.is_quarantine_full, "reads of an evicted request may be ending"
+    monkeypatch.setattr("pdserve.worker.seam_adapter.QUARANTINE_FULL_AFTER_S", 0.05)
+    await asyncio.sleep(0.06)
     assert pair.d.adapter.is_quarantine_full
     with pytest.raises(TransferFailed, match="7 blocks"):
         pair.ask(PROMPT)
     pair.d.engine.stats = stats
+    assert not pair.d.adapter.is_quarantine_full
     assert await asyncio.wait_for(pair.ask(PROMPT).answer(), 10) == greedy_answer(PROMPT, 4)
 
 

@@ -44,6 +44,8 @@ from pdserve.worker.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 
+QUARANTINE_FULL_AFTER_S = 2.0
+"""An eviction may put a large prompt into quarantine for as long as its reads take to end; longer than this is a fault."""
 QUARANTINE_MAX_SHARE = 0.1
 """Above this part of the pool in quarantine nothing new is received: reads that do not end would eat the pool up."""
 DIGEST_HERE_BYTES = 4 << 20
@@ -99,6 +101,8 @@ class SeamAdapter:
         self._engine: EngineClient | None = None
         self._closed = False
         self._log = TransferLog()
+        self._quarantine_since: float | None = None
+        """Loop time at which more than its share was seen in quarantine; None while it is less."""
 
     def connect(self, engine: EngineClient) -> None:
         """The engine is made after its connector: this closes the circle."""
@@ -148,9 +152,15 @@ class SeamAdapter:
 
     @property
     def is_quarantine_full(self) -> bool:
-        """Whether more than `QUARANTINE_MAX_SHARE` of the pool may still be written by reads that nobody wants."""
+        """Whether more than `QUARANTINE_MAX_SHARE` of the pool has waited for `QUARANTINE_FULL_AFTER_S` for reads that
+        nobody wants any more and that may still write to it."""
         stats = self.engine.stats
-        return stats.num_blocks_quarantined > QUARANTINE_MAX_SHARE * stats.num_blocks_total
+        if stats.num_blocks_quarantined <= QUARANTINE_MAX_SHARE * stats.num_blocks_total:
+            self._quarantine_since = None
+            return False
+        now = self._loop.time()
+        self._quarantine_since = self._quarantine_since or now
+        return now - self._quarantine_since >= QUARANTINE_FULL_AFTER_S
 
     # ---- out of the engine
 

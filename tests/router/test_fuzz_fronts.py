@@ -1,0 +1,167 @@
+"""Bytes that no client should send, at both front ends: an answer or a closed connection, never more than it pays for."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+
+import grpc
+import pytest
+from fake_worker import said
+from fuzz_cases import Fuzzer, seconds_of
+from loop_watch import LoopWatch
+from worst_bodies import CHAT, COMPLETIONS, DETOKENIZE, EMBEDDINGS, TOKENIZE
+
+from pdserve.v1 import inference_pb2, request_pb2
+
+pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
+
+LOOP_S = 0.05
+"""Processor time of the longest callback, at most."""
+MAX_GROWN_BYTES = 64 << 20
+ANSWER_S = 20.0
+FORGET_EVERY = 200
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+_SCHEMA = {"name": "s", "schema": {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}}
+BODIES = [
+    (COMPLETIONS, {"prompt": "hello", "max_tokens": 3, "temperature": 0.5, "seed": 1, "stop": ["x"], "min_p": 0.1}),
+    (COMPLETIONS, {"prompt": ["a", "b"], "n": 2, "logit_bias": {"5": 1.0}, "stream": True, "max_tokens": 2}),
+    (COMPLETIONS, {"prompt": [1, 2, 3], "echo": True, "max_tokens": 1, "response_format": {"type": "json_object"}}),
+    (CHAT, {"messages": [{"role": "user", "content": "hi"}], "tools": [_TOOL], "tool_choice": "auto", "max_tokens": 2}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 2,
+            "response_format": {"type": "json_schema", "json_schema": _SCHEMA}, "stream": True,
+            "stream_options": {"include_usage": True}}),
+    (EMBEDDINGS, {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 2}),
+    (TOKENIZE, {"prompt": "hello", "return_token_strs": True}),
+    (DETOKENIZE, {"tokens": [1, 2, 3]}),
+]  # fmt: skip
+
+
+def http_request(fuzzer: Fuzzer) -> bytes:
+    """Of every three one with another body, one with other bytes in the body, one with other bytes anywhere."""
+    path, body = fuzzer.draw.choice(BODIES)
+    kind = fuzzer.draw.randrange(3)
+    content = json.dumps(fuzzer.json(body) if kind == 0 else body).encode()
+    if kind == 1:
+        content = fuzzer.bytes(content)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"
+    whole = f"{head}connection: close\r\n\r\n".encode() + content
+    return fuzzer.bytes(whole) if kind == 2 else whole
+
+
+async def exchange(address: str, request: bytes) -> bytes:
+    """What comes until the router closes the connection; the client has no more to say."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(request)
+        writer.write_eof()
+        return await asyncio.wait_for(reader.read(), ANSWER_S)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def forget_calls(cluster) -> None:
+    """Fake workers keep every call for tests to look at; here they would be all that grows."""
+    await cluster.idle()
+    for worker in cluster.workers:
+        worker.calls.clear()
+    gc.collect()
+
+
+async def test_http(cluster, request, caplog):
+    await cluster.start()
+    fuzzer = Fuzzer(seconds_of(request))
+    assert await cluster.text() == said(5)
+    with LoopWatch() as watch:
+        for number in fuzzer.cases():
+            if number % FORGET_EVERY == 0:
+                await forget_calls(cluster)
+                watch.longest_s = 0.0
+            asked = http_request(fuzzer)
+            answer = await exchange(cluster.addresses[0], asked)
+            status = int(answer[9:12] or 400) if answer.startswith(b"HTTP/1.1 ") else 400
+            assert status < 500 or status in (503, 504), (str(fuzzer), asked[:2000], answer[:300])
+            assert watch.longest_s < LOOP_S, (str(fuzzer), asked[:2000], watch.callback)
+        grown = watch.grown_bytes
+    print(f"{fuzzer.num_cases} requests, longest callback {watch.longest_s * 1000:.1f} ms, {grown >> 20} MiB")
+    assert grown < MAX_GROWN_BYTES
+    assert await cluster.text() == said(5)
+    assert "Traceback" not in caplog.text
+
+
+def grpc_requests() -> list[tuple[str, bytes]]:
+    sampling = request_pb2.SamplingParams(max_tokens=3, temperature=0.5, stop=["x"], logit_bias={5: 1.0}, n=2)
+    text, tokens = inference_pb2.TextPrompt(text="hello"), inference_pb2.TokenPrompt(token_ids=[1, 2, 3])
+    chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
+    form = request_pb2.SamplingParams(
+        max_tokens=2, structured_outputs=request_pb2.StructuredOutputs(json='{"type":"object"}')
+    )
+    generate = [
+        inference_pb2.GenerateRequest(text=text, sampling=sampling, stream=True, client_request_id="mine"),
+        inference_pb2.GenerateRequest(tokens=tokens, sampling=form, cache_salt="s", priority=3),
+        inference_pb2.GenerateRequest(chat=chat, sampling=request_pb2.SamplingParams(max_tokens=1, top_k=2)),
+    ]
+    embed = inference_pb2.EmbedRequest(
+        inputs=[inference_pb2.EmbedInput(text=text), inference_pb2.EmbedInput(tokens=tokens)]
+    )
+    return [
+        *(("Generate", message.SerializeToString()) for message in generate),
+        ("Session", generate[0].SerializeToString()),
+        ("Embed", embed.SerializeToString()),
+        ("GetModel", inference_pb2.GetModelRequest().SerializeToString()),
+    ]
+
+
+async def call(channel: grpc.aio.Channel, method: str, message: bytes) -> tuple[grpc.StatusCode, str]:
+    """The status with which the call ends, and its details."""
+    path = f"/pdserve.v1.InferenceService/{method}"
+    try:
+        if method in ("Embed", "GetModel"):
+            await channel.unary_unary(path)(message, timeout=ANSWER_S)
+        elif method == "Session":
+            session = channel.stream_stream(path)(timeout=ANSWER_S)
+            await session.write(message)
+            await session.done_writing()
+            async for _ in session:
+                pass
+        else:
+            async for _ in channel.unary_stream(path)(message, timeout=ANSWER_S):
+                pass
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details() or ""
+    except asyncio.InvalidStateError:  # the session had ended before it was written to
+        return grpc.StatusCode.INVALID_ARGUMENT, ""
+    return grpc.StatusCode.OK, ""
+
+
+BUGS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""No status for what a client sent."""
+
+
+async def test_grpc(cluster, request, caplog):
+    await cluster.start()
+    fuzzer, known = Fuzzer(seconds_of(request)), grpc_requests()
+    for method, message in known:
+        assert (await call(cluster.channel, method, message))[0] not in BUGS, method
+    with LoopWatch() as watch:
+        for number in fuzzer.cases():
+            if number % FORGET_EVERY == 0:
+                await forget_calls(cluster)
+                watch.longest_s = 0.0
+            method, message = fuzzer.draw.choice(known)
+            changed = fuzzer.bytes(message)
+            status, details = await call(cluster.channel, method, changed)
+            assert status not in BUGS, (str(fuzzer), method, changed, status, details)
+            assert watch.longest_s < LOOP_S, (str(fuzzer), method, changed, watch.callback)
+        grown = watch.grown_bytes
+    print(f"{fuzzer.num_cases} calls, longest callback {watch.longest_s * 1000:.1f} ms, {grown >> 20} MiB")
+    assert grown < MAX_GROWN_BYTES
+    assert await cluster.text() == said(5)
+    assert "Traceback" not in caplog.text
