@@ -1,0 +1,77 @@
+"""Changed values in Redis: read as they are, or refused by name; nothing that was changed verifies."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from fuzz_cases import Fuzzer, seconds_of
+
+from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
+from pdserve.common.derived_key import DeploymentKey
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.held_blocks import BlocksChange
+from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.registry import (
+    RECORD_FIELDS,
+    NumberedChange,
+    RecordSigner,
+    WorkerRecord,
+    read_change,
+    read_entry_id,
+    read_record,
+    read_worker_id,
+)
+
+pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
+
+SIGNER = RecordSigner(DeploymentKey(b"a key for tests, of no worth at all"), "pdserve")
+RECORD = SIGNER.signed(
+    WorkerRecord(
+        worker_id="decode-1", epoch=7, registered_us=1_000_000, role="decode", address="127.0.0.1:7002",
+        protocol_version=PROTOCOL_VERSION, model_fingerprint="ab" * 16, layout_fingerprint="cd" * 8,
+        tokenizer_fingerprint="ef" * 8, seq=3, count=9,
+    )
+)  # fmt: skip
+MAX_MESSAGE_CHARS = 400
+
+
+def test_records(request: pytest.FixtureRequest) -> None:
+    fuzzer = Fuzzer(seconds_of(request) / 2)
+    good = [str(RECORD.fields()[name]).encode() for name in RECORD_FIELDS]
+    longest = 0
+    for _ in fuzzer.cases():
+        values: list[object] = list(good)
+        for _ in range(fuzzer.draw.choice((1, 1, 2))):
+            at = fuzzer.draw.randrange(len(values))
+            values[at] = None if fuzzer.draw.random() < 0.1 else fuzzer.bytes(good[at])
+        try:
+            record = read_record(read_worker_id(b"decode-1"), values)
+            assert record is not None
+            if msgspec.structs.replace(record, signature="") != msgspec.structs.replace(RECORD, signature=""):
+                with pytest.raises(InvalidRequest):
+                    SIGNER.verify(record)
+        except InvalidRequest as error:
+            longest = max(longest, len(error.message))
+    print(f"{fuzzer.num_cases} records")
+    assert longest < MAX_MESSAGE_CHARS
+
+
+def test_changes(request: pytest.FixtureRequest) -> None:
+    fuzzer = Fuzzer(seconds_of(request) / 2)
+    size = PLACEMENT_HASH_BYTES
+    change = NumberedChange(seq=4, change=BlocksChange(stored=(b"a" * size, b"b" * size), removed=(b"c" * size,)))
+    good = {
+        name.encode(): value if isinstance(value, bytes) else str(value).encode()
+        for name, value in change.fields().items()
+    }
+    longest = 0
+    for _ in fuzzer.cases():
+        name = fuzzer.draw.choice(list(good))
+        try:
+            found = read_change(good | {name: fuzzer.bytes(good[name])})
+            assert all(len(block) == size for block in (*found.change.stored, *found.change.removed)), str(fuzzer)
+            read_entry_id(fuzzer.bytes(b"1700000000000-0"))
+        except InvalidRequest as error:
+            longest = max(longest, len(error.message))
+    print(f"{fuzzer.num_cases} changes")
+    assert longest < MAX_MESSAGE_CHARS
