@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from tls_authority import Authority
 
+from pdserve.common.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.derived_key import DeploymentKey
 from pdserve.router.fleet import Fleet
 from pdserve.router.watched_address import Expected
 from pdserve.router.worker import WorkerRole
 
-EXPECTED = Expected(key_check="", tokenizer_fingerprint="")
+EXPECTED = Expected(key=DeploymentKey(DEVELOPMENT_KEY), tokenizer_fingerprint="")
 FAR = "10.0.0.7:50052"
 
 
