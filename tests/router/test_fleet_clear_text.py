@@ -9,12 +9,11 @@ import pytest
 from tls_authority import Authority
 
 from pdserve.common.deployment_key import DEVELOPMENT_KEY
-from pdserve.common.derived_key import DeploymentKey
 from pdserve.router.fleet import Fleet
 from pdserve.router.watched_address import Expected
 from pdserve.router.worker import WorkerRole
 
-EXPECTED = Expected(key=DeploymentKey(DEVELOPMENT_KEY), tokenizer_fingerprint="")
+EXPECTED = Expected(key=DEVELOPMENT_KEY, tokenizer_fingerprint="")
 FAR = "10.0.0.7:50052"
 
 
