@@ -15,6 +15,7 @@ from redis_server import free_port
 from tls_authority import Authority
 
 from pdserve.cli.doctor.address_check import AddressCheck
+from pdserve.cli.doctor.auth_check import AuthCheck
 from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.gpu_check import GpuCheck
 from pdserve.cli.doctor.key_check import KeyCheck
@@ -377,3 +378,45 @@ def test_the_workers_that_a_router_is_told_of() -> None:
     assert verdicts(AddressCheck(RouterSettings()).run()) == ["failed"]
     assert verdicts(AddressCheck(RouterSettings(prefill=(here,))).run()) == ["failed"]
     assert verdicts(AddressCheck(RouterSettings(redis="redis://127.0.0.1")).run()) == ["ok"]
+
+
+# ---- clients
+
+
+def clients(**settings: Any) -> list[Finding]:
+    return AuthCheck(RouterSettings(**settings)).run()
+
+
+def keys_file(tmp_path: Path, *expiries: datetime | None) -> Path:
+    path = tmp_path / "keys.toml"
+    entries = (
+        f'[[keys]]\nname = "k{number}"\nsha256 = "{number:064x}"\n'
+        + ("" if expires is None else f"expires = {expires.isoformat()}\n")
+        for number, expires in enumerate(expiries)
+    )
+    path.write_text("".join(entries))
+    path.chmod(0o640)
+    return path
+
+
+def test_whether_clients_need_a_key() -> None:
+    assert verdicts(clients()) == ["ok"]
+    assert verdicts(clients(api_keys=(SECRET,), **BEYOND)) == ["ok"]
+    assert verdicts(clients(front_tls_client_ca_file="ca.pem", **BEYOND)) == ["ok"]
+    findings = clients(no_auth=True, **BEYOND)
+    assert verdicts(findings) == ["warning"]
+    assert "anybody who reaches 0.0.0.0 may ask" in text(findings)
+
+
+def test_keys_that_expire_and_a_file_that_others_can_write(tmp_path: Path) -> None:
+    now = datetime.now(UTC).replace(microsecond=0)
+    path = keys_file(tmp_path, None, now + timedelta(days=30), now + timedelta(days=3), now - timedelta(days=1))
+    findings = clients(api_keys_file=str(path))
+    assert verdicts(findings) == ["ok", "warning", "warning"]
+    assert "4 API key(s) of 4 tenant(s)" in text(findings)
+    assert "k2 expires at" in text(findings)
+    assert "k3 expired at" in text(findings)
+    path.chmod(0o666)
+    assert "can be written by other users" in text(clients(api_keys_file=str(path)))
+    path.write_text("")
+    assert verdicts(clients(api_keys_file=str(path))) == ["failed"]

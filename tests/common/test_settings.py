@@ -100,7 +100,10 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
-        *((PrefillSettings, {name: 0}) for name in ("block_size", "kv_cache_mib", "max_num_seqs", "num_threads")),
+        *(
+            (PrefillSettings, {name: 0})
+            for name in ("block_size", "kv_cache_mib", "max_num_seqs", "max_waiting", "num_threads")
+        ),
         (PrefillSettings, {"max_num_batched_tokens": -1}),
         (PrefillSettings, {"num_blocks": 1}),
         *((PrefillSettings, {"run_ahead_share": value}) for value in (0.0, 1.1, -1.0, NAN)),
