@@ -9,7 +9,8 @@ import pytest
 
 from pdserve.common.api_key_file import UNLIMITED, KeyLimits
 from pdserve.common.errors import Draining, InvalidRequest, Overloaded, WorkerLost
-from pdserve.router.admission import MAX_OVERTAKES, Admission, Capacity, Limits
+from pdserve.router.admission import MAX_OVERTAKES, Admission
+from pdserve.router.capacity import Capacity, Limits
 from pdserve.router.client import ANYBODY
 from pdserve.router.client import Client as Caller
 from pdserve.router.place import Cost

@@ -12,10 +12,11 @@ import pytest
 
 from pdserve.common.api_key_file import KeyLimits
 from pdserve.common.errors import InvalidRequest, Overloaded
-from pdserve.router.admission import MAX_OVERTAKES, PLACES_PER_FREE, Admission, Capacity, Limits
+from pdserve.router.admission import MAX_OVERTAKES, PLACES_PER_FREE, Admission
+from pdserve.router.capacity import Capacity, Limits
 from pdserve.router.client import Client
 from pdserve.router.fair_queue import FairQueue
-from pdserve.router.place import Cost
+from pdserve.router.place import Cost, Place
 from pdserve.router.token_bucket import TokenBucket
 
 
@@ -244,6 +245,54 @@ async def test_random_histories_lose_no_place_and_no_token(seed):
     for name in "abcd":
         # what was charged before and not used was given back
         assert fleet.door.tenants[name].tokens_used == pytest.approx(fleet.served[name])
+
+
+async def test_prompts_wait_here_and_not_at_workers_that_are_behind():
+    waiting, tenants = [0], [2]
+    door = Admission(
+        Limits(max_queued_requests=99),
+        # less than 50 ms of prefill are less than 50 tokens
+        lambda: Capacity(num_requests=99, waiting_tokens=waiting[0], prefill_tokens_per_s=1000.0),
+        num_tenants=lambda: tenants[0],
+    )
+    held: list[Place] = []
+
+    async def hold(who):
+        async with door.place(Cost(num_tokens=40), client=who) as place:
+            held.append(place)
+            await asyncio.Event().wait()
+
+    async def turns():
+        for _ in range(4):
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(hold(client("greedy"))) for _ in range(6)]
+    await turns()
+    # on their way, 40 tokens were less than 50, and 80 are not
+    assert len(held) == 2
+    late = asyncio.create_task(hold(client("late")))
+    for place in held:
+        place.placed()
+        place.placed()
+    waiting[0] = 80
+    door.recheck()
+    await turns()
+    assert len(held) == 2
+    # the first is computed: the late one's turn is next
+    waiting[0] = 40
+    door.recheck()
+    await turns()
+    assert len(held) == 3
+    assert door.tenants["late"].num_running == 1
+    # one tenant has nobody to make room for
+    tenants[0] = 1
+    door.recheck()
+    await turns()
+    assert len(held) == 7
+    for task in (*tasks, late):
+        task.cancel()
+    await asyncio.gather(*tasks, late, return_exceptions=True)
+    assert (door.num_running, door._unplaced_tokens) == (0, 0)
 
 
 # ---- the parts

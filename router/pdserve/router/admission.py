@@ -17,9 +17,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NoReturn
 
-import msgspec
-
 from pdserve.common.errors import Draining, Overloaded
+from pdserve.router.capacity import Capacity, Limits
 from pdserve.router.client import ANYBODY, Client
 from pdserve.router.fair_queue import FairQueue
 from pdserve.router.place import Cost, Place, Waiter, granted
@@ -30,33 +29,14 @@ PLACES_PER_FREE = 8
 """Places that one tenant may hold for each that is free."""
 MAX_OVERTAKES = 8
 """So often may others pass a request that does not fit yet; then nothing passes it."""
+PREFILL_AHEAD_S = 0.05
+"""With several tenants, prompts go to workers only while less than so much prefill waits there: workers' own queues know no
+tenants, so a prompt waits in this one, where its turn comes."""
 _LOOK_AHEAD = 16
 """Requests that are looked at behind one that does not fit."""
 _LOOK_AHEAD_PER_TENANT = 4
 _KEPT = 0.9
 """Part of the past in the mean time of a place, with each place that is given back."""
-
-
-class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What may run at the same time."""
-
-    num_requests: int
-    """Places: a request takes one for each of its sequences."""
-    num_blocks: int | None = None
-    """KV blocks of their prompts, together; None: no limit."""
-    num_sessions: int = 0
-    """Streaming sessions; 0: not known."""
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What settings say about admission."""
-
-    max_queued_requests: int
-    """Sequences that wait for a place."""
-    queue_timeout_s: float = 30.0
-    """How long a request waits for one."""
-    max_requests_per_key: int | None = None
-    """Sequences of a tenant whose key has no limit of its own."""
 
 
 class Admission:
@@ -88,6 +68,8 @@ class Admission:
         """Places that are held."""
         self.num_sessions = 0
         """Sessions that are open."""
+        self._unplaced_tokens = 0
+        """Of prompts that have their places and are on their way to a worker."""
         self._running_blocks = 0
         self._running_since = 0.0
         """Sum of the moments at which those that run got their places."""
@@ -238,17 +220,23 @@ class Admission:
 
     def recheck(self) -> None:
         """Give free places to those whose turn it is."""
+        if not self._queue:
+            return
         capacity = self._capacity()
         while self._queue and (waiter := self._next(capacity)) is not None:
             self._queue.take(id(waiter), waiter.place.expected_tokens)
             self.num_running += waiter.cost.num_places
             waiter.account.num_running += waiter.cost.num_places
             self._running_blocks += waiter.cost.num_blocks
+            self._unplaced_tokens += waiter.cost.num_tokens
+            waiter.place.on_placed = lambda tokens=waiter.cost.num_tokens: self._placed(tokens)
             if not waiter.granted.done():
                 waiter.granted.set_result(None)
 
     def _next(self, capacity: Capacity) -> Waiter | None:
         """The first that fits; those before it that have been passed too often are not passed again."""
+        if self._is_behind_with_prefill(capacity):
+            return None
         passed: list[Waiter] = []
         over_share: set[str] = set()
         candidates = self._queue.first(
@@ -269,6 +257,16 @@ class Admission:
             else:
                 passed.append(waiter)
         return None
+
+    def _is_behind_with_prefill(self, capacity: Capacity) -> bool:
+        """Whether the workers have enough prompts to go on with for now."""
+        if not self.num_running or self._num_tenants() <= 1 or capacity.prefill_tokens_per_s <= 0:
+            return False
+        ahead = capacity.waiting_tokens + self._unplaced_tokens
+        return ahead > 0 and ahead >= PREFILL_AHEAD_S * capacity.prefill_tokens_per_s
+
+    def _placed(self, num_tokens: int) -> None:
+        self._unplaced_tokens -= num_tokens
 
     def _fits(self, waiter: Waiter, capacity: Capacity) -> bool:
         if not self.num_running:
@@ -386,6 +384,7 @@ class Admission:
         self.num_running -= waiter.cost.num_places
         waiter.account.num_running -= waiter.cost.num_places
         self._running_blocks -= waiter.cost.num_blocks
+        waiter.place.placed()
         self.recheck()
 
 

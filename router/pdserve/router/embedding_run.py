@@ -15,7 +15,7 @@ from pdserve.router.client_error import as_client_sees
 from pdserve.router.embed_leg import Embedded, embed
 from pdserve.router.full_workers import FullWorkers
 from pdserve.router.legs import LegFailed
-from pdserve.router.place import Cost
+from pdserve.router.place import Cost, Place
 from pdserve.router.placement import WorkerKey
 from pdserve.router.poison import Casualties
 from pdserve.router.preparation import EmbeddingRequest, Limits, TokenizedRequest
@@ -41,6 +41,7 @@ class EmbeddingRun:
         self.request_id = request_id
         self.usage = Usage()
         self.num_sequences = 1
+        self._holds: Place | None = None
         self.timeline = Timeline()
         self._request = request
         self._services = services
@@ -82,7 +83,7 @@ class EmbeddingRun:
         cost = Cost(num_blocks=self._num_blocks(len(token_ids)), num_tokens=len(token_ids))
         async with self._services.admission.place(
             cost, until_hopeless=self._until_hopeless, client=self._request.client
-        ):
+        ) as self._holds:
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
             embedded = await self._attempts(request)
@@ -130,6 +131,8 @@ class EmbeddingRun:
     ) -> Embedded:
         """Raises: AttemptFailed."""
         booking = worker.book(decision.placement.prefill_share)
+        if self._holds is not None:
+            self._holds.placed()
         try:
             embedded = await embed(worker, prepared, number)
         except LegFailed as failure:

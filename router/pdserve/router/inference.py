@@ -12,9 +12,10 @@ import msgspec
 from pdserve.common.errors import InvalidRequest, NotFound
 from pdserve.common.pooling_params import PoolingParams
 from pdserve.common.router_settings import RouterSettings
-from pdserve.router.admission import Admission, Capacity
-from pdserve.router.admission import Limits as AdmissionLimits
+from pdserve.router.admission import Admission
 from pdserve.router.api_keys import ApiKeys
+from pdserve.router.capacity import Capacity
+from pdserve.router.capacity import Limits as AdmissionLimits
 from pdserve.router.client import ANYBODY, CacheGroup, Client
 from pdserve.router.client_bodies import ClientBodies
 from pdserve.router.client_stream import ClientStream
@@ -114,10 +115,13 @@ class Inference:
         if self.settings.max_running_requests is not None:
             return Capacity(num_requests=self.settings.max_running_requests, num_sessions=num_sessions)
         workers = [worker for role in WorkerRole for worker in self.fleet.workers(role)]
+        prefilling = self.fleet.workers(WorkerRole.PREFILL) or workers
         return Capacity(
             num_requests=sum(worker.identity.max_num_seqs for worker in workers),
             num_blocks=sum(worker.identity.num_blocks for worker in workers),
             num_sessions=num_sessions,
+            waiting_tokens=sum(worker.waiting_tokens for worker in prefilling),
+            prefill_tokens_per_s=sum(worker.load.prefill_tokens_per_s for worker in prefilling),
         )
 
     def _cache_group(self, client: Client) -> CacheGroup:

@@ -31,6 +31,8 @@ class Place:
         self.cost = cost
         self._account = account
         self._charge = charge
+        self.on_placed: Callable[[], None] | None = None
+        """Called once, when a worker has the prompt; set with the place."""
         self._output = 0
         self._charged_output = account.expected_output(cost.max_tokens, cost.num_places)
         account.spend(cost.num_tokens + self._charged_output)
@@ -39,6 +41,12 @@ class Place:
     def expected_tokens(self) -> float:
         """Prompt and output, as they were charged before it ran."""
         return self.cost.num_tokens + self._charged_output
+
+    def placed(self) -> None:
+        """A worker has the prompt, or none will. Harmless when called again."""
+        on_placed, self.on_placed = self.on_placed, None
+        if on_placed is not None:
+            on_placed()
 
     def produced(self, num_tokens: int) -> None:
         """So many more output tokens went to the client."""

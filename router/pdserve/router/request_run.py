@@ -179,6 +179,11 @@ class RequestRun:
             self._record.admitted()
             await self._attempts(request, self._processor, Course())
 
+    def _on_placed(self) -> None:
+        """A worker is about to get the prompt, and counts it from now on."""
+        if self._holds is not None:
+            self._holds.placed()
+
     @property
     def _token_ids_before(self) -> list[int]:
         """What the prompt goes on with; the caller must not change it."""
@@ -205,6 +210,7 @@ class RequestRun:
                 # workers refuse a request without time
                 raise self._too_late()
             record = self._record.attempt(number, placement, 0 if resume is None else len(resume.output_token_ids))
+            self._on_placed()
             attempt = Attempt(
                 number, record.carried_by(prepared), placement, self.timeline, self._relay, self._relay_prompt
             )
@@ -305,6 +311,8 @@ class RequestRun:
             self.timeline.mark(moments.FIRST_TOKEN)
             if not self._request.cache.is_shared:
                 self.usage.cached_tokens = outputs.num_cached_tokens
+            # its prompt is computed: there may be room for another's
+            self._services.admission.recheck()
         if self._holds is not None:
             self._holds.produced(len(delta.token_ids))
         self.usage.completion_tokens += len(delta.token_ids)
