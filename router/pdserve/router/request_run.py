@@ -96,7 +96,6 @@ class RequestRun:
         self.num_sequences = request.sampling.num_sequences
         self._processor: OutputProcessor | None = None
         self._holds: Place | None = None
-        """From the moment on that it may run."""
         self._prepared: dict[tuple[str, int, int, int], PreparedRequest] = {}
         """By layout, sequence and how much of it the client has."""
         self._begun: set[int] = set()
@@ -179,11 +178,6 @@ class RequestRun:
             self._record.admitted()
             await self._attempts(request, self._processor, Course())
 
-    def _on_placed(self) -> None:
-        """A worker is about to get the prompt, and counts it from now on."""
-        if self._holds is not None:
-            self._holds.placed()
-
     @property
     def _token_ids_before(self) -> list[int]:
         """What the prompt goes on with; the caller must not change it."""
@@ -210,7 +204,8 @@ class RequestRun:
                 # workers refuse a request without time
                 raise self._too_late()
             record = self._record.attempt(number, placement, 0 if resume is None else len(resume.output_token_ids))
-            self._on_placed()
+            if self._holds is not None:
+                self._holds.placed()
             attempt = Attempt(
                 number, record.carried_by(prepared), placement, self.timeline, self._relay, self._relay_prompt
             )
@@ -381,9 +376,8 @@ class RequestRun:
 
     def _num_blocks(self, num_tokens: int) -> int:
         """KV blocks of a prompt, in the largest number that a worker would need."""
-        sizes = [
-            worker.identity.layout.block_size for role in WorkerRole for worker in self._services.fleet.workers(role)
-        ]
+        fleet = self._services.fleet
+        sizes = [worker.identity.layout.block_size for role in WorkerRole for worker in fleet.workers(role)]
         return -(-num_tokens // min(sizes)) if sizes else 0
 
     def _too_late(self) -> DeadlineExceeded:

@@ -151,7 +151,8 @@ class SessionTurn(RequestRun):
             raise InternalError("a session without a decode worker")
         self.timeline.mark(moments.PLACED)
         booking = worker.book(placement.decode_share)
-        self._on_placed()
+        if self._holds is not None:
+            self._holds.placed()
         record = self._record.attempt(0, placement)
         try:
             with record, self._services.company.serving(self._casualties, placement):
