@@ -111,6 +111,7 @@ NAN, INF = float("nan"), float("inf")
         (DecodeSettings, {"attach_timeout_s": NAN}),
         (PrefillSettings, {"long_prefill_token_threshold": -1}),
         (DecodeSettings, {"max_sessions": -1}),
+        *((DecodeSettings, {"worker_id": value}) for value in ("", "a b", "x" * 129, "a:b", "ä")),
         *((DecodeSettings, {"logits_processors": value}) for value in ("a,a", ["a", " "])),
         *((DecodeSettings, {"stream_interval": value}) for value in (0, -1, 1025)),
         *((DecodeSettings, {"session_idle_timeout_s": value}) for value in (0.0, -1.0, NAN, INF)),

@@ -135,9 +135,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 "connector is 'nixl', which encrypts nothing, and TLS is configured: nixl_plaintext=true allows it"
             )
-        if self.redis is not None and self.worker_id is not None and not is_worker_id(self.worker_id):
+        if self.worker_id is not None and not is_worker_id(self.worker_id):
             raise ConfigError(
-                f"worker_id is {self.worker_id!r}, with redis 1 to 128 letters, digits, `_`, `.` or `-` are needed"
+                f"worker_id is {self.worker_id[:200]!r}, 1 to 128 letters, digits, `_`, `.` or `-` are needed"
             )
         for name in (
             "block_size",
