@@ -214,6 +214,31 @@ def test_who_shares_a_killed_process_may_try_elsewhere(
         assert answers[other].error_code == Overloaded.code
 
 
+def test_masks_that_the_engine_does_not_read_keep_no_request_waiting(make_compiler: MakeCompiler, letter: int) -> None:
+    ask = Ask(make_compiler(GrammarLimits(request_s=PATIENCE_S)))
+    first = ask.grammar(ask.submit(regex="[a-z]*"))
+    others = [first.fork() for _ in range(8_000)]
+    for other in others:
+        assert other.accept(letter)
+    ask.compiler.hosts.flush()
+    # more than sockets hold is on its way once the process rests
+    [process] = [child for child in children() if child.ppid() != os.getpid()]
+    spent_s = [-1.0]
+
+    def rests() -> bool:
+        time.sleep(0.5)
+        spent_s.append(sum(process.cpu_times()[:2]))
+        return spent_s[-1] == spent_s[-2] > 0.1
+
+    until(rests, "it does not rest")
+    late = ask.grammar(ask.submit(regex="[a-z]*"))
+    assert late.allowed(0.0) is not None
+    give_up_at = time.monotonic() + PATIENCE_S
+    assert all(other.allowed(give_up_at) is not None for other in others)
+    for grammar in (first, late, *others):
+        grammar.close()
+
+
 # ---- whose turn it is, and who shares
 
 

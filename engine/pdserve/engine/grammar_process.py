@@ -169,10 +169,14 @@ def hold_grammar(vocabulary: Vocabulary, spawn: Spawn, worker: WorkerEnds) -> No
     for end in (worker.control, worker.steps):
         poll.register(end, select.POLLIN)
     while True:
-        for descriptor, _ in poll.poll():
-            serves = sequences.open if descriptor == worker.control.fileno() else sequences.go_on
-            if not serves():
-                return
+        poll.modify(worker.steps, select.POLLIN | (select.POLLOUT if sequences.has_unsent else 0))
+        for descriptor, events in poll.poll():
+            if events & select.POLLOUT:
+                sequences.send_more()
+            if events & ~select.POLLOUT:
+                serves = sequences.open if descriptor == worker.control.fileno() else sequences.go_on
+                if not serves():
+                    return
 
 
 T = TypeVar("T")

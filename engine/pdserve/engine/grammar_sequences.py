@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,7 @@ class GrammarSequences:
         self._progress = worker.progress
         self._record_dtype = record_dtype(vocab_size)
         self._max_records = max(1, MAX_PACKET_BYTES // self._record_dtype.itemsize)
+        self._unsent: deque[bytes] = deque()
         self._sequences: dict[int, _Sequence] = {}
         self._runs_idle = False
 
@@ -164,14 +166,30 @@ class GrammarSequences:
                     self._sequences[slot] = _Sequence(begins_as.grammar.fork(), begins_as.budget)
             elif (sequence := self._sequences.get(slot)) is not None:
                 if num_records == self._max_records or (num_records and time.monotonic() > begun_at + _FLUSH_AFTER_S):
-                    self._steps.send(records[:num_records].tobytes())
+                    self._send(records[:num_records].tobytes())
                     num_records, begun_at = 0, time.monotonic()
                 self._accept(sequence, slot, value, records[num_records : num_records + 1])
                 num_records += 1
         signal.setitimer(signal.ITIMER_PROF, 0)
         if num_records:
-            self._steps.send(records[:num_records].tobytes())
+            self._send(records[:num_records].tobytes())
         return True
+
+    def _send(self, packet: bytes) -> None:
+        self._unsent.append(packet)
+        self.send_more()
+
+    @property
+    def has_unsent(self) -> bool:
+        """True while records wait until the worker has read others: it reads when its step needs them."""
+        return bool(self._unsent)
+
+    def send_more(self) -> None:
+        """Send what the socket has room for. Raises: OSError when the worker is gone."""
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                self._steps.send(self._unsent[0], socket.MSG_DONTWAIT)
+                self._unsent.popleft()
 
     def _accept(self, sequence: _Sequence, slot: int, token_id: int, record: NDArray[Any]) -> None:
         """Go on by one token and write its record."""
