@@ -63,6 +63,7 @@ def test_a_proof_with_any_byte_changed_is_refused(place: int) -> None:
         (proof(version=1), ProtocolMismatch, "version 1, which does not authenticate"),
         (proof(version=PROTOCOL_VERSION + 2), ProtocolMismatch, "may differ by 1"),
     ],
+    ids=range(13),  # proofs differ in each process, which would be their names
 )
 def test_what_is_wrong_is_said(given: bytes | None, error: type[Exception], why: str) -> None:
     with pytest.raises(error, match=why) as caught:
