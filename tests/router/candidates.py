@@ -19,6 +19,7 @@ def worker(
     layout: KvLayout = LAYOUT,
     limit: int | None = None,
     protocol_version: int = PROTOCOL_VERSION,
+    sampler_version: int = 2,
     **load: Any,
 ) -> Worker:
     """A live worker that reported this load. limit: its `max_local_prefill_tokens`."""
@@ -34,6 +35,7 @@ def worker(
         vocab_size=300,
         num_blocks=1000,
         max_local_prefill_tokens=limit,
+        sampler_version=sampler_version,
     )
     made = Worker(identity, None, WorkerLoad(**load))  # type: ignore[arg-type]  # nothing is sent
     made.report(made.load)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.common.protocol_version import PROTOCOL_VERSION
 from pdserve.router import worker as worker_module
-from pdserve.router.placement import POLICIES, Rules, Wish, choose, estimate, partners, place
+from pdserve.router.placement import POLICIES, Placement, Rules, Wish, choose, estimate, partners, place
 from pdserve.router.worker import Share, WorkerLoad, WorkerRole, WorkerState
 
 P1, P2 = worker("p1", "prefill"), worker("p2", "prefill", num_waiting_tokens=160)
@@ -139,6 +139,7 @@ def pools(draw, role, most=5):
             role,
             layout=draw(st.sampled_from(LAYOUTS)),
             protocol_version=draw(st.sampled_from([2, 2, 2, 3, 4])),
+            sampler_version=draw(st.sampled_from([1, 2])),
             limit=draw(st.sampled_from([None, None, 0, 100])),
             prefill_tokens_per_s=draw(st.sampled_from([0.0, 100.0, 5000.0])),
             **draw(loads),
@@ -157,6 +158,7 @@ def situations(draw):
         local_prefill=draw(st.sampled_from(["never", "auto", "always"])),
         wish=draw(st.sampled_from(list(Wish))),
         blamed=frozenset(draw(st.sets(st.sampled_from(keys))) if keys else ()),
+        sampler_version=draw(st.sampled_from([None, 1, 2, 3])),
         turns={role: draw(st.integers(0, 9)) for role in WorkerRole},
         bytes_per_s=draw(st.sampled_from([1e3, 1e9])),
     )
@@ -203,6 +205,26 @@ def test_a_blamed_worker_is_chosen_only_when_there_is_no_other(pool, data, polic
     elif chosen.worker.key in blamed:
         assert blamed == set(keys)
         assert choose(pool, WorkerRole.DECODE, Rules(policy=policy, blamed=blamed), strict=True) is None
+
+
+@given(pools("decode"), st.data(), st.sampled_from(list(POLICIES)), st.sampled_from([1, 2]))
+def test_a_worker_with_the_same_sampler_goes_first_and_is_never_needed(pool, data, policy, version):
+    keys = [candidate.worker.key for candidate in pool]
+    blamed = data.draw(st.sets(st.sampled_from(keys))) if keys else set()
+    rules = Rules(policy=policy, blamed=blamed, sampler_version=version)
+    chosen = choose(pool, WorkerRole.DECODE, rules)
+    assert (chosen is None) == (not pool)
+    left = [candidate for candidate in pool if candidate.worker.key not in blamed] or pool
+    alike = [candidate for candidate in left if candidate.worker.identity.sampler_version == version]
+    assert chosen is choose(alike or left, WorkerRole.DECODE, Rules(policy=policy, blamed=blamed))
+
+
+def test_a_placement_names_the_samplers_of_its_workers():
+    p, d = worker("p", "prefill", sampler_version=1), worker("d", sampler_version=2)
+    both = Placement(prefill=p, decode=d)
+    assert (both.sampler_version, both.sampler_versions) == (2, {1, 2})
+    alone = Placement(prefill=p)
+    assert (alone.sampler_version, alone.sampler_versions) == (1, {1})
 
 
 @given(pools("decode").filter(bool), st.integers(0, 20))

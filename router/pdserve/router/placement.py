@@ -175,10 +175,24 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layout(self) -> KvLayout:
         """Of the workers' blocks; they have the same."""
+        return self._last.identity.layout
+
+    @property
+    def sampler_version(self) -> int:
+        """Of the worker that samples the last token."""
+        return self._last.identity.sampler_version
+
+    @property
+    def sampler_versions(self) -> set[int]:
+        """Of all workers that sample: prefill the first token, decode the others."""
+        return {worker.identity.sampler_version for worker in (self.prefill, self.decode) if worker is not None}
+
+    @property
+    def _last(self) -> Worker:
         worker = self.decode or self.prefill
         if worker is None:
             raise InternalError("a placement without workers")
-        return worker.identity.layout
+        return worker
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,6 +203,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     wish: Wish = Wish.ANY
     blamed: Collection[WorkerKey] = ()
     """Workers to avoid while there is another way."""
+    sampler_version: int | None = None
+    """Workers with this one go first, before the policy: they go on with a sampled text as it began; None: all are alike."""
     turns: Mapping[WorkerRole, int] = {}
     """How often a worker of each role was chosen before."""
     bytes_per_s: float = 1e9
@@ -252,6 +268,8 @@ def choose(
     """The policy's choice; a blamed worker only when there is no other, and under `strict` not even then."""
     fresh = [candidate for candidate in candidates if candidate.worker.key not in rules.blamed]
     left = fresh if fresh or strict else candidates
+    alike = [candidate for candidate in left if candidate.worker.identity.sampler_version == rules.sampler_version]
+    left = alike or left
     return POLICIES[rules.policy](left, rules.turns.get(role, 0)) if left else None
 
 

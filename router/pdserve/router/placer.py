@@ -41,12 +41,14 @@ class Placer:
         wish: Wish = Wish.ANY,
         blamed: Collection[WorkerKey] = (),
         dead: Collection[WorkerKey] = (),
+        sampler_version: int | None = None,
         embeds: bool = False,
     ) -> RoutingDecision | None:
         """Workers for one attempt, or None while none can serve it.
 
         tenant: whose request it is. num_tokens: of the prompt. dead: workers that died under this request and have not come back.
-        embeds: an embedding is wanted, which a prefill worker computes alone.
+        sampler_version: preferred; None where all are alike. embeds: an embedding is wanted, which a prefill worker
+        computes alone.
         """
         live = {role: self._fleet.workers(role) for role in WorkerRole}
         full = {worker.key for role in WorkerRole for worker in live[role] if _is_full(worker, wish)}
@@ -55,6 +57,7 @@ class Placer:
             local_prefill=self._settings.local_prefill,
             wish=wish,
             blamed={*blamed, *full},
+            sampler_version=sampler_version,
             turns=self._turns,
             bytes_per_s=self.bandwidth.bytes_per_s,
         )

@@ -201,6 +201,10 @@ class RunRecord:
             span = self._span.start("attempt", started, attributes)
         return AttemptRecord(self, span, self._headers if span is None else span.headers, self._metrics)
 
+    def sampled_by_other(self) -> None:
+        """The attempt that begins continues a sampled text with another version of the sampler."""
+        self._metrics.resumes_with_other_sampler.inc()
+
     def relayed(self, index: int, num_tokens: int, num_cached_tokens: int) -> None:
         """New tokens of a sequence went to the client."""
         now = time.monotonic()

@@ -25,10 +25,11 @@ from pdserve.router.attempt import Attempt
 from pdserve.router.attempt_failure import AttemptFailed, PrefillNeeded, backoff_s
 from pdserve.router.client_error import as_client_sees
 from pdserve.router.client_stream import ClientStream
+from pdserve.router.course import Course
 from pdserve.router.full_workers import FullWorkers
 from pdserve.router.legs import Outputs, PromptLogprobs
 from pdserve.router.place import Cost, Place
-from pdserve.router.placement import Wish, WorkerKey
+from pdserve.router.placement import Wish
 from pdserve.router.poison import Casualties
 from pdserve.router.preparation import ClientRequest, Limits, TokenizedRequest
 from pdserve.router.request_record import RequestRecord
@@ -55,21 +56,6 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that needed no computing."""
-
-
-class Course(msgspec.Struct, kw_only=True):
-    """Attempts at the same sequences, one after the other: what the next one knows of those before."""
-
-    index: int | None = None
-    """The one sequence that they serve; None: all of the request's."""
-    wish: Wish = Wish.ANY
-    blamed: frozenset[WorkerKey] = frozenset()
-    num_counted: int = 0
-    """That failed."""
-    num_uncounted: int = 0
-    """That decode refused before it did anything."""
-    num_evictions: int = 0
-    """Attempts that ended because other sequences needed the blocks: no failure of a worker."""
 
 
 class RequestRun:
@@ -206,6 +192,9 @@ class RequestRun:
             record = self._record.attempt(number, placement, 0 if resume is None else len(resume.output_token_ids))
             if self._holds is not None:
                 self._holds.placed()
+            if not request.sampling.greedy and len(placement.sampler_versions | course.sampler_versions) > 1:
+                self._record.sampled_by_other()
+            num_tokens = processor.num_output_tokens
             attempt = Attempt(
                 number, record.carried_by(prepared), placement, self.timeline, self._relay, self._relay_prompt
             )
@@ -222,6 +211,8 @@ class RequestRun:
                 failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
             except AttemptFailed as failed:
                 failure = failed
+            if processor.num_output_tokens > num_tokens and not request.sampling.greedy:
+                course.sampler_version = placement.sampler_version
             if (full := failure.refused_by) is not None:
                 await self._full.refused(full, failure.error)
                 continue
@@ -360,6 +351,7 @@ class RequestRun:
                 wish=course.wish,
                 blamed=course.blamed | self._full.keys,
                 dead=self._casualties.unfit,
+                sampler_version=course.sampler_version,
             )
 
         while (decision := await self._services.fleet.wait_for(look, WAIT_FOR_WORKER_S)) is None:

@@ -49,6 +49,10 @@ class RouterMetrics:
         self.errors = count("pdserve_errors_total", "Requests that failed, by cause.", "code")
         self.attempts = count("pdserve_attempts_total", "Attempts, by how they ended.", "outcome")
         self.placements = count("pdserve_placements_total", "Attempts placed.", "policy", "kind")
+        self.resumes_with_other_sampler = count(
+            "pdserve_resumes_with_other_sampler_total",
+            "Attempts whose workers, or the worker that sampled the tokens before, differ in the version of the sampler.",
+        )
         self.placed_legs = PlacedLegs(count("pdserve_placed_legs_total", "Legs of attempts placed.", "role", "worker"))
         self.prompt_tokens = count("pdserve_prompt_tokens_total", "Prompt tokens of answers that began.")
         self.cached_tokens = count("pdserve_cached_prompt_tokens_total", "Of these, tokens that needed no computing.")

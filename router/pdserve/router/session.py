@@ -15,10 +15,11 @@ from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import InternalError, Overloaded, PdServeError, WorkerLost
 from pdserve.common.timeline import now_unix_ns
 from pdserve.router.client_error import as_client_sees
+from pdserve.router.course import Course
 from pdserve.router.legs import Admitted, DecodeLegEvent, LegFailed, Outputs, SessionLeg
 from pdserve.router.placement import Placement, Wish, WorkerKey
 from pdserve.router.preparation import TokenizedRequest
-from pdserve.router.request_run import Course, RequestRun
+from pdserve.router.request_run import RequestRun
 from pdserve.router.worker import Booking, Share, Worker
 from pdserve.text.output_processor import OutputProcessor
 

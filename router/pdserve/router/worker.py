@@ -57,6 +57,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences in one step of its engine, at most."""
     hidden_size: int = 0
     """Numbers in an embedding; 0: it computes none."""
+    sampler_version: int = 1
+    """Workers of one version sample the same tokens from the same logits."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
