@@ -90,6 +90,7 @@ class Worker:
             max_local_prefill_tokens=None,
             max_num_seqs=4,
             hidden_size=8,
+            sampler_version=2,
         )
         self.servicer = WorkerServicer(self.identity, self.engine, self.peers, lambda: 0, DEVELOPMENT_KEY)  # type: ignore[arg-type]
         add_WorkerServiceServicer_to_server(self.servicer, self._server)

@@ -227,6 +227,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.max_local_prefill_tokens = max_local_prefill_tokens
         self.epoch = epoch
         self.hidden_size = HIDDEN_SIZE
+        self.sampler_version = 2
         self.interceptors: list[grpc.aio.ServerInterceptor] = []
         """Of its server, from the next start on; before the guard of calls."""
         self.clock: Callable[[], float] = time.time
@@ -303,6 +304,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
+            sampler_version=self.sampler_version,
             num_blocks=100,
             max_local_prefill_tokens=self.max_local_prefill_tokens,
         )

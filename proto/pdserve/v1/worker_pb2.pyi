@@ -186,6 +186,7 @@ class Identity(google.protobuf.message.Message):
     MAX_LOCAL_PREFILL_TOKENS_FIELD_NUMBER: builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: builtins.int
+    SAMPLER_VERSION_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     epoch: builtins.int
     """64 random bits, new at each start"""
@@ -203,6 +204,8 @@ class Identity(google.protobuf.message.Message):
     """sequences in one step of the engine, at most; 0: not told"""
     hidden_size: builtins.int
     """numbers in an embedding; 0: this worker computes none"""
+    sampler_version: builtins.int
+    """workers of one version sample the same tokens; since protocol version 3, before: 1"""
     @property
     def layout(self) -> pdserve.v1.kv_source_pb2.KvLayout: ...
     @property
@@ -224,10 +227,11 @@ class Identity(google.protobuf.message.Message):
         max_local_prefill_tokens: builtins.int | None = ...,
         max_num_seqs: builtins.int = ...,
         hidden_size: builtins.int = ...,
+        sampler_version: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_max_local_prefill_tokens", b"_max_local_prefill_tokens", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_max_local_prefill_tokens", b"_max_local_prefill_tokens", "address", b"address", "connectors", b"connectors", "epoch", b"epoch", "hidden_size", b"hidden_size", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_max_local_prefill_tokens", b"_max_local_prefill_tokens", "address", b"address", "connectors", b"connectors", "epoch", b"epoch", "hidden_size", b"hidden_size", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "sampler_version", b"sampler_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_local_prefill_tokens: typing_extensions.TypeAlias = typing.Literal["max_local_prefill_tokens"]
     _WhichOneofArgType__max_local_prefill_tokens: typing_extensions.TypeAlias = typing.Literal["_max_local_prefill_tokens", b"_max_local_prefill_tokens"]

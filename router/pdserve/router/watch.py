@@ -116,6 +116,7 @@ def _identity(message: worker_pb2.Identity) -> WorkerIdentity:
             message.max_local_prefill_tokens if message.HasField("max_local_prefill_tokens") else None
         ),
         hidden_size=message.hidden_size,
+        sampler_version=message.sampler_version or 1,  # workers of protocol version 2 do not say it
         **({"max_num_seqs": message.max_num_seqs} if message.max_num_seqs else {}),
     )
 

@@ -15,6 +15,7 @@ MAX_TOKENS = 1 << 24
 MAX_SEQS = 1 << 16
 MAX_HIDDEN_SIZE = 1 << 20
 MAX_CONNECTORS = 16
+MAX_SAMPLER_VERSION = 1 << 16
 MAX_BLOCK_BYTES = 1 << 30
 _LAYOUT_LIMITS = {"num_layers": 1 << 12, "num_kv_heads": 1 << 12, "head_dim": 1 << 14, "block_size": 1 << 14}
 _FINGERPRINT = re.compile(r"[0-9A-Za-z]{1,64}")
@@ -41,6 +42,7 @@ def verify_identity(identity: WorkerIdentity) -> None:
     _within("vocab_size", identity.vocab_size, 1, MAX_TOKENS)
     _within("max_num_seqs", identity.max_num_seqs, 1, MAX_SEQS)
     _within("hidden_size", identity.hidden_size, 0, MAX_HIDDEN_SIZE)
+    _within("sampler_version", identity.sampler_version, 1, MAX_SAMPLER_VERSION)
     _within("the number of connectors", len(identity.connectors), 0, MAX_CONNECTORS)
     for connector in identity.connectors:
         if not _CONNECTOR.fullmatch(connector):

@@ -32,3 +32,5 @@ class WorkerIdentity:
     max_num_seqs: int
     hidden_size: int
     """Numbers in an embedding."""
+    sampler_version: int
+    """Workers of one version sample the same tokens from the same logits."""

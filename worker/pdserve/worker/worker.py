@@ -33,6 +33,7 @@ from pdserve.common.worker_settings import WorkerSettings
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.loaded_model import LoadedModel
 from pdserve.engine.logits_processors import LogitsProcessors
+from pdserve.engine.sampler import SAMPLER_VERSION
 from pdserve.kv_transfer.attach_client import Receiving
 from pdserve.kv_transfer.attach_servicer import AttachServicer
 from pdserve.kv_transfer.connector_set import ConnectorSet
@@ -145,6 +146,7 @@ class Worker:
             max_local_prefill_tokens=settings.max_local_prefill_tokens,
             max_num_seqs=settings.max_num_seqs,
             hidden_size=model.decoder.hidden_size,
+            sampler_version=SAMPLER_VERSION,
         )
 
     def _add_servicers(self, add_servicers: AddServicers) -> None:

@@ -123,6 +123,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             max_local_prefill_tokens=identity.max_local_prefill_tokens,
             max_num_seqs=identity.max_num_seqs,
             hidden_size=identity.hidden_size,
+            sampler_version=identity.sampler_version,
         )
 
     def _load_message(self) -> worker_pb2.Load:
