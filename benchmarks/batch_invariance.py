@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=10_000)
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--initializer-range", type=float, default=0.3, help="deviation of the random weights")
     parser.add_argument("--without-margins", action="store_true", help="count only")
     options = parser.parse_args()
     for name, value in conditions().items():
@@ -42,7 +43,12 @@ def main() -> None:
         f"model        {options.dtype}, vocabulary {VOCAB_SIZE:,}; {options.sequences:,} sequences of {options.max_tokens} tokens\n"
     )
     with tempfile.TemporaryDirectory() as name:
-        heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144, "initializer_range": 0.06}
+        heads = {
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "hidden_size": 144,
+            "initializer_range": options.initializer_range,
+        }
         folder = make_checkpoint(Path(name), "llama", vocab_size=VOCAB_SIZE, **heads)
         make = partial(LLM, folder, dtype=options.dtype, max_num_seqs=64, num_blocks=1024, max_model_len=128)
         asked = list(
