@@ -25,6 +25,7 @@ from pdserve.common.wire import finish_reason_to_wire, sampling_from_wire, verif
 from pdserve.router.client_stream import merged
 from pdserve.router.embed_servicer import REQUEST_ID_KEY, Context, EmbedServicer, caller, moment_messages, usage_message
 from pdserve.router.generation import Generation
+from pdserve.router.health_servicer import HealthServicer
 from pdserve.router.inference import Inference
 from pdserve.router.preparation import ClientRequest
 from pdserve.router.request_limits import MAX_MESSAGES
@@ -349,41 +350,29 @@ class GrpcFront:
             read_timeout_s=inference.bodies.timeout_s,
         )
         self._inference = inference
-        self._health = health.aio.HealthServicer()
-        self._serving: bool | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._health = HealthServicer()
         add_InferenceServiceServicer_to_server(servicer, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)
-        inference.fleet.listeners.append(self._on_fleet_change)
+        inference.fleet.listeners.append(self._show_health)
 
     async def start(self) -> None:
-        await self._show_health()
-        await self._health.set(LIVE_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        self._show_health()
+        self._health.set(LIVE_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await self.server.start()
 
-    async def leave(self) -> None:
+    def leave(self) -> None:
         """Say that nothing new is taken; calls go on."""
-        await self._health.enter_graceful_shutdown()
+        self._health.leave()
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls now; those open have `grace_s`."""
-        self._inference.fleet.listeners.remove(self._on_fleet_change)
-        await self.leave()
+        self._inference.fleet.listeners.remove(self._show_health)
+        self.leave()
         await self.server.stop(grace_s)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _on_fleet_change(self) -> None:
-        if self._inference.healthy != self._serving:
-            task = asyncio.create_task(self._show_health())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _show_health(self) -> None:
-        self._serving = self._inference.healthy
-        status = health_pb2.HealthCheckResponse.SERVING if self._serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    def _show_health(self) -> None:
+        statuses = health_pb2.HealthCheckResponse
         for name in (*READY_SERVICES, SERVICE_NAME):
-            await self._health.set(name, status)
+            self._health.set(name, statuses.SERVING if self._inference.healthy else statuses.NOT_SERVING)

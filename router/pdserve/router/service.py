@@ -148,7 +148,7 @@ async def _serve(
                     )
                 await first_done(stopped.wait(), asyncio.shield(http_task))
                 inference.admission.close()
-                await grpc_front.leave()
+                grpc_front.leave()
                 await _drain(inference, settings.drain_s, hurry)
             finally:
                 inference.admission.close()

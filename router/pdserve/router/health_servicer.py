@@ -1,0 +1,58 @@
+"""`HealthServicer`: gRPC's health service for strangers, none of whom can hold up the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
+    """grpc's own writes to each watcher under a lock that every change of a status needs, too: a watcher that does not
+    read would stop them all.
+    """
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {"": health_pb2.HealthCheckResponse.SERVING}
+        self._changed = asyncio.Event()
+        self._leaving = False
+
+    def set(self, service: str, status: int) -> None:
+        """Without effect after `leave`."""
+        if not self._leaving and self._statuses.get(service) != status:
+            self._statuses[service] = status
+            self._tell()
+
+    def leave(self) -> None:
+        """Every service is NOT_SERVING from now on."""
+        self._leaving = True
+        for service in self._statuses:
+            self._statuses[service] = health_pb2.HealthCheckResponse.NOT_SERVING
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        if (status := self._statuses.get(request.service)) is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        told = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != told:
+                told = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            await changed.wait()
