@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.common.errors import Draining, InvalidRequest, Overloaded
 from pdserve.common.rpc import ERROR_CODE_KEY
+from pdserve.router import embedding as embedding_module
 from pdserve.v1 import inference_pb2, prefill_pb2, request_pb2
 
 DEFAULT = request_pb2.PoolingParams()
@@ -368,3 +369,31 @@ async def test_one_trace(cluster):
     # the worker hangs its spans under the attempt's
     sent = [call.request.request.trace_headers["traceparent"] for call in cluster.of("prefill").calls]
     assert {header.split("-")[2] for header in sent} == {span.span_id for span in attempts}
+
+
+async def test_inputs_beyond_those_that_run_come_after_them_and_have_no_more_time(cluster, monkeypatch):
+    monkeypatch.setattr(embedding_module, "MAX_RUNNING", 2)
+    await cluster.start(prefill=1, decode=0, request_timeout_s=20.0)
+    worker = cluster.of("prefill")
+    running, most, left_s = 0, 0, []
+
+    async def count(worker, call):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        left_s.append(call.request.request.deadline_s)
+        await asyncio.sleep(0.1)
+        running -= 1
+        async for event in embed_well(worker, call):
+            yield event
+
+    worker.scripts = [count] * 7
+    response = await cluster.http.post("/v1/embeddings", json={"input": ["x" * (n + 1) for n in range(7)]})
+    assert response.status_code == 200, response.text
+    assert [entry["index"] for entry in response.json()["data"]] == list(range(7))
+    assert [entry["embedding"][0] for entry in response.json()["data"]] == [
+        embedding(tokens("x" * (n + 1)), request_pb2.PoolingParams())[0] for n in range(7)
+    ]
+    assert most == 2
+    # the last pair began after three others
+    assert min(left_s) < 20.0 - 0.25

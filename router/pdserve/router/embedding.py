@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission import Admission
@@ -11,8 +12,8 @@ from pdserve.router.embedding_run import EmbeddingRun
 from pdserve.router.request_record import RequestRecord
 from pdserve.router.visit import Visit
 
-_STARTED_AT_ONCE = 256
-"""Inputs begun in one callback of the event loop."""
+MAX_RUNNING = 256
+"""Inputs of one request that are served at a time; each holds a call, timers and buffers."""
 
 
 class Embedding(Visit[EmbeddingRun]):
@@ -27,29 +28,34 @@ class Embedding(Visit[EmbeddingRun]):
         client: Client = ANYBODY,
     ) -> None:
         super().__init__(request_id, runs, admission, record, client)
-        self._all: asyncio.Future[list[list[float]]] | None = None
+        self._all: asyncio.Future[list[None]] | None = None
         self._error: PdServeError | None = None
 
     async def results(self) -> list[list[float]]:
-        """A vector an input, in their order. Nothing of it runs any more when this returns or raises.
+        """A vector per input, in their order. Nothing of it runs any more when this returns or raises.
 
         Raises: PdServeError, of the first input that failed; Overloaded, Draining before any has begun.
         """
-        if len(self._runs) > _STARTED_AT_ONCE:
+        if len(self._runs) > MAX_RUNNING:
             # the runs have just been made, which is as long as all others should wait
             await asyncio.sleep(0)
         self._enter()
-        tasks: list[asyncio.Task[list[float]]] = []
+        began = time.monotonic()
+        waiting = iter(enumerate(self._runs))
+        vectors: list[list[float]] = [[]] * len(self._runs)
+
+        async def serve() -> None:
+            for place, run in waiting:
+                vectors[place] = await run.run(time.monotonic() - began)
+
+        tasks: list[asyncio.Task[None]] = []
         try:
-            while len(tasks) < len(self._runs):
-                runs = self._runs[len(tasks) : len(tasks) + _STARTED_AT_ONCE]
-                tasks += [asyncio.create_task(run.run()) for run in runs]
-                if len(tasks) < len(self._runs):
-                    await asyncio.sleep(0)
             if self._error is not None:
                 raise self._error
+            tasks = [asyncio.create_task(serve()) for _ in range(min(MAX_RUNNING, len(self._runs)))]
             self._all = asyncio.gather(*tasks)
-            return await self._all
+            await self._all
+            return vectors
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._error is None or task is None or task.cancelling():

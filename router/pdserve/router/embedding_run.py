@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import msgspec
+
 from pdserve.common import timeline as moments
 from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, PdServeError, WorkerLost
 from pdserve.common.kv_layout import KvLayout
@@ -44,6 +46,7 @@ class EmbeddingRun:
         self._holds: Place | None = None
         self.timeline = Timeline()
         self._request = request
+        self._timeout_s = request.timeout_s
         self._services = services
         self._prepared: dict[tuple[str, int], PreparedRequest] = {}
         self._casualties = Casualties(services.poison, services.fleet, services.company, request.client)
@@ -53,10 +56,14 @@ class EmbeddingRun:
     @property
     def timeout_s(self) -> float:
         """Within which the client wants it done."""
-        return self._request.timeout_s
+        return self._timeout_s
 
-    async def run(self) -> list[float]:
-        """The embedding. Raises: PdServeError."""
+    async def run(self, late_s: float = 0.0) -> list[float]:
+        """The embedding. late_s: how long after its request it begins, out of the time that the client gave.
+
+        Raises: PdServeError.
+        """
+        self._request = msgspec.structs.replace(self._request, timeout_s=max(0.0, self._timeout_s - late_s))
         try:
             async with asyncio.timeout(self._request.timeout_s) as deadline:
                 self._record.deadline = deadline
@@ -197,7 +204,7 @@ class EmbeddingRun:
         return -(-num_tokens // min(sizes)) if sizes else 0
 
     def _too_late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"the request was not done within {self._request.timeout_s:g} s")
+        return DeadlineExceeded(f"the request was not done within {self._timeout_s:g} s")
 
     def _no_worker(self) -> WorkerLost:
         return WorkerLost(
