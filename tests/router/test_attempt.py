@@ -310,9 +310,10 @@ def test_the_wait_between_attempts_is_bounded(num_failed):
 
 
 async def test_worker_overload_is_told_as_overload(cluster):
-    await cluster.start(max_attempts=2)
+    await cluster.start(max_attempts=2, queue_timeout_s=0.3)
     cluster.of("decode").script = refuse(Overloaded("full"))
-    response = await cluster.complete()
+    # each attempt may relay prefill's token before decode refuses: 200 attempts do not fit into the time
+    response = await cluster.complete(max_tokens=200)
     assert response.status_code == 429
     assert "retry-after" in response.headers
 

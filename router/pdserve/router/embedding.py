@@ -1,4 +1,4 @@
-"""One client's request for embeddings in the router: a run an input, and the scope that ends them all."""
+"""One client's request for embeddings in the router: a run per input, and the scope that ends them all."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ import time
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission import Admission
 from pdserve.router.client import ANYBODY, Client
-from pdserve.router.embedding_run import EmbeddingRun
+from pdserve.router.embedding_run import EmbeddingInput, EmbeddingRun
 from pdserve.router.request_record import RequestRecord
+from pdserve.router.run_services import RunServices
 from pdserve.router.visit import Visit
 
 MAX_RUNNING = 256
 """Inputs of one request that are served at a time; each holds a call, timers and buffers."""
 
 
-class Embedding(Visit[EmbeddingRun]):
+class Embedding(Visit[EmbeddingInput]):
     """`results` once."""
 
     def __init__(
         self,
         request_id: str,
-        runs: list[EmbeddingRun],
+        inputs: list[EmbeddingInput],
+        services: RunServices,
         admission: Admission,
         record: RequestRecord,
         client: Client = ANYBODY,
     ) -> None:
-        super().__init__(request_id, runs, admission, record, client)
+        super().__init__(request_id, inputs, admission, record, client)
+        self._services = services
         self._all: asyncio.Future[list[None]] | None = None
         self._error: PdServeError | None = None
 
@@ -37,7 +40,7 @@ class Embedding(Visit[EmbeddingRun]):
         Raises: PdServeError, of the first input that failed; Overloaded, Draining before any has begun.
         """
         if len(self._runs) > MAX_RUNNING:
-            # the runs have just been made, which is as long as all others should wait
+            # the inputs have just been made, which is as long as all others should wait
             await asyncio.sleep(0)
         self._enter()
         began = time.monotonic()
@@ -45,8 +48,8 @@ class Embedding(Visit[EmbeddingRun]):
         vectors: list[list[float]] = [[]] * len(self._runs)
 
         async def serve() -> None:
-            for place, run in waiting:
-                vectors[place] = await run.run(time.monotonic() - began)
+            for place, served in waiting:
+                vectors[place] = await EmbeddingRun(served, self._services, time.monotonic() - began).run()
 
         tasks: list[asyncio.Task[None]] = []
         try:

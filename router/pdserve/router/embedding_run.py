@@ -30,40 +30,44 @@ from pdserve.router.worker import Worker, WorkerRole
 log = logging.getLogger(__name__)
 
 
-class EmbeddingRun:
-    """Serves one input. `run` once."""
+class EmbeddingInput:
+    """One input of a request for embeddings, for as long as the request lives: small, since there may be thousands."""
 
-    def __init__(
-        self,
-        request_id: str,
-        request: EmbeddingRequest,
-        services: RunServices,
-        record: RequestRecord,
-    ) -> None:
+    __slots__ = ("record", "request", "request_id", "timeline", "usage")
+    num_sequences = 1
+
+    def __init__(self, request_id: str, request: EmbeddingRequest, record: RequestRecord) -> None:
         self.request_id = request_id
+        self.request = request
         self.usage = Usage()
-        self.num_sequences = 1
-        self._holds: Place | None = None
         self.timeline = Timeline()
-        self._request = request
-        self._timeout_s = request.timeout_s
-        self._services = services
-        self._prepared: dict[tuple[str, int], PreparedRequest] = {}
-        self._casualties = Casualties(services.poison, services.fleet, services.company, request.client)
-        self._full = FullWorkers(services.settings.queue_timeout_s)
-        self._record = record.run(self.timeline)
+        self.record = record.run(self.timeline)
 
     @property
     def timeout_s(self) -> float:
         """Within which the client wants it done."""
-        return self._timeout_s
+        return self.request.timeout_s
 
-    async def run(self, late_s: float = 0.0) -> list[float]:
-        """The embedding. late_s: how long after its request it begins, out of the time that the client gave.
 
-        Raises: PdServeError.
-        """
-        self._request = msgspec.structs.replace(self._request, timeout_s=max(0.0, self._timeout_s - late_s))
+class EmbeddingRun:
+    """Serves one input. `run` once."""
+
+    def __init__(self, served: EmbeddingInput, services: RunServices, late_s: float = 0.0) -> None:
+        """late_s: how long after its request it begins, out of the time that the client gave."""
+        self._input = served
+        self._request_id = served.request_id
+        self._timeline = served.timeline
+        self._record = served.record
+        timeout_s = max(0.0, served.timeout_s - late_s)
+        self._request = msgspec.structs.replace(served.request, timeout_s=timeout_s)
+        self._services = services
+        self._holds: Place | None = None
+        self._prepared: dict[tuple[str, int], PreparedRequest] = {}
+        self._casualties = Casualties(services.poison, services.fleet, services.company, self._request.client)
+        self._full = FullWorkers(services.settings.queue_timeout_s)
+
+    async def run(self) -> list[float]:
+        """The embedding. Raises: PdServeError."""
         try:
             async with asyncio.timeout(self._request.timeout_s) as deadline:
                 self._record.deadline = deadline
@@ -74,29 +78,32 @@ class EmbeddingRun:
         except PdServeError as failed:
             error = failed
         except Exception:
-            log.exception("request %s failed in the router", self.request_id)
+            log.exception("request %s failed in the router", self._request_id)
             error = InternalError("internal error; the router's log has the details")
+        finally:
+            # the record outlives the timer, and what the timer refers to
+            self._record.deadline = None
         self._record.error = error
-        raise as_client_sees(error, self.request_id)
+        raise as_client_sees(error, self._request_id)
 
     async def _serve(self) -> list[float]:
         token_ids = await self._services.preparation.tokenize(self._request, Limits.of(self._workers()))
         request = self._services.preparation.complete_embedding(
-            self.request_id, self._request, token_ids, await self._limits()
+            self._request_id, self._request, token_ids, await self._limits()
         )
-        self.usage.prompt_tokens = len(token_ids)
-        self.timeline.mark(moments.TOKENIZED)
+        self._input.usage.prompt_tokens = len(token_ids)
+        self._timeline.mark(moments.TOKENIZED)
         self._record.tokenized(len(token_ids))
         cost = Cost(num_blocks=self._num_blocks(len(token_ids)), num_tokens=len(token_ids))
         async with self._services.admission.place(
             cost, until_hopeless=self._until_hopeless, client=self._request.client
         ) as self._holds:
-            self.timeline.mark(moments.ADMITTED)
+            self._timeline.mark(moments.ADMITTED)
             self._record.admitted()
             embedded = await self._attempts(request)
-        self.timeline.mark(moments.FINISHED)
+        self._timeline.mark(moments.FINISHED)
         if not self._request.cache.is_shared:
-            self.usage.cached_tokens = embedded.num_cached_tokens
+            self._input.usage.cached_tokens = embedded.num_cached_tokens
         self._record.embedded(embedded.num_cached_tokens)
         return embedded.values
 
@@ -110,7 +117,7 @@ class EmbeddingRun:
             worker = decision.placement.prefill
             if worker is None:
                 raise InternalError("a placement without a prefill worker")
-            self.timeline.mark(moments.PLACED)
+            self._timeline.mark(moments.PLACED)
             self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
             prepared = self._hashed(request, worker.identity.layout)
             self._services.poison.check(self._request.client, prepared.request_digest)
@@ -125,7 +132,7 @@ class EmbeddingRun:
                 if (full := failure.refused_by) is not None:
                     await self._full.refused(full, failure.error)
                     continue
-                log.info("request %s: attempt %d failed: %s", self.request_id, number - 1, failure)
+                log.info("request %s: attempt %d failed: %s", self._request_id, number - 1, failure)
                 num_counted += 1
                 self._casualties.count(failure, prepared.request_digest)
                 if not failure.error.retryable or num_counted >= self._services.settings.max_attempts:
@@ -148,7 +155,7 @@ class EmbeddingRun:
             raise AttemptFailed(failure.error, worker, died=failure.died) from failure
         finally:
             booking.end()
-        self.timeline.merge(embedded.moments)
+        self._timeline.merge(embedded.moments)
         return embedded
 
     async def _limits(self) -> Limits:
@@ -160,7 +167,7 @@ class EmbeddingRun:
     async def _place(self, request: TokenizedRequest, attempt: int, blamed: frozenset[WorkerKey]) -> RoutingDecision:
         def look() -> RoutingDecision | None:
             return self._services.placer.place(
-                self.request_id,
+                self._request_id,
                 attempt,
                 tenant=self._request.client.tenant,
                 num_tokens=len(request.token_ids),
@@ -204,7 +211,7 @@ class EmbeddingRun:
         return -(-num_tokens // min(sizes)) if sizes else 0
 
     def _too_late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"the request was not done within {self._timeout_s:g} s")
+        return DeadlineExceeded(f"the request was not done within {self._input.timeout_s:g} s")
 
     def _no_worker(self) -> WorkerLost:
         return WorkerLost(

@@ -20,7 +20,7 @@ from pdserve.router.client import ANYBODY, CacheGroup, Client
 from pdserve.router.client_bodies import ClientBodies
 from pdserve.router.client_stream import ClientStream
 from pdserve.router.embedding import Embedding
-from pdserve.router.embedding_run import EmbeddingRun
+from pdserve.router.embedding_run import EmbeddingInput
 from pdserve.router.fleet import Fleet
 from pdserve.router.generation import Generation
 from pdserve.router.placer import Placer
@@ -243,15 +243,15 @@ class Inference:
             request_id, requests[0].trace_headers, "embeddings", requests[0].client_request_id, client
         )
         cache = self._cache_group(client)
-        runs: list[EmbeddingRun] = []
+        inputs: list[EmbeddingInput] = []
         try:
             for place, request in enumerate(requests):
                 if place and not place % _RUNS_AT_ONCE:
                     await asyncio.sleep(0)
                 request = msgspec.structs.replace(request, trace_headers=record.headers, client=client, cache=cache)
                 run_id = request_id if len(requests) == 1 else f"{request_id}-{place}"
-                runs.append(EmbeddingRun(run_id, request, self._services, record))
+                inputs.append(EmbeddingInput(run_id, request, record))
         except asyncio.CancelledError:
             record.end()
             raise
-        return Embedding(request_id, runs, self.admission, record, client)
+        return Embedding(request_id, inputs, self._services, self.admission, record, client)
