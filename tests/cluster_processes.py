@@ -27,6 +27,7 @@ KEY = "a key for tests, of no worth at all"
 PROGRAM = ("-m", "pdserve.cli.main")
 START_S = 60.0
 SETTLE_S = 10.0
+_METRICS = re.compile(r"metrics (http://\S+)/metrics")
 _ROUTER_READY = re.compile(r"ready: OpenAI https?://(\S+)/v1  gRPC (\S+)")
 
 
@@ -123,6 +124,10 @@ class Cluster:
             process = ForkedProcess(command, output=output.fileno(), environ=environ, pass_fds=pass_fds)
         service = self.services[name] = Service(name, role, flags, process, log)
         return service
+
+    def metrics_url(self, service: Service) -> str:
+        """Where a service serves `/metrics`, as its log says."""
+        return _METRICS.findall(service.read_log())[-1]
 
     def load(self, service: Service) -> worker_pb2.Load:
         """A worker's state now."""

@@ -119,10 +119,12 @@ async def _disturb(cluster: Cluster, redis: RedisServer, loads: list[Load], draw
 async def _report(cluster: Cluster, loads: list[Load], began: float) -> dict[str, Size]:
     sizes = {name: Size.of(service.process.pid) for name, service in cluster.services.items()}
     async with httpx.AsyncClient(trust_env=False) as http:
-        page = (await http.get(f"http://{cluster.router.http}/metrics")).text
+        response = await http.get(f"{cluster.metrics_url(cluster.router)}/metrics")
+        page = response.raise_for_status().text
     indexed = re.search(r"^pdserve_indexed_blocks (\S+)$", page, re.MULTILINE)
+    assert indexed is not None, page
     answers = sum(load.num_answers for load in loads)
-    print(f"\n{time.monotonic() - began:6.0f} s  {answers} answers, {indexed and indexed[1]} blocks indexed")
+    print(f"\n{time.monotonic() - began:6.0f} s  {answers} answers, {float(indexed[1]):.0f} blocks indexed")
     for name, size in sizes.items():
         blocks = ""
         if cluster.services[name].role != "router":
