@@ -8,7 +8,7 @@ export PYTHONSAFEPATH := 1
 INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
 
-.PHONY: up demo test faults fuzz soak check proto bench lock sbom format clean
+.PHONY: up demo test test-all faults fuzz soak check proto bench lock sbom format clean
 
 up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
 	$(BIN)/pdserve up
@@ -18,6 +18,10 @@ demo: $(VENV)/.runtime  ## the same, one question, then stop
 
 test: $(VENV)/.dev  ## the whole test suite, a process for each of two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-all: $(VENV)/.dev  ## every test but those of make faults and make soak, then five minutes of make fuzz
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not faults and not soak"
+	FUZZ_S=300 $(BIN)/python -m pytest -q -s -m fuzz
 
 faults: $(VENV)/.dev  ## the whole kill matrix: every signal, in every phase, to every role
 	$(BIN)/python -m pytest -m "not soak" tests/faults

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -463,3 +464,14 @@ def test_a_grammar_costs_no_place_in_the_queue(make_engine: Callable[..., Harnes
         engine.step()
         ended += sorted(before - set(engine.scheduler.requests))
     assert ended == ["running", "first", "second", "third"]
+
+
+def test_a_fork_server_whose_worker_was_killed_ends_without_a_traceback(folder):
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    command = [sys.executable, "-P", "-m", "pdserve.engine.grammar_process", str(its.fileno()), str(folder)]
+    ended = subprocess.run(
+        [*command, str(VOCAB_SIZE)], pass_fds=(its.fileno(),), capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    its.close()
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -60,7 +60,7 @@ async def test_no_connection_breaks_and_no_attempt_is_lost_on_a_busy_machine(
         cluster.check_logs()
 
 
-@pytest.mark.parametrize("connector", ["tcp", "nixl"])
+@pytest.mark.parametrize("connector", ["tcp", pytest.param("nixl", marks=pytest.mark.slow)])
 async def test_a_worker_that_is_suspended_for_two_seconds_loses_nothing(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path, connector: str
 ) -> None:

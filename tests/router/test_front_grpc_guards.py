@@ -16,7 +16,7 @@ from loop_watch import resident_bytes
 from pdserve.common import open_calls
 from pdserve.common.errors import BodyTooLarge, Overloaded
 from pdserve.common.rpc import ERROR_CODE_KEY, from_rpc_error
-from pdserve.router import client_bodies
+from pdserve.router import client_bodies, failed_attempts
 from pdserve.v1 import inference_pb2
 
 GENERATE = "/pdserve.v1.InferenceService/Generate"
@@ -53,7 +53,9 @@ def refused_calls(address: str, count: int, data: bytes, compression: grpc.Compr
 
 
 @pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip], ids=["plain", "gzip"])
-async def test_refused_calls_are_not_read(cluster, parsed, compression):
+async def test_refused_calls_are_not_read(cluster, parsed, compression, monkeypatch):
+    # what repeated failures are delayed by is no part of this
+    monkeypatch.setattr(failed_attempts, "LONGEST_DELAY_S", 0.0)
     await cluster.start(prefill=0, decode=0, api_keys=("a-key-that-is-long-enough",))
     tokens = inference_pb2.TokenPrompt(token_ids=[1] * 15_000_000)
     data = inference_pb2.GenerateRequest(tokens=tokens).SerializeToString()

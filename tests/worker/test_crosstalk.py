@@ -87,7 +87,7 @@ def _fail_some(draw: random.Random) -> Callable[[Any], None]:
     return injure
 
 
-@pytest.mark.parametrize("kind", ["local", "tcp"])
+@pytest.mark.parametrize("kind", [pytest.param("local", marks=pytest.mark.slow), "tcp"])
 async def test_i8_every_answer_is_its_own(make_pair: Any, kind: str) -> None:
     pair = await make_pair(kind, **SMALL)
     draw = random.Random(12)

@@ -59,8 +59,10 @@ def main() -> None:
         raise
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page that holds an object
-    control.send(encode(Ready()))
-    ForkServer(control, vocabulary).run()
+    # a worker that was killed meanwhile has closed its end
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        control.send(encode(Ready()))
+        ForkServer(control, vocabulary).run()
 
 
 class ForkServer:
