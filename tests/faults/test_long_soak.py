@@ -19,7 +19,7 @@ import grpc.aio
 import httpx
 import psutil
 import pytest
-from cluster_processes import Cluster, running_cluster
+from cluster_processes import Cluster, Service, running_cluster
 from inference_client import InferenceClient
 from random_prompts import prompt_of
 from redis_server import RedisServer, redis_server
@@ -94,26 +94,35 @@ async def _ask_too_much(client: InferenceClient, over: asyncio.Event) -> int:
     return num_refused
 
 
-async def _disturb(cluster: Cluster, redis: RedisServer, loads: list[Load], draw: random.Random, until: float) -> int:
-    """One fault after the other; returns how many."""
+async def _disturb(
+    cluster: Cluster, redis: RedisServer, loads: list[Load], draw: random.Random, until: float, whole: asyncio.Lock
+) -> int:
+    """One fault after the other, each with `whole` held; returns how many."""
     num_faults = 0
     while time.monotonic() < until:
         await asyncio.sleep(draw.uniform(2.0, 6.0))
         victim = cluster.services[draw.choice(WORKERS)]
         way = "SIGSTOP" if victim.name in KEPT else draw.choice(WAYS)
-        with (
-            loads[0].sessions_may_be_lost(victim.role == "decode"),
-            loads[1].sessions_may_be_lost(victim.role == "decode"),
-        ):
-            if draw.random() < 0.1:
-                redis.kill()
-                await asyncio.sleep(1.0)
-                await asyncio.to_thread(redis.start)
-            await hurt(cluster, victim, way, draw)
-            for load in loads:
-                await load.answered()
+        async with whole:
+            await _hurt(cluster, redis, loads, draw, victim, way)
         num_faults += 1
     return num_faults
+
+
+async def _hurt(
+    cluster: Cluster, redis: RedisServer, loads: list[Load], draw: random.Random, victim: Service, way: str
+) -> None:
+    with (
+        loads[0].sessions_may_be_lost(victim.role == "decode"),
+        loads[1].sessions_may_be_lost(victim.role == "decode"),
+    ):
+        if draw.random() < 0.1:
+            redis.kill()
+            await asyncio.sleep(1.0)
+            await asyncio.to_thread(redis.start)
+        await hurt(cluster, victim, way, draw)
+        for load in loads:
+            await load.answered()
 
 
 async def _report(cluster: Cluster, loads: list[Load], began: float) -> dict[str, Size]:
@@ -152,13 +161,14 @@ async def test_nothing_grows_and_nothing_dies(tiny_checkpoints: Callable[..., Pa
             for load in loads:
                 await load.learn()
                 load.begin()
-            began, over = time.monotonic(), asyncio.Event()
+            began, over, whole = time.monotonic(), asyncio.Event(), asyncio.Lock()
             asking = asyncio.create_task(_ask_too_much(greedy, over))
-            disturbing = asyncio.create_task(_disturb(cluster, redis, loads, draw, began + SOAK_S))
+            disturbing = asyncio.create_task(_disturb(cluster, redis, loads, draw, began + SOAK_S, whole))
             warm: dict[str, Size] = {}
             while not disturbing.done():
                 await asyncio.wait({disturbing, asking}, timeout=REPORT_S, return_when=asyncio.FIRST_COMPLETED)
-                sizes = await _report(cluster, loads, began)
+                async with whole:
+                    sizes = await _report(cluster, loads, began)
                 if not warm and time.monotonic() - began >= SOAK_S / 4:
                     warm = sizes
                 assert not asking.done(), asking.result()
