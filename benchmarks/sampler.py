@@ -32,10 +32,18 @@ CASES: dict[str, dict[str, float]] = {
 
 
 def rows_of(kind: str, count: int, vocab_size: int) -> Tensor:
-    """flat: normal logits, of which top_p 0.9 keeps a third; peaked: by Zipf's law, of which it keeps a hundred."""
+    """flat: normal logits, of which top_p 0.9 keeps a third; peaked: by Zipf's law, of which it keeps a hundred.
+
+    masked: as a grammar leaves them, 50 normal logits and -inf.
+    """
     random = np.random.default_rng(0)
     if kind == "flat":
         return torch.from_numpy(random.normal(size=(count, vocab_size)).astype(np.float32))
+    if kind == "masked":
+        logits = np.full((count, vocab_size), -np.inf, dtype=np.float32)
+        for row in logits:
+            row[random.choice(vocab_size, 50, replace=False)] = random.normal(size=50)
+        return torch.from_numpy(logits)
     ranks = random.permuted(np.tile(np.arange(1, vocab_size + 1), (count, 1)), axis=1)
     return torch.from_numpy((-1.6 * np.log(ranks) + random.normal(size=ranks.shape) * 0.5).astype(np.float32))
 
@@ -92,15 +100,17 @@ def milliseconds(call: Callable[[], object]) -> float:
 def measured(vocab_size: int, num_rounds: int) -> Iterator[tuple[int, str, str, int, NDArray[np.float64]]]:
     """Threads, kind, case, rows, and `[2, rounds]` milliseconds: before, now. Rounds alternate between the two."""
     sampler = Sampler()
-    for kind in ("flat", "peaked"):
+    for kind in ("flat", "peaked", "masked"):
         every = rows_of(kind, 64, vocab_size)
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for name, fields in CASES.items():
                 for count in (1, 8, 64):
                     logits, asked = every[:count], metadata(count, vocab_size, fields)
-                    times = np.empty((2, num_rounds))
-                    for turn in range(-1, num_rounds):
+                    # short cases get more rounds: one interruption is a larger part of them
+                    num_turns = num_rounds * (8 if not fields or count == 1 else 1)
+                    times = np.empty((2, num_turns))
+                    for turn in range(-1, num_turns):
                         for place, rule in enumerate((before, sampler)):
                             took = milliseconds(partial(rule, logits, asked))
                             if turn >= 0:  # the first turn warms up
@@ -118,7 +128,7 @@ def main() -> None:
     print(f"numpy        {np.__version__}")
     print(f"vocabulary   {options.vocab_size:,}; temperature 0.9")
     print(
-        f"numbers      ms per step of all rows; least and median of {options.rounds} rounds, the two rules in turns\n"
+        f"numbers      ms per step of all rows; least and median of {options.rounds} rounds or more, the two rules in turns\n"
     )
     columns = ("threads", "rows", "before", "median", "now", "median", "least", "median")
     print(f"{'':<30}" + "".join(f"{name:>9}" for name in columns) + "  (the last two: before / now)")
