@@ -9,7 +9,7 @@ import pytest
 import sampling_reference
 from numpy.typing import NDArray
 
-from pdserve.engine.kept_tokens import Cut, border, top_p_alone
+from pdserve.engine.kept_tokens import Cut, border, masses, top_p_alone
 from pdserve.engine.scratch import Scratch
 
 NEAR = 1e-6
@@ -85,10 +85,11 @@ def test_of_equal_logits_the_lowest_ids_are_kept(fields: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
-def test_tokens_out_of_reach_change_nothing(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("share", [0.7, 0.99])
+def test_tokens_out_of_reach_change_nothing(fields: dict[str, Any], share: float) -> None:
     random = np.random.default_rng(6)
     logits = random.normal(size=(8, 300)).astype(np.float32) * 3
-    logits[random.random(logits.shape) < 0.7] = -np.inf
+    logits[:, 1:][random.random((8, 299)) < share] = -np.inf
     logits[0] = -np.inf
     logits[0, 7] = -3e38
     for row, answer in zip(logits, kept(logits, cut(8, 300, **fields)), strict=True):
@@ -114,6 +115,15 @@ def test_a_large_vocabulary_is_cut_as_a_small_one() -> None:
     logits = np.stack([flat, random.permutation(peaked), narrow]).astype(np.float32)
     for fields in ({"top_p": 0.9}, {"top_p": 0.999}, {"top_k": 20}, {"top_k": 9000, "top_p": 0.5}, {"min_p": 0.05}):
         check(logits, **fields)
+
+
+def test_a_tokens_mass_does_not_depend_on_its_place_in_the_array() -> None:
+    scaled = -np.random.default_rng(9).exponential(6, 500).astype(np.float32)
+    whole = masses(scaled.copy())
+    for first in range(0, 40):
+        np.testing.assert_array_equal(masses(scaled[first : first + 37].copy()), whole[first : first + 37])
+    alone = [masses(scaled[place : place + 1].copy())[0] for place in range(len(scaled))]
+    np.testing.assert_array_equal(alone, whole)
 
 
 def test_a_row_is_cut_as_it_is_alone() -> None:

@@ -86,6 +86,14 @@ def test_the_ends_of_the_noise_are_finite_and_a_larger_number_is_less_noise() ->
     assert (np.diff(values) <= 0).all()
 
 
+def test_a_tokens_noise_does_not_depend_on_its_place_in_the_array() -> None:
+    bits = np.random.default_rng(4).integers(0, 2**64 - 1, 500, dtype=np.uint64)
+    whole = gumbel_of_bits(bits)
+    for first in range(0, 40):
+        np.testing.assert_array_equal(gumbel_of_bits(bits[first : first + 37]), whole[first : first + 37])
+    np.testing.assert_array_equal([gumbel_of_bits(bits[place : place + 1])[0] for place in range(500)], whole)
+
+
 @pytest.mark.parametrize("name", COORDINATES)
 def test_noise_is_uniform_along_every_coordinate_and_its_neighbours_are_independent(name: str) -> None:
     count = 100_000

@@ -211,9 +211,9 @@ def test_a_row_does_not_depend_on_its_batch_mates(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"top_p": 0.9}, {"top_k": 25}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.7}], ids=str
+    "fields", [{}, {"top_p": 0.9}, {"top_k": 25}, {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 40, "top_p": 0.7}], ids=str
 )
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("temperature", [1.1e-5, 0.3, 1.0, 5.0, 100.0])
 def test_tokens_are_the_references(fields: dict[str, Any], temperature: float) -> None:
     random = np.random.default_rng(13)
     logits = (random.normal(size=(150, 90)) * random.uniform(0.3, 6, (150, 1))).astype(np.float32)
@@ -226,6 +226,51 @@ def test_tokens_are_the_references(fields: dict[str, Any], temperature: float) -
         coordinates = (int(asked.seeds[row]), int(asked.indexes[row]), int(asked.positions[row]))
         expected = sampling_reference.sample(logits[row].astype(np.float64).tolist(), params, *coordinates)
         assert sampled[row] == expected.token_id or expected.margin < 1e-5, (row, expected)
+
+
+@pytest.mark.parametrize("num_allowed", [1, 2, 30])
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"top_k": 25}, {"min_p": 1.0}], ids=str)
+@pytest.mark.parametrize("temperature", [1.1e-5, 1.0, 100.0])
+def test_forbidden_tokens_stay_out_whatever_biases_and_penalties_add(
+    num_allowed: int, fields: dict[str, Any], temperature: float
+) -> None:
+    random, count, vocab_size = np.random.default_rng(15), 40, 2000
+    logits = (random.normal(size=(count, vocab_size)) * 4).astype(np.float32)
+    allowed = np.sort(random.permuted(np.tile(np.arange(vocab_size), (count, 1)), axis=1)[:, :num_allowed])
+    rows = np.arange(count)
+    every = Entries(np.repeat(rows, vocab_size), np.tile(np.arange(vocab_size), count))
+    size = len(every.rows)
+    rules = TokenRules(
+        allowed=Entries(np.repeat(rows, num_allowed), allowed.reshape(-1)),
+        biased=every,
+        biases=random.uniform(-1, 100, size).astype(np.float32),
+    )
+    penalties = Penalties(
+        repeated=every,
+        repetition=np.full(size, 0.5, dtype=np.float32),
+        in_output=every,
+        frequency=np.full(size, -2, dtype=np.float32),
+        presence=np.full(size, -2, dtype=np.float32),
+    )
+    asked = metadata(
+        count, token_rules=rules, penalties=penalties, temperature=temperature, **({"top_k": vocab_size} | fields)
+    )
+    after = torch.from_numpy(logits)
+    sampled = Sampler()(after, asked).sampled_token_ids
+    params = sampling_reference.Params(temperature=float(np.float32(temperature)), **fields)
+    for row in range(count):
+        assert np.flatnonzero(np.isfinite(logits[row])).tolist() == allowed[row].tolist()
+        expected = sampling_reference.sample(logits[row].astype(np.float64).tolist(), params, 42, 0, row)
+        assert sampled[row] in allowed[row]
+        assert sampled[row] == expected.token_id or expected.margin < 1e-5, (row, expected)
+
+
+def test_extreme_logits_overflow_nothing() -> None:
+    logits = np.array([[3e38, -3e38, 0.0, 2.9e38, -np.inf, -3.4e38]] * 30, dtype=np.float32)
+    for fields in ({}, {"top_p": 0.9}, {"top_k": 2}, {"min_p": 1e-9}):
+        for temperature in (1.1e-5, 1.0, 100.0):
+            asked = metadata(30, temperature=temperature, **({"top_k": 6} | fields))
+            assert set(Sampler()(torch.from_numpy(logits.copy()), asked).sampled_token_ids.tolist()) == {0}
 
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 12, "top_p": 0.95}

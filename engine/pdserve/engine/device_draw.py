@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.kept_tokens import MASS_OF_HIGHEST, Cut
+from pdserve.engine.kept_tokens import LOWEST, MASS_OF_HIGHEST, Cut
 from pdserve.engine.noise import TOKENS_PER_LEAD_CALL, gumbel
 from pdserve.engine.token_draw import SLACK, NoiseRows, highest_sums
 
@@ -56,7 +56,7 @@ def _kept(logits: Tensor, scaled: Tensor, cut: Cut) -> Tensor:
     """`[R, V]` bool."""
     device, vocab_size = logits.device, logits.shape[1]
     with np.errstate(divide="ignore"):
-        floor = np.log(cut.min_p.astype(np.float64)).astype(np.float32)
+        floor = np.maximum(np.log(cut.min_p.astype(np.float64)).astype(np.float32), LOWEST)
     kept = scaled >= _column(floor, device)
     if (cut.top_k < vocab_size).any():
         kept &= _beginning(logits, kept.double(), _column(cut.top_k.astype(np.float64), device))

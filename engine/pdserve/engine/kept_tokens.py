@@ -10,7 +10,8 @@ in float32:
 
 A token's mass is the integer `round(exp(y) 2^34)` (exp in float32, halves to even): float64 adds masses without rounding
 up to a vocabulary of 2^19, so no order of summation, batch or number of threads moves a border. A token 3.4e10 times less
-likely than the most likely has no mass.
+likely than the most likely has no mass. A token of y -inf, as rules and grammars make most tokens, has no part in a
+kept set here: it is never drawn.
 A kept set is given by its border: the logit of its last token, and that token's id. A histogram of the masses over y
 names the bucket in which the border of top_p lies; of the tokens in question, selection digit by digit over the ordered
 integers of their float32 logits finds it.
@@ -28,6 +29,10 @@ from pdserve.engine.scratch import Scratch
 MASS_OF_HIGHEST = 2.0**34
 _NO_MASS = np.float32(-25)
 """y below which a token has no mass."""
+LOWEST = np.finfo(np.float32).min
+"""Of the finite numbers."""
+FEW = 32
+"""Where at most one token in FEW is in question, a list of them costs less than the whole vocabulary."""
 _BUCKETS = 2048
 _DIGIT_BITS = 11
 _FEWEST_BLOCKS = 1024
@@ -60,8 +65,8 @@ class Border:
 
     @classmethod
     def of_all(cls, num_rows: int, vocab_size: int) -> Border:
-        """Nothing is cut."""
-        return cls(np.full(num_rows, -np.inf, dtype=np.float32), np.full(num_rows, vocab_size))
+        """Keeps all tokens but those of logit -inf."""
+        return cls(np.full(num_rows, LOWEST, dtype=np.float32), np.full(num_rows, vocab_size))
 
     def keeps(
         self, logits: NDArray[np.float32], rows: NDArray[np.int64], token_ids: NDArray[np.int64]
@@ -81,11 +86,12 @@ def border(logits: NDArray[np.float32], highest: NDArray[np.float32], cut: Cut, 
     with np.errstate(over="ignore"):
         np.subtract(logits, highest[:, None], out=scaled)
         np.divide(scaled, cut.temperature[:, None], out=scaled)
-    if top_p_alone(cut, logits.shape[1]).all():
-        return _border_of_top_p(logits, scaled, cut.top_p.astype(np.float64), scratch)
     num_rows, vocab_size = logits.shape
     reaches_floor = scratch.array("mask", logits.shape, np.bool_)
     np.greater_equal(scaled, _floor(scaled, cut)[:, None], out=reaches_floor)
+    are_many = np.count_nonzero(reaches_floor) * FEW > reaches_floor.size
+    if are_many and top_p_alone(cut, vocab_size).all():
+        return _border_of_top_p(logits, scaled, cut.top_p.astype(np.float64), scratch)
     listed = _Listed.of(np.flatnonzero(reaches_floor), logits, scaled)
     found = Border(np.minimum.reduceat(listed.logits, listed.starts()), np.full(num_rows, vocab_size))
     if (cut.top_k < vocab_size).any():
@@ -111,10 +117,10 @@ def top_p_alone(cut: Cut, vocab_size: int) -> NDArray[np.bool_]:
 
 
 def _floor(scaled: NDArray[np.float32], cut: Cut) -> NDArray[np.float32]:
-    """`[R]` a y that every token kept by top_k reaches, and those of min_p alone do."""
+    """`[R]` a finite y that every token kept by top_k reaches, and those of min_p alone do."""
     num_rows, vocab_size = scaled.shape
     with np.errstate(divide="ignore"):
-        floor = np.log(cut.min_p.astype(np.float64)).astype(np.float32)
+        floor = np.maximum(np.log(cut.min_p.astype(np.float64)).astype(np.float32), LOWEST)
     limited = cut.top_k < vocab_size
     largest = int(cut.top_k[limited].max(initial=0))
     if not 0 < largest <= vocab_size // 8:

@@ -28,7 +28,7 @@ from torch import Tensor
 from pdserve.common.errors import InternalError
 from pdserve.engine import device_draw
 from pdserve.engine.grammar_masks import GrammarMask
-from pdserve.engine.kept_tokens import Cut, border, top_p_alone
+from pdserve.engine.kept_tokens import Border, Cut, border, top_p_alone
 from pdserve.engine.logits_plugin_stage import PluginStage
 from pdserve.engine.logprobs import LogprobsTensors, RawLogprobs
 from pdserve.engine.penalties import Penalties
@@ -133,7 +133,11 @@ class Sampler:
             for first in range(0, len(members), at_once):
                 block = members[first : first + at_once]
                 values, asked = self._rows(logits, rows[block]), cut.of(block)
-                found = border(values, highest[block], asked, self._scratch) if is_cut else None
+                found = (
+                    border(values, highest[block], asked, self._scratch)
+                    if is_cut
+                    else Border.of_all(len(block), vocab_size)
+                )
                 kept = KeptRows(values, highest[block], asked.temperature, found)
                 drawn[block] = draw(kept, noise.of(block), self._scratch)
         return drawn

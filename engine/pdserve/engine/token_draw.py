@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.kept_tokens import Border
+from pdserve.engine.kept_tokens import FEW, Border
 from pdserve.engine.noise import gumbel, gumbel_of_leads, leads
 from pdserve.engine.scratch import Scratch
 
@@ -24,8 +24,6 @@ SLACK = 1e-3
 """In y."""
 _ROUNDING = 1e-6
 """Relative; what rounding to float32 a few times changes."""
-_PART = 32
-"""If at most one token of so many is kept, noise for all of them costs less than the leads of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +49,13 @@ class KeptRows:
     """`[R]`, each row's highest logit."""
     temperature: NDArray[np.float32]
     """`[R]`"""
-    border: Border | None
-    """None where nothing is cut."""
+    border: Border
 
     def listed(self, mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Rows and ids of the kept tokens of the mask, by row and then by id. mask `[R, V]`."""
         places = np.flatnonzero(mask)
         rows = places // mask.shape[1]
         token_ids = places - rows * mask.shape[1]
-        if self.border is None:
-            return rows, token_ids
         kept = self.border.keeps(self.logits[rows, token_ids], rows, token_ids)
         return rows[kept], token_ids[kept]
 
@@ -80,19 +75,20 @@ def draw(kept: KeptRows, noise: NoiseRows, scratch: Scratch) -> NDArray[np.int64
     """`[R]` token ids."""
     num_rows, vocab_size = kept.logits.shape
     mask = scratch.array("mask", kept.logits.shape, np.bool_)
-    if kept.border is not None:
-        np.greater_equal(kept.logits, kept.border.logit[:, None], out=mask)
-        if np.count_nonzero(mask) * _PART <= mask.size:
-            rows, token_ids = kept.listed(mask)
-            own = noise.of(rows)
-            drawn = gumbel(own.seeds, own.indexes, own.positions, token_ids)
-            return token_ids[highest_sums(kept.scaled(rows, token_ids) + drawn, rows, num_rows)]
+    np.greater_equal(kept.logits, kept.border.logit[:, None], out=mask)
+    if np.count_nonzero(mask) * FEW <= mask.size:
+        # noise for all of them costs less than the leads of the vocabulary
+        rows, token_ids = kept.listed(mask)
+        own = noise.of(rows)
+        drawn = gumbel(own.seeds, own.indexes, own.positions, token_ids)
+        return token_ids[highest_sums(kept.scaled(rows, token_ids) + drawn, rows, num_rows)]
     lead = leads(noise.seeds, noise.indexes, noise.positions, vocab_size, scratch)
     without_lead = scratch.array("without lead", mask.shape, np.bool_)
     rows, token_ids = kept.listed(np.equal(lead, 0, out=without_lead))
     highest_without = np.full(num_rows, -np.inf)
     np.maximum.at(highest_without, rows, kept.logits[rows, token_ids])
-    np.greater_equal(kept.logits, kept.surely_below(highest_without)[:, None], out=mask)
+    threshold = np.maximum(kept.surely_below(highest_without), kept.border.logit)
+    np.greater_equal(kept.logits, threshold[:, None], out=mask)
     rows, token_ids = kept.listed(np.logical_or(mask, without_lead, out=mask))
     own = noise.of(rows)
     drawn = gumbel_of_leads(lead[rows, token_ids], own.seeds, own.indexes, own.positions, token_ids)
