@@ -91,14 +91,18 @@ def _inverse_cdf(weights: Tensor, asked: SamplingMetadata) -> Tensor:
     return torch.minimum(chosen, last)
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def milliseconds(call: Callable[[], object]) -> tuple[float, float]:
+    """Wall time, and processor time of all threads."""
+    start, used = time.perf_counter(), time.process_time()
     call()
-    return (time.perf_counter() - start) * 1e3
+    return (time.perf_counter() - start) * 1e3, (time.process_time() - used) * 1e3
 
 
 def measured(vocab_size: int, num_rounds: int) -> Iterator[tuple[int, str, str, int, NDArray[np.float64]]]:
-    """Threads, kind, case, rows, and `[2, rounds]` milliseconds: before, now. Rounds alternate between the two."""
+    """Threads, kind, case, rows, and `[2, 2, rounds]` milliseconds: wall and processor time; before, now.
+
+    Rounds alternate between the two rules.
+    """
     sampler = Sampler()
     for kind in ("flat", "peaked", "masked"):
         every = rows_of(kind, 64, vocab_size)
@@ -109,12 +113,12 @@ def measured(vocab_size: int, num_rounds: int) -> Iterator[tuple[int, str, str, 
                     logits, asked = every[:count], metadata(count, vocab_size, fields)
                     # short cases get more rounds: one interruption is a larger part of them
                     num_turns = num_rounds * (8 if not fields or count == 1 else 1)
-                    times = np.empty((2, num_turns))
+                    times = np.empty((2, 2, num_turns))
                     for turn in range(-1, num_turns):
                         for place, rule in enumerate((before, sampler)):
                             took = milliseconds(partial(rule, logits, asked))
                             if turn >= 0:  # the first turn warms up
-                                times[place, turn] = took
+                                times[:, place, turn] = took
                     yield threads, kind, name, count, times
 
 
@@ -127,15 +131,18 @@ def main() -> None:
         print(f"{name:<12} {value}")
     print(f"numpy        {np.__version__}")
     print(f"vocabulary   {options.vocab_size:,}; temperature 0.9")
-    print(
-        f"numbers      ms per step of all rows; least and median of {options.rounds} rounds or more, the two rules in turns\n"
-    )
-    columns = ("threads", "rows", "before", "median", "now", "median", "least", "median")
-    print(f"{'':<30}" + "".join(f"{name:>9}" for name in columns) + "  (the last two: before / now)")
+    print(f"numbers      ms per step of all rows; {options.rounds} rounds or more, the two rules in turns")
+    print("             wall time: least and median; processor time of all threads: least\n")
+    columns = ("threads", "rows", "before", "median", "now", "median", "before", "now", "wall", "median", "cpu")
+    print(f"{'':<47}{'wall':<35}{'processor':<18}before / now")
+    print(f"{'':<30}" + "".join(f"{name:>9}" for name in columns))
     for threads, kind, name, count, times in measured(options.vocab_size, options.rounds):
-        least, median = times.min(1), np.median(times, axis=1)
-        numbers = (least[0], median[0], least[1], median[1], least[0] / least[1], median[0] / median[1])
-        print(f"{kind:<8}{name:<22}{threads:>9}{count:>9}" + "".join(f"{each:>9.2f}" for each in numbers), flush=True)
+        (before_ms, now_ms), (before_cpu, now_cpu) = times.min(-1)
+        before_median, now_median = np.median(times[0], axis=-1)
+        numbers = (before_ms, before_median, now_ms, now_median, before_cpu, now_cpu)
+        ratios = (before_ms / now_ms, before_median / now_median, before_cpu / now_cpu)
+        line = "".join(f"{each:>9.2f}" for each in (*numbers, *ratios))
+        print(f"{kind:<8}{name:<22}{threads:>9}{count:>9}{line}", flush=True)
     print(f"\nload after   {os.getloadavg()[0]:.2f}")
 
 
