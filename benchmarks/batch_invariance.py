@@ -1,10 +1,10 @@
-"""Sampling alone and in batches of 16 and 64: how many sequences differ, and by what margin their tokens had won.
+"""Sampling alone and in batches of 16 and 64: how many sequences differ, from which token on, and by what margin.
 
 A random Llama of 2 layers, 9 query heads on 3 KV heads, 16,000 tokens of vocabulary: random weights are flat, so that more
 tokens are near each other than in a trained model. Prompts of 8 to 24 tokens, each with a seed; six mixes of
-temperature, top_p, top_k and min_p in turn. Each batch size has an engine of its own.
+temperature, top_p, top_k and min_p in turn. Each batch size has an engine of its own, on one thread.
 
-Usage: python benchmarks/batch_invariance.py [--sequences 10000] [--dtype float32] [--without-margins]
+Usage: python benchmarks/batch_invariance.py [--sequences 10000] [--dtype float32] [--max-margins 200]
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import torch
 from conditions import conditions
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -23,58 +26,85 @@ from checkpoints import make_checkpoint
 from oracle import Oracle
 from same_seeds import MIXES, answers, difference, params, prompts
 
-from pdserve.llm import LLM
+from pdserve.llm import LLM, SamplingParams
 
 VOCAB_SIZE = 16_000
 BATCHES = (1, 16, 64)
+HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}
+
+Asked = Sequence[tuple[list[int], SamplingParams]]
+Pairs = Sequence[tuple[list[int], list[int]]]
+
+
+def first_difference(pair: tuple[list[int], list[int]]) -> int:
+    """Output position of the first token in which the two differ."""
+    return next(place for place, (alone, among) in enumerate(zip(*pair, strict=True)) if alone != among)
+
+
+def report(batch: int, pairs: Pairs, num_tokens: int) -> list[int]:
+    """Numbers of the sequences that differ."""
+    differing = [number for number, (alone, among) in enumerate(pairs) if alone != among]
+    places = [first_difference(pairs[number]) for number in differing]
+    # after the first difference the two are different texts, which say nothing about the sampler
+    compared = len(pairs) * num_tokens - sum(num_tokens - place - 1 for place in places)
+    print(f"\namong {batch}: {len(differing):,} of {len(pairs):,} sequences differ, ", end="")
+    print(f"{len(differing) / compared:.1e} of {compared:,} tokens after equal beginnings")
+    print(f"  by the first token that differs: {np.bincount(places, minlength=num_tokens).tolist()}")
+    for mix, fields in enumerate(MIXES):
+        count = sum(number % len(MIXES) == mix for number in differing)
+        print(f"  {count:>6,} of {len(pairs[mix :: len(MIXES)]):,} with {fields or 'temperature 1'}")
+    return differing
+
+
+def print_margins(oracle: Oracle, asked: Asked, pairs: Pairs, differing: Sequence[int], max_margins: int) -> None:
+    """By what margin the tokens of some of the sequences had won, in the float32 logits of the oracle."""
+    chosen = differing[:: max(1, -(-len(differing) // max_margins))]
+    margins = []
+    for number in chosen:
+        one = difference(oracle, number, *asked[number], *pairs[number])
+        if one is not None:
+            margins.append(one.margin)
+            if len(margins) <= 20:
+                print(f"  {one}")
+    if margins:
+        print(
+            f"  margins of {len(margins):,} of them: median {np.median(margins):.1e}, "
+            f"99 % {np.quantile(margins, 0.99):.1e}, largest {max(margins):.1e}"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sequences", type=int, default=10_000)
-    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=8)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--initializer-range", type=float, default=0.3, help="deviation of the random weights")
-    parser.add_argument("--without-margins", action="store_true", help="count only")
+    parser.add_argument("--max-margins", type=int, default=200, help="sequences whose margins are computed")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     for name, value in conditions().items():
         print(f"{name:<12} {value}")
-    print(
-        f"model        {options.dtype}, vocabulary {VOCAB_SIZE:,}; {options.sequences:,} sequences of {options.max_tokens} tokens\n"
-    )
+    print(f"model        {options.dtype}, vocabulary {VOCAB_SIZE:,}, deviation of weights {options.initializer_range}")
+    print(f"asked        {options.sequences:,} sequences of {options.max_tokens} tokens, one thread\n", flush=True)
     with tempfile.TemporaryDirectory() as name:
-        heads = {
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "hidden_size": 144,
-            "initializer_range": options.initializer_range,
-        }
-        folder = make_checkpoint(Path(name), "llama", vocab_size=VOCAB_SIZE, **heads)
-        make = partial(LLM, folder, dtype=options.dtype, max_num_seqs=64, num_blocks=1024, max_model_len=128)
-        asked = list(
-            zip(prompts(options.sequences, VOCAB_SIZE), params(options.sequences, options.max_tokens), strict=True)
+        fields = HEADS | {"initializer_range": options.initializer_range}
+        folder = make_checkpoint(Path(name), "llama", vocab_size=VOCAB_SIZE, **fields)
+        make = partial(
+            LLM, folder, dtype=options.dtype, max_num_seqs=64, num_blocks=1024, max_model_len=128, num_threads=1
         )
+        given = params(options.sequences, options.max_tokens)
+        asked = list(zip(prompts(options.sequences, VOCAB_SIZE), given, strict=True))
         found = {}
         for batch in BATCHES:
-            start = time.monotonic()
+            start = time.process_time()
             found[batch] = list(answers(make, batch, asked))
-            print(f"batches of {batch}: {time.monotonic() - start:.0f} s", flush=True)
+            print(f"batches of {batch}: {time.process_time() - start:.0f} s of processor time", flush=True)
         oracle = Oracle(folder)
         for batch in BATCHES[1:]:
             pairs = list(zip(found[1], found[batch], strict=True))
-            differing = [number for number, (alone, among) in enumerate(pairs) if alone != among]
-            print(f"\namong {batch}: {len(differing)} of {len(pairs):,} sequences differ")
-            by_mix = [sum(number % len(MIXES) == mix for number in differing) for mix in range(len(MIXES))]
-            print("  " + "; ".join(f"{mix or 'plain'}: {count}" for mix, count in zip(MIXES, by_mix, strict=True)))
-            if options.without_margins:
-                continue
-            margins = []
-            for number in differing:
-                one = difference(oracle, number, *asked[number], *pairs[number])
-                if one is not None:
-                    margins.append(one.margin)
-                    print(f"  {one}")
-            print(f"  largest margin: {max(margins, default=0.0):.1e}")
+            differing = report(batch, pairs, options.max_tokens)
+            print_margins(oracle, asked, pairs, differing, options.max_margins)
+    print(f"\nload after   {conditions()['load before']}\n")
 
 
 if __name__ == "__main__":
