@@ -32,6 +32,8 @@ def all_of(answer: Answer) -> tuple[Any, ...]:
     SAMPLED | {"presence_penalty": 1.5, "frequency_penalty": 1.0}, SAMPLED | {"logprobs": 3},
     SAMPLED | {"min_tokens": 9, "stop_token_ids": tuple(range(40))}, SAMPLED | {"stop_token_ids": (3, 5, 8)},
     SAMPLED | {"bad_words_token_ids": ((5, 6), (6, 7), (9,))}, SAMPLED | {"top_k": 4, "top_p": 0.8},
+    SAMPLED | {"min_p": 0.02, "temperature": 3.0}, SAMPLED | {"top_p": 0.7},
+    SAMPLED | {"logit_bias": {3: 2.5, 7: -100.0}, "allowed_token_ids": (1, 3, 5, 7, 11, 40)},
 ])  # fmt: skip
 @pytest.mark.parametrize("length", [3, 4, 9])
 def test_i4_i5_a_sequence_resumed_at_any_position_has_the_same_rest(
@@ -90,14 +92,17 @@ def test_what_was_resumed_is_found_in_the_cache_again(make_engine: MakeEngine) -
     assert engine.model.num_tokens - computed == 3 + 2
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, SAMPLED])
 @pytest.mark.parametrize("num_blocks", [9, 10, 12])
-def test_a_resumed_sequence_that_is_preempted_repeats_nothing(make_engine: MakeEngine, num_blocks: int) -> None:
+def test_a_resumed_sequence_that_is_preempted_repeats_nothing(
+    make_engine: MakeEngine, num_blocks: int, params: dict[str, Any]
+) -> None:
     engine = make_engine(num_blocks=num_blocks, max_num_batched_tokens=13)
     wanted = {}
     for number in range(5):
         prompt = [number * 5 + place for place in range(3 + 2 * number)]
-        expected = greedy_answer(prompt, 20)
-        request_id = engine.add(prompt, output=expected[: 3 * number], params={"max_tokens": 20})
+        expected = sampled_answer(prompt, 20, seed=11) if params is SAMPLED else greedy_answer(prompt, 20)
+        request_id = engine.add(prompt, output=expected[: 3 * number], params=params | {"max_tokens": 20})
         wanted[request_id] = expected[3 * number :]
     answers = engine.run()
     assert engine.scheduler.num_preemptions > 0
