@@ -1,19 +1,13 @@
-"""`LoopWatch`: how long single callbacks keep the event loop's thread busy, and what the process' memory does."""
+"""`LoopWatch`: how long single callbacks keep the event loop's thread busy, and the peak of the process' memory."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import time
-from pathlib import Path
 from types import TracebackType
 
-_PAGE_BYTES = 4096
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+from process_memory import MemoryWatch
 
 
 class LoopWatch:
@@ -40,13 +34,13 @@ class LoopWatch:
         # as a service does at its start: a full collection of all that the tests have loaded takes 0.1 s
         gc.collect()
         gc.freeze()
-        self.began_bytes = resident_bytes()
+        self._memory = MemoryWatch().__enter__()
         return self
 
     @property
     def grown_bytes(self) -> int:
-        """Memory beyond that at the beginning."""
-        return resident_bytes() - self.began_bytes
+        """The peak of memory, beyond that at the beginning."""
+        return self._memory.grown_bytes
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from loop_watch import resident_bytes
+from process_memory import resident_bytes
 
 from pdserve.common import open_calls
 from pdserve.common.errors import BodyTooLarge, Overloaded

@@ -92,7 +92,7 @@ async def test_texts_longer_than_the_model_takes_are_counted_but_not_any(cluster
     quick = await cluster.start(prefill=0, decode=1, max_request_bytes=8 << 20)
     answer = await ask(quick, "/tokenize", prompt="x" * (MAX_MODEL_LEN + 1))
     assert (answer["count"], answer["max_model_len"]) == (MAX_MODEL_LEN + 1, MAX_MODEL_LEN)
-    whole = "x" * (MAX_TEXT_BYTES - 2) + "\u00fc"
+    whole = "x " * (MAX_TEXT_BYTES // 2 - 1) + "\u00fc"
     answer = await ask(quick, "/tokenize", prompt=whole)
     assert answer["count"] == MAX_TEXT_BYTES
     assert await ask(quick, "/detokenize", tokens=answer["tokens"]) == {"prompt": whole}

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
+import shutil
 from collections import deque
+from unittest import mock
 
 import grpc
+import msgspec
 import pytest
 import worst_bodies
 from loop_watch import LoopWatch
+from tokenizers import Tokenizer as Backend
 from worst_bodies import Worst
 
+from pdserve.common.fingerprint import tokenizer_fingerprint
 from pdserve.common.rpc import ERROR_CODE_KEY
+from pdserve.router.front_http import HttpFront
+from pdserve.router.routing_decision import LOG_LENGTH, RoutingLog
+from pdserve.v1 import inference_pb2
 
 LOOP_S = 0.05
 """Processor time of the longest callback, at most."""
+MAX_GROWN_BYTES = 64 << 20
+"""Memory at its peak, beyond that before the request."""
 
 
 def names(bodies: list[Worst]) -> list[str]:
-    return [f"{worst.path.rpartition('/')[2]}: {worst.name}" for worst in bodies]
+    return [f"{worst.path.removeprefix('/v1/')}: {worst.name}" for worst in bodies]
 
 
 def ask(address: str, worst: Worst) -> tuple[int, bytes]:
@@ -32,9 +43,11 @@ def ask(address: str, worst: Worst) -> tuple[int, bytes]:
     return answer
 
 
-async def _start(cluster):
+async def _start(cluster, **worker):
     """The fakes run on the same loop: their records of calls would count as memory and garbage of the router."""
-    await cluster.start(prefill=1, decode=1)
+    for role in ("prefill", "decode"):
+        await cluster.worker(role, **worker).start()
+    await cluster.start(prefill=0, decode=0)
     for worker in cluster.workers:
         worker.calls = deque(maxlen=16)
 
@@ -43,6 +56,10 @@ async def _start(cluster):
 async def test_no_body_stops_the_event_loop(cluster, worst):
     assert len(worst.body) <= worst_bodies.LIMIT or worst.status == 413
     await _start(cluster)
+    await _check_http(cluster, worst)
+
+
+async def _check_http(cluster, worst):
     await asyncio.to_thread(ask, cluster.addresses[0], Worst("first", worst_bodies.COMPLETIONS, b'{"prompt":"a"}'))
     with LoopWatch() as watch:
         status, answer = await asyncio.to_thread(ask, cluster.addresses[0], worst)
@@ -50,7 +67,7 @@ async def test_no_body_stops_the_event_loop(cluster, worst):
     assert status == worst.status, answer[:300]
     assert len(answer) < 1000 or status == 200
     assert watch.longest_s < LOOP_S, watch.callback
-    assert grown < worst.max_grown_bytes
+    assert grown < MAX_GROWN_BYTES
 
 
 def call(address: str, worst: Worst) -> tuple[grpc.StatusCode, str | None, str]:
@@ -58,10 +75,11 @@ def call(address: str, worst: Worst) -> tuple[grpc.StatusCode, str | None, str]:
     with grpc.insecure_channel(address) as channel:
         method = f"/pdserve.v1.InferenceService/{worst.path}"
         try:
-            if worst.path == "Embed":
+            if worst.path in ("Embed", "GetModel"):
                 channel.unary_unary(method)(worst.body, timeout=60)
             elif worst.path == "Session":
-                list(channel.stream_stream(method)(iter([worst.body]), timeout=60))
+                first = worst_bodies.FIRST_TURNS if worst.name.startswith("second turn") else []
+                list(channel.stream_stream(method)(iter([*first, worst.body]), timeout=60))
             else:
                 list(channel.unary_stream(method)(worst.body, timeout=60))
         except grpc.RpcError as error:
@@ -74,6 +92,10 @@ def call(address: str, worst: Worst) -> tuple[grpc.StatusCode, str | None, str]:
 async def test_no_message_stops_the_event_loop(cluster, worst):
     assert len(worst.body) <= worst_bodies.LIMIT
     await _start(cluster)
+    await _check_grpc(cluster, worst)
+
+
+async def _check_grpc(cluster, worst):
     await asyncio.to_thread(call, cluster.addresses[1], Worst("first", "Generate", worst_bodies._TEXT))
     with LoopWatch() as watch:
         status, code, details = await asyncio.to_thread(call, cluster.addresses[1], worst)
@@ -84,4 +106,95 @@ async def test_no_message_stops_the_event_loop(cluster, worst):
         assert status is grpc.StatusCode.INVALID_ARGUMENT, details
         assert code in ("invalid_request", "prompt_too_long"), details
     assert watch.longest_s < LOOP_S, watch.callback
-    assert grown < worst.max_grown_bytes
+    assert grown < MAX_GROWN_BYTES
+
+
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory, model_folder):
+    """Its longest token has 512 bytes, so that a text within a body's limit may fit, as far as its length says."""
+    folder = tmp_path_factory.mktemp("models") / "long-model"
+    shutil.copytree(model_folder, folder)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.add_tokens(["-" * 512])
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("worst", worst_bodies.TEXTS, ids=names(worst_bodies.TEXTS))
+async def test_no_text_stops_the_event_loop(cluster, long_folder, worst):
+    assert len(worst.body) <= worst_bodies.LIMIT
+    cluster.folder, cluster.fingerprint = long_folder, tokenizer_fingerprint(long_folder)
+    await _start(cluster, max_model_len=worst_bodies.MODEL_LEN)
+    await (_check_http if worst.path.startswith("/") else _check_grpc)(cluster, worst)
+
+
+def test_every_endpoint_has_a_worst_body(cluster):
+    """What takes no message cannot be given a large one."""
+    front = HttpFront(mock.Mock())
+    posts = {route.path for route in front.app.routes if "POST" in (route.methods or ())}
+    assert posts == {worst.path for worst in worst_bodies.HTTP}
+    texts = {worst.path for worst in worst_bodies.TEXTS}
+    assert posts - {worst_bodies.DETOKENIZE} <= texts
+    methods = {method.name for method in inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods}
+    assert methods == {worst.path for worst in worst_bodies.GRPC}
+    assert methods - {"GetModel"} <= texts
+
+
+async def test_bodies_that_never_end_hold_bounded_memory(cluster):
+    """16 MiB each without an end, of which no length is said."""
+    await _start(cluster)
+    host, _, port = cluster.addresses[0].rpartition(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    part = b"10000\r\n" + b" " * 65536 + b"\r\n"
+
+    async def send() -> bytes:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        with contextlib.suppress(ConnectionError):
+            writer.write(head)
+            for _ in range(256):
+                writer.write(part)
+                await writer.drain()
+        answer = await asyncio.wait_for(reader.readline(), 60)
+        writer.close()
+        return answer
+
+    with LoopWatch() as watch:
+        answers = await asyncio.gather(*(send() for _ in range(12)), return_exceptions=True)
+        assert watch.longest_s < LOOP_S, watch.callback
+        assert watch.grown_bytes < MAX_GROWN_BYTES
+    assert {answer for answer in answers if isinstance(answer, bytes) and answer} == {
+        b"HTTP/1.1 413 Request Entity Too Large\r\n"
+    }
+
+
+@pytest.mark.parametrize("path", ["/debug/routing", "/metrics", "/health", "/v1/models", f"/v1/models/{'x' * 60_000}"])
+async def test_no_page_stops_the_event_loop(cluster, path, monkeypatch):
+    """In a fleet of 500 workers, after as many placements as are remembered."""
+    add = RoutingLog.add
+
+    def add_large(log, decision):
+        for _ in range(LOG_LENGTH):
+            add(log, msgspec.structs.replace(decision, candidates=decision.candidates * 250))
+
+    monkeypatch.setattr(RoutingLog, "add", add_large)
+    await _start(cluster)
+    await cluster.live(prefill=1, decode=1)
+    await cluster.text()
+    await asyncio.to_thread(get, cluster.addresses[0], "/health")
+    with LoopWatch() as watch:
+        status, answer = await asyncio.to_thread(get, cluster.addresses[0], path)
+        assert watch.longest_s < LOOP_S, watch.callback
+        assert watch.grown_bytes < MAX_GROWN_BYTES
+    assert status == (404 if "xxx" in path else 200)
+    if path == "/debug/routing":
+        assert len(answer) > 10_000_000
+
+
+def get(address: str, path: str) -> tuple[int, bytes]:
+    """In a thread."""
+    connection = http.client.HTTPConnection(address, timeout=60)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    answer = response.status, response.read()
+    connection.close()
+    return answer

@@ -10,9 +10,8 @@ from google.protobuf.message import Message
 from pdserve.v1 import inference_pb2, request_pb2
 
 LIMIT = 2 << 20
-"""`max_request_bytes` of a router whose model takes 131072 tokens."""
-TOKENIZED_BYTES = 160 << 20
-"""What the tokenizer takes for a moment, for one text at a time, where each byte is a token."""
+"""`max_request_bytes` of a router whose model takes `MODEL_LEN` tokens."""
+MODEL_LEN = 131_072
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
@@ -24,7 +23,6 @@ class Worst(NamedTuple):
     path: str
     body: bytes
     status: int = 400
-    max_grown_bytes: int = 64 << 20
 
 
 def repeated(before: str, part: str, after: str, num_bytes: int = LIMIT) -> bytes:
@@ -110,14 +108,16 @@ OTHER_BODIES = [
     Worst("all inputs", EMBEDDINGS, json.dumps({"input": ["a"] * 2048}).encode(), 200),
     Worst("long inputs", EMBEDDINGS, json.dumps({"input": ["a" * 900] * 2048}).encode()),
     Worst("inputs of token ids", EMBEDDINGS, repeated('{"input":[', "[1]", "]}")),
-    Worst("a text", TOKENIZE, json.dumps({"prompt": "a" * 655_360}).encode(), 200, TOKENIZED_BYTES),
+    Worst("a text", TOKENIZE, json.dumps({"prompt": "! " * 327_680}).encode(), 200),
+    Worst("one word", TOKENIZE, json.dumps({"prompt": "a" * 655_360}).encode()),
     Worst("a text with its strings", TOKENIZE,
-          json.dumps({"prompt": "a" * (1 << 18), "return_token_strs": True}).encode(), 200),
+          json.dumps({"prompt": "a " * (1 << 17), "return_token_strs": True}).encode(), 200),
     Worst("too long a text with its strings", TOKENIZE,
-          json.dumps({"prompt": "a" * 655_360, "return_token_strs": True}).encode(), 400, TOKENIZED_BYTES),
+          json.dumps({"prompt": "a " * 327_680, "return_token_strs": True}).encode()),
     Worst("too long a text", TOKENIZE, b'{"prompt":"' + b"a" * (LIMIT - 20) + b'"}'),
     Worst("messages", TOKENIZE, repeated('{"messages":[', "{}", "]}")),
-    Worst("token ids", DETOKENIZE, repeated('{"tokens":[', "1", "]}"), 200),
+    Worst("token ids", DETOKENIZE, repeated('{"tokens":[', "1", "]}")),
+    Worst("as many token ids as may be", DETOKENIZE, repeated('{"tokens":[', "9", "]}", (5 << 18) + 13), 200),
     Worst("too large", COMPLETIONS, b" " * (LIMIT + 1), 413),
 ]  # fmt: skip
 HTTP = [*COMPLETION_BODIES, *CHAT_BODIES, *OTHER_BODIES]
@@ -179,4 +179,62 @@ EMBED = [
           field(inference_pb2.TokenPrompt, "token_ids", b"\x01" * 1000))) * 2048),
     Worst("unknown fields in inputs", "Embed", field(_EMBED, "inputs", _UNKNOWN) * 2048),
 ]  # fmt: skip
-GRPC = [*GENERATE, *EMBED, *(worst._replace(path="Session") for worst in GENERATE)]
+GET_MODEL = [
+    Worst("unknown fields", "GetModel", _UNKNOWN * (_ROOM // len(_UNKNOWN))),
+    Worst("no message", "GetModel", b"\xff" * _ROOM),
+]
+FIRST_TURNS = [
+    _TEXT
+    + field(_GENERATE, "sampling", varint(_SAMPLING.DESCRIPTOR.fields_by_name["max_tokens"].number << 3) + b"\x01")
+]
+"""Of a session, before a message that is built to cost much."""
+LATER_TURNS = ("unknown fields", "token ids", "a text", "biases", "stop tokens", "groups")
+GRPC = [
+    *GENERATE,
+    *EMBED,
+    *GET_MODEL,
+    *(worst._replace(path="Session") for worst in GENERATE),
+    *(
+        worst._replace(path="Session", name=f"second turn: {worst.name}")
+        for worst in GENERATE
+        if worst.name in LATER_TURNS
+    ),
+]
+
+_TEXTS = {
+    "signs": "! " * (_ROOM // 2),
+    "one word": "a" * _ROOM,
+}
+"""Each of a token per byte, for a tokenizer of bytes."""
+
+
+def _generate(name: str, text: str) -> bytes:
+    if name == "chat":
+        message = field(inference_pb2.ChatMessage, "role", b"user")
+        message += field(inference_pb2.ChatMessage, "content", text.encode())
+        return field(_GENERATE, "chat", field(inference_pb2.ChatPrompt, "messages", message))
+    return field(_GENERATE, "text", field(inference_pb2.TextPrompt, "text", text.encode()))
+
+
+def _of_a_text(name: str, text: str) -> list[Worst]:
+    def body(path: str, content: dict[str, Any]) -> Worst:
+        return Worst(name, path, json.dumps(content, ensure_ascii=False).encode())
+
+    embedded = field(_EMBED, "inputs", field(inference_pb2.EmbedInput, "text",
+                     field(inference_pb2.TextPrompt, "text", text.encode())))  # fmt: skip
+    return [
+        body(COMPLETIONS, {"prompt": text}),
+        body(CHAT, {"messages": [{"role": "user", "content": text}]}),
+        body(EMBEDDINGS, {"input": text}),
+        body(TOKENIZE, {"messages": [{"role": "user", "content": text[:655_000]}]})._replace(
+            status=400 if name == "one word" else 200
+        ),
+        Worst(name, "Generate", _generate("text", text)),
+        Worst(f"{name} in a chat", "Generate", _generate("chat", text)),
+        Worst(name, "Session", _generate("text", text)),
+        Worst(name, "Embed", embedded),
+    ]
+
+
+TEXTS = [worst for name, text in _TEXTS.items() for worst in _of_a_text(name, text)]
+"""For a model of `MODEL_LEN` tokens whose longest token has so many bytes that no text is refused unseen."""

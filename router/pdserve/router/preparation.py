@@ -126,8 +126,10 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Preparation:
     """Holds the tokenizer and its threads; `close` it."""
 
-    def __init__(self, tokenizer: Tokenizer, deployment_key: DeploymentKey) -> None:
+    def __init__(self, tokenizer: Tokenizer, deployment_key: DeploymentKey, model_len: int) -> None:
+        """model_len: tokens that the model takes, which bounds texts while no worker is there."""
         self.tokenizer = tokenizer
+        self._model_len = model_len
         self._key = deployment_key
         self._threads = FairThreads(_TOKENIZER_THREADS, "tokenizer")
         self._aside = FairThreads(1, "tokenizer-aside")
@@ -159,9 +161,8 @@ class Preparation:
         """
         if isinstance(request.prompt, TokenInput):
             return encode_prompt(self.tokenizer, request.prompt, request.field).token_ids
-        rule = None
-        if limits is not None:
-            rule = LengthRule(limits.max_model_len, num_before, has_output=isinstance(request, ClientRequest))
+        max_model_len = limits.max_model_len if limits is not None else self._model_len
+        rule = LengthRule(max_model_len, num_before, has_output=isinstance(request, ClientRequest))
         prompt, field = request.prompt, request.field
         encoded = await self._threads.run(
             request.client.tenant, lambda: encode_prompt(self.tokenizer, prompt, field, rule)

@@ -59,8 +59,10 @@ async def run_router(
     if is_development_key:
         log.warning("no deployment key: the public development key is used, which is safe on this machine only")
     model = _model_name(settings, model_folder)
-    preparation = Preparation(Tokenizer.from_folder(model_folder, parse_special=settings.parse_special), key)
-    bodies = ClientBodies(settings, model_len_of(model_folder))
+    model_len = model_len_of(model_folder)
+    tokenizer = Tokenizer.from_folder(model_folder, parse_special=settings.parse_special)
+    preparation = Preparation(tokenizer, key, model_len)
+    bodies = ClientBodies(settings, model_len)
     expected = Expected(key=key, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
     try:
         index = PrefixIndex()

@@ -25,8 +25,8 @@ from pdserve.text.tokenizer import Tokenizer
 
 _MIN_TEXT_BYTES = 1 << 19
 _TEXT_BYTES_PER_TOKEN = 5
-MAX_TOKENS = 1 << 20
-"""To detokenize."""
+MAX_TOKENS = 5 << 17
+"""To detokenize, unless the model takes more: the library holds the text of each, some 60 bytes, for a moment."""
 MAX_TOKEN_STRS = 1 << 18
 """A string takes more than 50 bytes of memory where a token's id takes 8."""
 
@@ -50,7 +50,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
-    def verify(self) -> None:
+    def verify(self, model_len: int) -> None:
         """Raises: InvalidRequest."""
         if (self.prompt is None) == (self.messages is None):
             given = "neither is given" if self.prompt is None else "both are given"
@@ -70,7 +70,8 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """max_bytes: of the text. Raises: InvalidRequest, also what the chat template raises."""
         if self.prompt is not None:
             _verify_length(self.prompt, max_bytes, "prompt")
-            return tokenizer.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
+            add_special_tokens = self.add_special_tokens is not False
+            return tokenizer.encode(self.prompt, add_special_tokens=add_special_tokens, count=_any_number)
         variables: Mapping[str, Any] = self.chat_template_kwargs or {}
         _, token_ids = tokenizer.encode_chat(
             self.messages or [],
@@ -78,6 +79,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             variables=variables,
             add_special_tokens=bool(self.add_special_tokens),
             verify=lambda text: _verify_length(text, max_bytes, "messages"),
+            count=_any_number,
         )
         return token_ids
 
@@ -86,11 +88,11 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: list[int]
     model: str | None = None
 
-    def verify(self) -> None:
+    def verify(self, model_len: int) -> None:
         """Raises: InvalidRequest."""
-        if len(self.tokens) > MAX_TOKENS:
+        if len(self.tokens) > (most := max(MAX_TOKENS, model_len)):
             raise InvalidRequest(
-                f"tokens has {len(self.tokens)} entries, at most {MAX_TOKENS} are detokenized at once", "tokens"
+                f"tokens has {len(self.tokens)} entries, at most {most} are detokenized at once", "tokens"
             )
 
 
@@ -117,7 +119,7 @@ class TokenizationHttp:
     def _verified(self, body: B) -> B:
         """Raises: NotFound, InvalidRequest."""
         self._inference.check_model(body.model)
-        body.verify()
+        body.verify(self._inference.bodies.model_len)
         return body
 
     async def tokenize(self, request: Request) -> Response:
@@ -168,6 +170,10 @@ class TokenizationHttp:
             if leaving.done():
                 raise Cancelled("the client left")
         raise DeadlineExceeded(f"the request was not done within {timeout_s:g} s")
+
+
+def _any_number(num_tokens: int) -> None:
+    """Of tokens is counted: a client asks by how much a text is too long."""
 
 
 def _verify_length(text: str, max_bytes: int, field: str) -> None:

@@ -74,12 +74,17 @@ def encode_prompt(
     """At least one token; ids given as such are not checked. Safe from any thread.
 
     field: what the client calls the prompt. length_rule: where it is given, a text that cannot fit is refused before it
-    is tokenized, which could take many seconds; whoever calls holds the tokens to it. Raises: InvalidRequest.
+    is tokenized, or as soon as too many tokens are known, since the rest could take many seconds and much memory; the
+    caller holds all tokens to it. Raises: InvalidRequest.
     """
 
     def verify(text: str) -> None:
         if length_rule is not None:
             length_rule.verify(tokenizer.least_tokens(text), field, at_least=True)
+
+    def count(num_tokens: int) -> None:
+        if length_rule is not None:
+            length_rule.verify(num_tokens, field, at_least=True)
 
     match prompt:
         case TokenInput():
@@ -92,13 +97,16 @@ def encode_prompt(
                 tools=prompt.tools or None,
                 field=field,
                 verify=verify,
+                count=count,
             )
         case TextInput():
             # of an empty text not even a beginning of sequence is computed
             text, token_ids = prompt.text, []
             if text:
                 verify(text)
-                token_ids = tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens, field=field)
+                token_ids = tokenizer.encode(
+                    text, add_special_tokens=prompt.add_special_tokens, field=field, count=count
+                )
     if not token_ids:
         raise InvalidRequest(f"{field} is empty, at least one token is needed", field)
     return EncodedPrompt(text, token_ids)

@@ -15,6 +15,7 @@ from pdserve.common.json_file import read_regular_file
 from pdserve.text.chat_template import ChatTemplate
 from pdserve.text.detokenizer import ByteDetokenizer, IncrementalDetokenizer, WindowDetokenizer
 from pdserve.text.literal_specials import LiteralSpecials
+from pdserve.text.long_text import PART_BYTES, LongText
 from pdserve.text.longest_token import longest_token_bytes
 from pdserve.text.token_bytes import DecoderRules, TokenBytes
 from pdserve.text.tokenizer_folder import TokenizerFolder
@@ -28,6 +29,7 @@ class TokenizerJson(msgspec.Struct):
     """The parts of tokenizer.json that the library does not hand out."""
 
     decoder: Any = None
+    normalizer: Any = None
     pre_tokenizer: Any = None
 
 
@@ -60,6 +62,8 @@ class Tokenizer:
         )
         self._longest_token_bytes = longest_token_bytes(backend, parts.pre_tokenizer)
         self._token_bytes = _checked_token_bytes(backend, parts.decoder, self.special_token_ids)
+        self._long_text = LongText.of(backend, parts.pre_tokenizer, parts.normalizer)
+        self._around = _tokens_around(backend)
 
     @classmethod
     def from_folder(cls, folder: Path, *, parse_special: bool = True) -> Tokenizer:
@@ -83,11 +87,21 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        field: str = "prompt",
+        count: Callable[[int], None] | None = None,
+    ) -> list[int]:
         """Special tokens written out in the text are recognised either way. Holds no GIL while it works.
 
-        field: what the client calls the text, for messages.
-        Raises: InvalidRequest for text that is not valid Unicode (a lone surrogate, which JSON can carry).
+        field: what the client calls the text, for messages. count: where it is given, a long text is tokenized in parts,
+        so that memory does not grow with it, by the tokenizers of which `LongText` knows how; it is called with the number
+        of tokens so far, and may raise.
+        Raises: InvalidRequest for text that is not valid Unicode (a lone surrogate, which JSON can carry), and with
+        `count` for a run of text that is too long to be tokenized at once.
         """
         try:
             text.encode()
@@ -95,7 +109,10 @@ class Tokenizer:
             raise InvalidRequest(
                 f"{field} is not valid Unicode: lone surrogate at character {error.start}", field
             ) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if count is None or self._long_text is None or self._around is None or len(text) <= PART_BYTES // 4:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        before, after = self._around if add_special_tokens else ([], [])
+        return [*before, *self._long_text.encode(text, field, count), *after]
 
     def least_tokens(self, text: str) -> int:
         """`encode` makes at least so many of a text, told without making them; 0 where that cannot be known."""
@@ -165,11 +182,13 @@ class Tokenizer:
         add_special_tokens: bool = False,
         field: str = "messages",
         verify: Callable[[str], None] | None = None,
+        count: Callable[[int], None] | None = None,
         **options: Any,
     ) -> tuple[str, list[int]]:
         """The prompt's text and token ids. options: of `apply_chat_template`.
 
         add_special_tokens: beside those that the template writes. verify: is given the text before it is tokenized.
+        count: as in `encode`.
         Without `parse_special`, special tokens in the client's texts are plain text. Raises: InvalidRequest.
         """
         literals = self._literal_specials.in_one_prompt() if self._literal_specials is not None else None
@@ -178,10 +197,10 @@ class Tokenizer:
         if verify is not None:
             verify(shown)
         if literals is None or shown == text:
-            return shown, self.encode(shown, add_special_tokens=add_special_tokens, field=field)
+            return shown, self.encode(shown, add_special_tokens=add_special_tokens, field=field, count=count)
         begins = self._backend.encode("", add_special_tokens=True).ids if add_special_tokens else []
         return shown, begins + literals.encode(
-            text, lambda piece: self.encode(piece, add_special_tokens=False, field=field)
+            text, lambda piece: self.encode(piece, add_special_tokens=False, field=field, count=count)
         )
 
     def _named_id(self, folder: TokenizerFolder, name: str) -> int | None:
@@ -209,6 +228,19 @@ def _complete(backend: Backend, folder: TokenizerFolder) -> None:
         if token.special > special.get(token.content, -1):
             special[token.content] = token.special
             backend.add_tokens([token])
+
+
+def _tokens_around(backend: Backend) -> tuple[list[int], list[int]] | None:
+    """What the post-processor puts before a text and after it; None where that depends on the text."""
+    around: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for text in ("a", "b 1"):
+        plain, whole = (backend.encode(text, add_special_tokens=special).ids for special in (False, True))
+        places = [place for place in range(len(whole)) if whole[place : place + len(plain)] == plain]
+        if len(places) != 1:
+            return None
+        around.add((tuple(whole[: places[0]]), tuple(whole[places[0] + len(plain) :])))
+    (before, after), *others = around
+    return None if others else (list(before), list(after))
 
 
 def _checked_token_bytes(backend: Backend, decoder: Any, special_token_ids: frozenset[int]) -> TokenBytes | None:

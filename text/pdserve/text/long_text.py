@@ -1,0 +1,165 @@
+"""`LongText`: a long text tokenized part by part, so that memory follows the part and not the text.
+
+The library takes 150 to 350 bytes of memory per byte of a text for a moment: offsets, spellings, alignments. Byte-level BPE
+(GPT-2, Llama 3, Qwen) first splits a text into words by a regular expression that looks ahead by one character and never
+back. Where a word begins, the rest of the text is therefore tokenized as it would be alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import unicodedata
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+
+from pdserve.common.errors import InvalidRequest
+
+PART_BYTES = 1 << 16
+"""Of a text that is tokenized at once; a longer one goes in parts."""
+MAX_WORD_BYTES = 1 << 17
+"""Of a run of text that the tokenizer does not split, at most: its tokens depend on each other."""
+_LOOK_AHEAD_BYTES = 64
+"""More than any known expression looks ahead, with the characters of one word's beginning."""
+_LOOKS_BACK = ("(?<", r"\b", r"\B", r"\A", r"\G", r"\K")
+_SAMPLE = "It's  12345 words,\n\n über-naïve 你好。世界 <b>'re</b>\t x_y  \r\n 🙂🙂  end \u0301a"
+
+
+class LongText:
+    """Tokenizes as `Tokenizer.encode` of the library does, without special tokens around the text. Safe from any thread."""
+
+    def __init__(self, backend: Backend, *, normalizes: bool) -> None:
+        """Use `of`."""
+        self._backend = backend
+        self._normalizes = normalizes
+        added = backend.get_added_tokens_decoder()
+        num_bytes = {token_id: len(token) for token, token_id in backend.get_vocab(with_added_tokens=False).items()}
+        num_bytes |= {token_id: len(token.content.encode()) for token_id, token in added.items()}
+        self._num_bytes = [num_bytes.get(token_id, 0) for token_id in range(max(num_bytes) + 1)]
+        longest = max((len(token.content.encode()) for token in added.values()), default=0)
+        self._margin_bytes = longest + _LOOK_AHEAD_BYTES
+        # the library looks for these before it normalizes what lies between them
+        contents = sorted((token.content for token in added.values() if not token.normalized), key=len, reverse=True)
+        self._kept = re.compile(f"({'|'.join(map(re.escape, contents))})") if contents else None
+
+    @classmethod
+    def of(cls, backend: Backend, pre_tokenizer: Any, normalizer: Any) -> LongText | None:
+        """None for a tokenizer whose words depend on the text before them, or for which that is not known.
+
+        pre_tokenizer, normalizer: those objects of tokenizer.json.
+        """
+        model = backend.model
+        if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+            return None
+        if model.dropout or not _splits_ahead(pre_tokenizer):
+            return None
+        spelled = backend.get_vocab(with_added_tokens=False)
+        if not all(char in spelled for char in pre_tokenizers.ByteLevel.alphabet()):
+            return None
+        if normalizer is not None and normalizer != {"type": "NFC"}:
+            return None
+        if any(
+            token.lstrip or token.rstrip or token.single_word for token in backend.get_added_tokens_decoder().values()
+        ):
+            return None
+        long_text = cls(backend, normalizes=normalizer is not None)
+        return long_text if long_text._agrees(_SAMPLE * 8) else None
+
+    def encode(self, text: str, field: str, count: Callable[[int], None]) -> list[int]:
+        """The text's token ids. Holds no GIL while the library works.
+
+        field: what the client calls the text. count: is called with the number of tokens after each part that is not the
+        last, and may raise. Raises: InvalidRequest for a run without a place to split it, of more than half of `MAX_WORD_BYTES`
+        and at most as many.
+        """
+        return self._encode(self._normalized(text), field, count, PART_BYTES)
+
+    def _normalized(self, text: str) -> str:
+        """As the library does it; of a text that is normalized, a part is, too."""
+        if not self._normalizes or unicodedata.is_normalized("NFC", text):
+            return text
+        between = self._kept.split(text) if self._kept is not None else [text]
+        between[::2] = (unicodedata.normalize("NFC", piece) for piece in between[::2])
+        return "".join(between)
+
+    def _encode(self, text: str, field: str, count: Callable[[int], None], part_bytes: int) -> list[int]:
+        token_ids: list[int] = []
+        at, num_chars = 0, part_bytes // 4
+        while True:
+            part = text[at : at + num_chars]
+            ids, words = self._part(part)
+            if at + len(part) >= len(text):
+                return token_ids + ids
+            data = part.encode()
+            if sum(map(self._num_bytes.__getitem__, ids)) != len(data):
+                # a normalizer of another Unicode version
+                return self._part(text)[0]
+            num_ids, num_bytes = self._cut(ids, words, len(data))
+            if num_bytes:
+                token_ids += ids[:num_ids]
+                at += len(data[:num_bytes].decode())
+                num_chars = part_bytes // 4
+                count(len(token_ids))
+            elif 2 * len(data) > MAX_WORD_BYTES:
+                raise InvalidRequest(
+                    f"{field} has a run of more than {len(data)} bytes that the tokenizer does not split, such as one word "
+                    "without a blank",
+                    field,
+                )
+            else:
+                num_chars *= 2
+
+    def _part(self, part: str) -> tuple[list[int], list[int | None]]:
+        """Token ids, and the number of each one's word."""
+        encoding = self._backend.encode(part, add_special_tokens=False)
+        return encoding.ids, encoding.word_ids
+
+    def _cut(self, ids: list[int], words: list[int | None], num_bytes: int) -> tuple[int, int]:
+        """How many tokens of a part are those of the whole text, whatever follows, and of how many bytes; 0 where none are.
+
+        num_bytes: of the part.
+        """
+        dropped = 0
+        for place in range(len(ids) - 1, 0, -1):
+            dropped += self._num_bytes[ids[place]]
+            if dropped >= self._margin_bytes and words[place] != words[place - 1]:
+                return place, num_bytes - dropped
+        return 0, 0
+
+    def _agrees(self, text: str) -> bool:
+        """Whether parts give what the whole gives, each of few characters: most begin in the middle of something."""
+        whole = self._part(text)[0]
+        text = self._normalized(text)
+        least = self._margin_bytes
+        return all(
+            self._encode(text, "sample", lambda num_tokens: None, 4 * (least + more)) == whole
+            for more in itertools.chain(range(1, 40), (100, 200))
+        )
+
+
+def _splits_ahead(pre_tokenizer: Any) -> bool:
+    """Whether words begin where a search of a regular expression would begin, and no byte is lost."""
+    if not isinstance(pre_tokenizer, dict):
+        return False
+    steps = pre_tokenizer.get("pretokenizers", []) if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+    *before, last = steps or [{}]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") is not False:
+        return False
+    if last.get("use_regex", True):
+        # GPT-2's own, behind nothing, or behind a step that sets each digit apart
+        return all(step.get("type") == "Digits" and step.get("individual_digits") for step in before)
+    return len(before) == 1 and _isolates_ahead(before[0])
+
+
+def _isolates_ahead(step: Any) -> bool:
+    pattern = step.get("pattern")
+    expression = pattern.get("Regex") if isinstance(pattern, dict) else None
+    if step.get("type") != "Split" or step.get("behavior") != "Isolated" or step.get("invert") is not False:
+        return False
+    if not isinstance(expression, str) or any(part in expression for part in _LOOKS_BACK):
+        return False
+    # an anchor, and no complement of a class
+    return "^" not in expression.replace("[^", "")
