@@ -21,8 +21,9 @@ from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 pytestmark = pytest.mark.process
 
 ROUTER = Path(__file__).with_name("limited_router.py")
-NUM_DESCRIPTORS = 256
-NUM_SOCKETS = 260
+NUM_DESCRIPTORS = 1024
+"""The soft limit of most systems."""
+NUM_SOCKETS = 2000
 HANDSHAKE_S = 5.0
 """Of the gRPC server: a connection that says nothing for so long is closed."""
 

@@ -1,0 +1,57 @@
+"""Two tenants at real services: what one has asked leaves no trace in what the other is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from cluster_processes import Cluster, pd_cluster
+
+from pdserve.models.model_folder import model_folder
+
+pytestmark = pytest.mark.process
+
+KEYS = {name: f"{name}-0123456789abcdef" for name in ("alice", "bob", "carol", "dave")}
+SECRET = (
+    "Please transfer the money from the account 4711 of our customer Alice to the account 42, and say when it is done."
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    keys = ",".join(KEYS.values())
+    with pd_cluster(
+        tmp_path_factory.mktemp("logs"),
+        model_folder("demo"),
+        both=("--set", "num_blocks=200"),
+        router=("--set", f"api_keys={keys}"),
+    ) as cluster:
+        yield cluster
+        cluster.check_pools()
+        cluster.check_logs()
+
+
+def cached_tokens(cluster: Cluster, name: str, path: str, prompt: str, **fields: object) -> int:
+    headers = {"authorization": f"Bearer {KEYS[name]}"}
+    url = f"http://{cluster.router.http}{path}"
+    answer = httpx.post(url, json={**fields, "prompt": prompt}, headers=headers, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize("salt", ["", "alice"])
+def test_cached_tokens_tell_nothing_of_another_tenants_prompt(cluster: Cluster, salt: str) -> None:
+    def asked(name: str, prompt: str, **fields: object) -> int:
+        return cached_tokens(cluster, name, "/v1/completions", prompt, max_tokens=2, **fields)
+
+    salted = {"cache_salt": salt} if salt else {}
+    prompt = f"{salt} {SECRET}"
+    assert asked("alice", prompt) == 0
+    own = asked("alice", prompt)
+    assert own >= 16, "she finds her own"
+    # word by word, as one would look for a number
+    guesses = (prompt, prompt.replace("4711", "4712"), prompt[: len(prompt) // 2])
+    for name, guess in zip(("bob", "carol", "dave"), guesses, strict=True):
+        assert asked(name, guess, **salted) == 0
+    assert asked("alice", prompt) == own
