@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
@@ -16,6 +17,7 @@ import hypothesis
 import pytest
 
 if TYPE_CHECKING:
+    from fuzz_cases import Fuzzer
     from tls_authority import Authority
 
 # Tiny models on busy machines: two spinning threads make a test twenty times slower. Read when torch is imported.
@@ -73,3 +75,35 @@ def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     from tls_authority import Authority
 
     return Authority(tmp_path_factory.mktemp("tls") / "other-ca")
+
+
+_FUZZ_REPORT = "fuzz report"
+
+
+@pytest.fixture
+def fuzzer(request: pytest.FixtureRequest) -> Iterator[Fuzzer]:
+    """Of a test marked `fuzz`, for its part of the time; what it did is said at the end of the run."""
+    from fuzz_cases import Fuzzer, seconds_of
+
+    made = Fuzzer(seconds_of(request.node, request.session.items))
+    # as a service does at its start: a full collection of all that the tests have loaded takes 0.1 s
+    gc.collect()
+    gc.freeze()
+    yield made
+    gc.unfreeze()
+    request.node.user_properties.append((_FUZZ_REPORT, made.report()))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    lines = [
+        f"{report.nodeid}: {line}"
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "teardown"
+        for name, line in report.user_properties
+        if name == _FUZZ_REPORT
+    ]
+    if lines:
+        terminalreporter.section("fuzz")
+        for line in sorted(lines):
+            terminalreporter.line(line)

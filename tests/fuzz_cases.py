@@ -1,7 +1,8 @@
 """Changes of valid input, by bytes and by structure, for as long as a fuzz test is asked to run.
 
-`make fuzz SECONDS=1800` sets `FUZZ_S`, which all fuzz tests share; without it each runs a few seconds. `FUZZ_SEED` gives other
-cases; a case that fails is printed with its seed and number.
+All tests marked `fuzz` of a run share `FUZZ_S` seconds, which `make fuzz SECONDS=1800` sets: equally, but for those with a
+`share` of their own, `pytest.mark.fuzz(share=0.5)`. Without `FUZZ_S` they share `DEFAULT_S`. `FUZZ_SEED` gives other cases; a
+case that fails is printed with its seed and number. The fixture `fuzzer` (`tests/conftest.py`) is how a test gets its part.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import copy
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
+from loop_watch import LoopWatch
+from process_memory import resident_bytes
 
-DEFAULT_S = 3.0
-"""Of each fuzz test in `make test`."""
+DEFAULT_S = 30.0
+"""All fuzz tests together in `make test`."""
+MOST_S = 3.0
+"""One of them, however few run."""
 _NUMBERS = (0, 1, -1, 2**31 - 1, 2**31, -(2**31), 2**53, 2**63, 10**30, 0.5, -0.0, 1e308, 1e-320)
 _TEXTS = (
     "",
@@ -46,13 +51,17 @@ _BYTES = (
 )
 
 
-def seconds_of(request: pytest.FixtureRequest) -> float:
-    """Seconds that this test has: an equal share of `FUZZ_S` with the other fuzz tests of the run."""
-    total = os.environ.get("FUZZ_S")
-    if total is None:
-        return DEFAULT_S
-    num_tests = sum(item.get_closest_marker("fuzz") is not None for item in request.session.items)
-    return float(total) / max(1, num_tests)
+def share_of(item: pytest.Item) -> float:
+    """0 for a test that is not marked `fuzz`."""
+    mark = item.get_closest_marker("fuzz")
+    return 0.0 if mark is None else float(mark.kwargs.get("share", 1.0))
+
+
+def seconds_of(item: pytest.Item, items: Iterable[pytest.Item]) -> float:
+    """Seconds that a test has among all tests of its run: together the fuzz tests take what was asked for."""
+    asked = os.environ.get("FUZZ_S")
+    part = share_of(item) / sum(map(share_of, items))
+    return min(MOST_S, DEFAULT_S * part) if asked is None else float(asked) * part
 
 
 class Fuzzer:
@@ -61,18 +70,40 @@ class Fuzzer:
     def __init__(self, seconds: float, seed: int | None = None) -> None:
         self.seed = int(os.environ.get("FUZZ_SEED", "1")) if seed is None else seed
         self.draw = random.Random(self.seed)
+        self.seconds = seconds
         self.num_cases = 0
-        self._seconds = seconds
+        self.longest_s = 0.0
+        """Processor time of the longest case; where a `LoopWatch` was given to `watched_by`, of the longest callback."""
+        self.grown_bytes = 0
+        """Memory of this process beyond that before the first case."""
+        self._watch: LoopWatch | None = None
 
     def __str__(self) -> str:
         return f"case {self.num_cases} of seed {self.seed}"
 
+    def watched_by(self, watch: LoopWatch) -> None:
+        """Report what it measures of the event loop, in place of whole cases."""
+        self._watch = watch
+
     def cases(self) -> Iterator[int]:
-        """The numbers of the cases."""
-        ends_at = time.monotonic() + self._seconds
-        while time.monotonic() < ends_at:
+        """The numbers of the cases, at least 1."""
+        ends_at = time.monotonic() + self.seconds
+        began_bytes = resident_bytes()
+        while self.num_cases == 0 or time.monotonic() < ends_at:
             self.num_cases += 1
+            began_s = time.process_time()
             yield self.num_cases
+            case_s = time.process_time() - began_s
+            self.longest_s = max(self.longest_s, case_s) if self._watch is None else self._watch.longest_s
+            self.grown_bytes = resident_bytes() - began_bytes
+
+    def report(self) -> str:
+        """One line for people."""
+        unit = "case" if self._watch is None else "callback"
+        return (
+            f"{self.num_cases} cases in {self.seconds:.1f} s, longest {unit} {self.longest_s * 1e3:.1f} ms of processor time, "
+            f"memory {self.grown_bytes / 2**20:+.1f} MiB"
+        )
 
     def bytes(self, data: bytes) -> bytes:
         """The data with one to eight changes of bytes."""

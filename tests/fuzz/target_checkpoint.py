@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import torch
@@ -41,7 +41,7 @@ MAX_CASE_S = 5.0
 MAX_GROWTH_BYTES = 256 << 20
 """Of the process, at its peak, over all cases."""
 MAX_MESSAGE_CHARS = 1500
-_EXAMPLES = 100
+_EXAMPLES = 50
 """Cases between two looks at the clock."""
 _WORDS = ["a", "b", "ab", "abab", "<s>", "</s>"]
 _CONFIG: dict[str, Any] = {
@@ -68,8 +68,18 @@ Case = tuple[str, bytes]
 """A file, and what stands in it."""
 
 
-def run(seconds: float, seed: int) -> int:
-    """Run cases for about `seconds`, the same ones for the same `seed`; returns how many.
+class Ran(NamedTuple):
+    """What a run did."""
+
+    num_cases: int
+    longest_s: float
+    """Processor time of the longest case."""
+    grown_bytes: int
+    """Of the process, at its peak."""
+
+
+def run(seconds: float, seed: int) -> Ran:
+    """Run cases for about `seconds`, the same ones for the same `seed`.
 
     Raises: AssertionError, or what a case raised, with the smallest such case.
     """
@@ -78,6 +88,7 @@ def run(seconds: float, seed: int) -> int:
     logger.setLevel(logging.ERROR)  # each odd field gives a warning
     ends_at = time.monotonic() + seconds
     count = num_loaded = 0
+    longest_s = 0.0
     try:
         with tempfile.TemporaryDirectory() as name:
             folder = make_folder(Path(name) / "model")
@@ -85,14 +96,16 @@ def run(seconds: float, seed: int) -> int:
             _reset_peak()
             before = _memory("VmRSS")
             while time.monotonic() < ends_at or count == 0:
-                num_loaded += _cases(folder, seed + count)
+                loaded, case_s = _cases(folder, seed + count)
+                num_loaded += loaded
+                longest_s = max(longest_s, case_s)
                 count += _EXAMPLES
             growth = _memory("VmHWM") - before
     finally:
         logger.setLevel(level)
     assert growth < MAX_GROWTH_BYTES, f"{growth >> 20} MiB more at the peak"
     assert 0 < num_loaded < count, f"{num_loaded} of {count} folders loaded"
-    return count
+    return Ran(count, longest_s, growth)
 
 
 def make_folder(folder: Path) -> Path:
@@ -155,9 +168,10 @@ def load_and_ask(folder: Path) -> bool:
     return True
 
 
-def _cases(folder: Path, seed: int) -> int:
-    """`_EXAMPLES` cases; returns how many folders loaded. Whatever one changed is put back."""
+def _cases(folder: Path, seed: int) -> tuple[int, float]:
+    """`_EXAMPLES` cases; returns how many folders loaded and the longest case, seconds. Whatever one changed is put back."""
     num_loaded = 0
+    longest_s = 0.0
 
     @hypothesis.seed(seed)
     @settings(
@@ -169,14 +183,16 @@ def _cases(folder: Path, seed: int) -> int:
     )
     @given(cases(folder))
     def check(case: Case) -> None:
-        nonlocal num_loaded
+        nonlocal num_loaded, longest_s
         with _changed(folder, *case):
             started_at = time.thread_time()
             num_loaded += load_and_ask(folder)
-            assert time.thread_time() - started_at < MAX_CASE_S
+            took_s = time.thread_time() - started_at
+            longest_s = max(longest_s, took_s)
+            assert took_s < MAX_CASE_S
 
     check()
-    return num_loaded
+    return num_loaded, longest_s
 
 
 @contextmanager

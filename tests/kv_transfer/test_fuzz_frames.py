@@ -7,7 +7,7 @@ import socket
 import threading
 
 import pytest
-from fuzz_cases import Fuzzer, seconds_of
+from fuzz_cases import Fuzzer
 
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.tcp import TcpConnector
@@ -21,6 +21,7 @@ from .tcp_link import small_settings
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
 LOOK_EVERY = 50
+MAX_GROWN_BYTES = 64 << 20
 
 
 def _still_serves(source: TcpConnector, transfer: Transfer) -> bool:
@@ -34,8 +35,8 @@ def _still_serves(source: TcpConnector, transfer: Transfer) -> bool:
         receiver.close()
 
 
-def test_requests_to_a_source(request: pytest.FixtureRequest) -> None:
-    fuzzer, pool = Fuzzer(seconds_of(request)), make_pool(seed=9)
+def test_requests_to_a_source(fuzzer: Fuzzer) -> None:
+    pool = make_pool(seed=9)
     source = TcpConnector(small_settings(max_request_bytes=64 * BLOCK_BYTES))
     source.serve(pool)
     transfer = Transfer(source, pool, range(NUM_BLOCKS))
@@ -54,16 +55,16 @@ def test_requests_to_a_source(request: pytest.FixtureRequest) -> None:
                     pass
             if number % LOOK_EVERY == 1:
                 assert _still_serves(source, transfer), str(fuzzer)
-        print(f"{fuzzer.num_cases} connections")
+        assert fuzzer.grown_bytes < MAX_GROWN_BYTES
         assert _still_serves(source, transfer)
         assert threading.active_count() < threads + 20
     finally:
         source.close()
 
 
-def test_answers_of_a_source(request: pytest.FixtureRequest) -> None:
+def test_answers_of_a_source(fuzzer: Fuzzer) -> None:
     """What was read either has the bytes that were promised, or did not land."""
-    fuzzer, pool = Fuzzer(seconds_of(request)), make_pool(seed=9)
+    pool = make_pool(seed=9)
     honest = TcpConnector(small_settings())
     honest.serve(pool)
     transfer = Transfer(honest, pool, range(NUM_BLOCKS))
@@ -83,7 +84,7 @@ def test_answers_of_a_source(request: pytest.FixtureRequest) -> None:
             read = start_read(receiver, source.metadata, transfer.token, blocks)
             outcome = read.wait_ended()
             assert outcome is not ReadOutcome.DONE or same_bytes(transfer, target, blocks), str(fuzzer)
-        print(f"{fuzzer.num_cases} reads")
+        assert fuzzer.grown_bytes < MAX_GROWN_BYTES
     finally:
         receiver.close()
         source.close()

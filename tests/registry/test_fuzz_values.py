@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from fuzz_cases import Fuzzer, seconds_of
+from fuzz_cases import Fuzzer
+from loop_watch import LOOP_S
 
 from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.derived_key import DeploymentKey
@@ -22,7 +23,7 @@ from pdserve.common.registry import (
     read_worker_id,
 )
 
-pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
+pytestmark = [pytest.mark.fuzz(share=0.5), pytest.mark.timeout(0)]
 
 SIGNER = RecordSigner(DeploymentKey(b"a key for tests, of no worth at all"), "pdserve")
 RECORD = SIGNER.signed(
@@ -33,10 +34,15 @@ RECORD = SIGNER.signed(
     )
 )  # fmt: skip
 MAX_MESSAGE_CHARS = 400
+MAX_GROWN_BYTES = 64 << 20
 
 
-def test_records(request: pytest.FixtureRequest) -> None:
-    fuzzer = Fuzzer(seconds_of(request) / 2)
+def assert_bounded(fuzzer: Fuzzer) -> None:
+    assert fuzzer.longest_s < LOOP_S
+    assert fuzzer.grown_bytes < MAX_GROWN_BYTES
+
+
+def test_records(fuzzer: Fuzzer) -> None:
     good = [str(RECORD.fields()[name]).encode() for name in RECORD_FIELDS]
     longest = 0
     for _ in fuzzer.cases():
@@ -52,12 +58,11 @@ def test_records(request: pytest.FixtureRequest) -> None:
                     SIGNER.verify(record)
         except InvalidRequest as error:
             longest = max(longest, len(error.message))
-    print(f"{fuzzer.num_cases} records")
     assert longest < MAX_MESSAGE_CHARS
+    assert_bounded(fuzzer)
 
 
-def test_changes(request: pytest.FixtureRequest) -> None:
-    fuzzer = Fuzzer(seconds_of(request) / 2)
+def test_changes(fuzzer: Fuzzer) -> None:
     size = PLACEMENT_HASH_BYTES
     change = NumberedChange(seq=4, change=BlocksChange(stored=(b"a" * size, b"b" * size), removed=(b"c" * size,)))
     good = {
@@ -73,5 +78,5 @@ def test_changes(request: pytest.FixtureRequest) -> None:
             read_entry_id(fuzzer.bytes(b"1700000000000-0"))
         except InvalidRequest as error:
             longest = max(longest, len(error.message))
-    print(f"{fuzzer.num_cases} changes")
     assert longest < MAX_MESSAGE_CHARS
+    assert_bounded(fuzzer)

@@ -32,7 +32,6 @@ def _share(name: str) -> None:
 _share("fake_worker")
 _share("candidates")
 _share("bad_requests")
-_share("loop_watch")
 _share("worst_bodies")
 from fake_worker import FakeWorker, save_tokenizer  # noqa: E402
 

@@ -9,16 +9,14 @@ import json
 import grpc
 import pytest
 from fake_worker import said
-from fuzz_cases import Fuzzer, seconds_of
-from loop_watch import LoopWatch
+from fuzz_cases import Fuzzer
+from loop_watch import LOOP_S, LoopWatch
 from worst_bodies import CHAT, COMPLETIONS, DETOKENIZE, EMBEDDINGS, TOKENIZE
 
 from pdserve.v1 import inference_pb2, request_pb2
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
-LOOP_S = 0.05
-"""Processor time of the longest callback, at most."""
 MAX_GROWN_BYTES = 64 << 20
 ANSWER_S = 20.0
 FORGET_EVERY = 200
@@ -67,31 +65,30 @@ async def exchange(address: str, request: bytes) -> bytes:
         writer.close()
 
 
-async def forget_calls(cluster) -> None:
-    """Fake workers keep every call for tests to look at; here they would be all that grows."""
+async def forget_calls(cluster, caplog) -> None:
+    """Fake workers keep every call for tests to look at, and the log every line; here they would be all that grows."""
     await cluster.idle()
     for worker in cluster.workers:
         worker.calls.clear()
-    gc.collect()
+    assert "Traceback" not in caplog.text
+    caplog.clear()
+    await asyncio.to_thread(gc.collect)
 
 
-async def test_http(cluster, request, caplog):
+async def test_http(cluster, fuzzer, caplog):
     await cluster.start()
-    fuzzer = Fuzzer(seconds_of(request))
     assert await cluster.text() == said(5)
     with LoopWatch() as watch:
+        fuzzer.watched_by(watch)
         for number in fuzzer.cases():
             if number % FORGET_EVERY == 0:
-                await forget_calls(cluster)
-                watch.longest_s = 0.0
+                await forget_calls(cluster, caplog)
             asked = http_request(fuzzer)
             answer = await exchange(cluster.addresses[0], asked)
             status = int(answer[9:12] or 400) if answer.startswith(b"HTTP/1.1 ") else 400
             assert status < 500 or status in (503, 504), (str(fuzzer), asked[:2000], answer[:300])
             assert watch.longest_s < LOOP_S, (str(fuzzer), asked[:2000], watch.callback)
-        grown = watch.grown_bytes
-    print(f"{fuzzer.num_cases} requests, longest callback {watch.longest_s * 1000:.1f} ms, {grown >> 20} MiB")
-    assert grown < MAX_GROWN_BYTES
+    assert fuzzer.grown_bytes < MAX_GROWN_BYTES
     assert await cluster.text() == said(5)
     assert "Traceback" not in caplog.text
 
@@ -145,23 +142,21 @@ BUGS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DEADL
 """No status for what a client sent."""
 
 
-async def test_grpc(cluster, request, caplog):
+async def test_grpc(cluster, fuzzer, caplog):
     await cluster.start()
-    fuzzer, known = Fuzzer(seconds_of(request)), grpc_requests()
+    known = grpc_requests()
     for method, message in known:
         assert (await call(cluster.channel, method, message))[0] not in BUGS, method
     with LoopWatch() as watch:
+        fuzzer.watched_by(watch)
         for number in fuzzer.cases():
             if number % FORGET_EVERY == 0:
-                await forget_calls(cluster)
-                watch.longest_s = 0.0
+                await forget_calls(cluster, caplog)
             method, message = fuzzer.draw.choice(known)
             changed = fuzzer.bytes(message)
             status, details = await call(cluster.channel, method, changed)
             assert status not in BUGS, (str(fuzzer), method, changed, status, details)
             assert watch.longest_s < LOOP_S, (str(fuzzer), method, changed, watch.callback)
-        grown = watch.grown_bytes
-    print(f"{fuzzer.num_cases} calls, longest callback {watch.longest_s * 1000:.1f} ms, {grown >> 20} MiB")
-    assert grown < MAX_GROWN_BYTES
+    assert fuzzer.grown_bytes < MAX_GROWN_BYTES
     assert await cluster.text() == said(5)
     assert "Traceback" not in caplog.text

@@ -13,7 +13,7 @@ import grpc
 import msgspec
 import pytest
 import worst_bodies
-from loop_watch import LoopWatch
+from loop_watch import LOOP_S, LoopWatch
 from tokenizers import Tokenizer as Backend
 from worst_bodies import Worst
 
@@ -23,8 +23,6 @@ from pdserve.router.front_http import HttpFront
 from pdserve.router.routing_decision import LOG_LENGTH, RoutingLog
 from pdserve.v1 import inference_pb2
 
-LOOP_S = 0.05
-"""Processor time of the longest callback, at most."""
 MAX_GROWN_BYTES = 64 << 20
 """Memory at its peak, beyond that before the request."""
 

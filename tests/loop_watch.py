@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from types import TracebackType
 
 from process_memory import MemoryWatch
 
+LOOP_S = 0.05
+"""Processor time of one callback on the event loop's thread, at most: others wait for so long."""
+
 
 class LoopWatch:
-    """Inside the context each callback of every loop of this thread is measured, in processor seconds of the thread."""
+    """Inside the context each callback of this thread's loops is measured, in processor seconds of the thread."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -20,8 +24,12 @@ class LoopWatch:
 
     def __enter__(self) -> LoopWatch:
         self._run = run = asyncio.Handle._run
+        mine = threading.get_ident()
 
         def measured(handle: asyncio.Handle) -> None:
+            if threading.get_ident() != mine:
+                run(handle)
+                return
             # a running callback drops what it was called with
             callback = handle._callback
             began = time.thread_time()
