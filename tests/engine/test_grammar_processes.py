@@ -23,7 +23,7 @@ from late_grammars import EOS as HASH_EOS
 from late_grammars import Form, LateCompiler
 from numpy.typing import NDArray
 
-from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
+from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError, PeerError
 from pdserve.common.structured_outputs import StructuredOutputsParams
 from pdserve.engine import grammar_compiler
 from pdserve.engine.grammar import Grammar
@@ -163,6 +163,15 @@ def test_output_that_a_request_begins_with_counts(make_compiler: MakeCompiler, l
     result = ask.result(ask.submit(output=(letter,) * 2000, **SLOW_TO_MATCH["nested stars"]))
     assert isinstance(result, InvalidRequest)
     assert result.message.startswith("structured_outputs takes too long to be matched")
+
+
+def test_output_that_the_form_does_not_allow_is_the_fault_of_whoever_sampled_it(
+    make_compiler: MakeCompiler, letter: int
+) -> None:
+    ask = Ask(make_compiler())
+    result = ask.result(ask.submit(output=(letter,), choice=("yes", "no")))
+    assert isinstance(result, PeerError)
+    assert "output position 0 does not fit" in result.message
 
 
 def test_output_longer_than_a_message_is_replayed(make_compiler: MakeCompiler, letter: int) -> None:

@@ -132,6 +132,17 @@ def test_penalties_count_output_and_only_repetition_counts_the_prompt(make_engin
     assert make_engine().ask(PROMPT, params=biased | {"repetition_penalty": 50.0}).token_ids[0] != PROMPT[0]
 
 
+@pytest.mark.parametrize("repetition", [5e-324, 1e-320, 1e-30, 1e30, 1e308])
+@pytest.mark.parametrize("allowed", [None, (3, 11, 12, 40, 52)])
+def test_a_repetition_penalty_that_float32_lacks_is_still_a_number(
+    make_engine: MakeEngine, repetition: float, allowed: tuple[int, ...] | None
+) -> None:
+    params = {"max_tokens": COUNT, "repetition_penalty": repetition, "allowed_token_ids": allowed, "temperature": 0.7}
+    answer = make_engine().ask(PROMPT, params=params | {"seed": 1})
+    assert (answer.finish_reason, answer.error_message) == (FinishReason.LENGTH, "")
+    assert len(answer.token_ids) == COUNT
+
+
 @pytest.mark.parametrize("repetition", [0.5, 1.0, 1.7])
 def test_penalties_of_many_rows_are_the_oracles(repetition: float) -> None:
     random = np.random.default_rng(8)

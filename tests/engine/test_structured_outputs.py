@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from pdserve.common.engine_types import FinishReason
-from pdserve.common.errors import InternalError, InvalidRequest, Overloaded
+from pdserve.common.errors import InvalidRequest, Overloaded, PeerError
 from pdserve.common.structured_outputs import MAX_DEPTH, StructuredOutputsParams
 from pdserve.engine import grammar_waits
 from pdserve.engine.grammar_compiler import GrammarCompiler
@@ -520,7 +520,7 @@ def test_a_place_after_output_is_the_place_that_led_there(folder: Path, tokenize
     [letter] = tokenizer.encode("l", add_special_tokens=False)
     assert not resumed.accept(tokens[0])
     assert resumed.accept(letter)
-    with pytest.raises(InternalError, match="output position 0 does not fit"):
+    with pytest.raises(PeerError, match="output position 0 does not fit"):
         SequenceGrammar(compiled, (EOS,), VOCAB_SIZE, [letter])
 
 

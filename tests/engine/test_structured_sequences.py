@@ -11,7 +11,7 @@ from hash_model import prompt_of
 from late_grammars import EOS, Form, InstantCompiler, LateCompiler
 
 from pdserve.common.engine_types import FinishReason
-from pdserve.common.errors import InternalError, TransferFailed
+from pdserve.common.errors import PeerError, TransferFailed
 from pdserve.engine.remote_kv import HoldReturned, Landed, ReceiveInto, SourceFinished
 
 COUNT = 14
@@ -115,7 +115,7 @@ def test_output_that_does_not_fit_the_grammar_ends_the_request(make_engine: Make
     engine: Harness = make_engine(grammars=InstantCompiler())
     name = engine.add(prompt, output=wrong, remote_prefill=remote, **asked(form, GREEDY))
     answer = engine.run()[name]
-    assert (answer.error_code, answer.token_ids) == (InternalError.code, [])
+    assert (answer.error_code, answer.token_ids) == (PeerError.code, [])
     assert "output position 3 does not fit" in answer.error_message
 
 

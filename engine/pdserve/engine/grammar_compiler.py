@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pdserve.common.errors import InternalError, InvalidRequest, Overloaded, PdServeError
+from pdserve.common.errors import InternalError, InvalidRequest, Overloaded, PdServeError, PeerError
 from pdserve.common.structured_outputs import FIELD
 from pdserve.engine.grammar_fork_server import GrammarForkServer, SpawnedProcess
 from pdserve.engine.grammar_host import GrammarHost, GrammarHosts, HostedGrammar
@@ -277,7 +277,9 @@ class GrammarCompiler:
 
     def _deliver_opened(self, held: _Held, job: GrammarJob, message: Opened) -> None:
         if message.error:
-            job.deliver(_error(message.error, message.is_clients_fault))
+            # the output that the request begins with is what another worker has sampled
+            told = message.error
+            job.deliver(InvalidRequest(told, FIELD) if message.is_clients_fault else PeerError(told))
             return
         allowed = None if message.has_ended else np.frombuffer(message.allowed, np.uint8)
         if allowed is not None and len(allowed) != mask_bytes(self._vocab_size):

@@ -118,7 +118,7 @@ class GrammarSequences:
     def _replay(self, sequence: _Sequence, message: Open) -> bytes:
         """Accept the output; returns the mask of the next token, b"" for a part.
 
-        Raises: InternalError for a token that does not fit.
+        Raises: PeerError for a token that does not fit.
         """
         tokens = np.frombuffer(message.output_token_ids, np.int32).tolist()
         budget, limits = sequence.budget, self._limits

@@ -17,6 +17,9 @@ from torch import Tensor
 from pdserve.common.sampling_params import SamplingParams
 from pdserve.engine.logit_entries import Entries
 
+MAX_REPETITION = 2.0**64
+"""A repetition penalty beyond it, or below its inverse, counts as this much: with float32 a logit stays a finite number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
@@ -54,7 +57,7 @@ class PenaltyTable:
         self._presence = np.zeros(num_rows, dtype=np.float32)
 
     def set(self, row: int, params: SamplingParams) -> None:
-        self._repetition[row] = params.repetition_penalty
+        self._repetition[row] = min(MAX_REPETITION, max(1 / MAX_REPETITION, params.repetition_penalty))
         self._frequency[row] = params.frequency_penalty
         self._presence[row] = params.presence_penalty
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
+from pdserve.common.errors import InvalidRequest, PdServeError, PeerError
 from pdserve.common.structured_outputs import FIELD, StructuredOutputsParams
 from pdserve.engine.schema_support import verify_enforced
 
@@ -50,7 +50,7 @@ class SequenceGrammar:
         """A place after `output_token_ids`, which a sequence that is resumed has already.
 
         eos_token_ids: may come where the grammar may end; without any, it ends as soon as it can.
-        vocab_size: of the model's logits. Raises: InternalError when the tokens do not fit.
+        vocab_size: of the model's logits. Raises: PeerError when the tokens do not fit.
         """
         self._vocab_size = vocab_size
         self._matcher = xgrammar.GrammarMatcher(
@@ -62,10 +62,10 @@ class SequenceGrammar:
         self.replay(output_token_ids)
 
     def replay(self, output_token_ids: Sequence[int]) -> None:
-        """Go on by tokens that earlier attempts gave. Raises: InternalError when one does not fit."""
+        """Go on by tokens that earlier attempts gave. Raises: PeerError when one does not fit."""
         for token_id in output_token_ids:
             if not self.accept(token_id):
-                raise InternalError(
+                raise PeerError(
                     f"token {token_id} at output position {self._num_replayed} does not fit the request's grammar"
                 )
             self._num_replayed += 1
