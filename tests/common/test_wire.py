@@ -155,17 +155,21 @@ def test_pooling_params_that_are_wrong_or_left_out() -> None:
         assert refused.value.field == field
 
 
+PARENT = f"00-{'1' * 32}-{'2' * 16}-01"
+
+
 @st.composite
 def prepared_requests(draw: st.DrawFn) -> PreparedRequest:
     tokens = draw(st.lists(TOKENS, min_size=1, max_size=40))
-    params = draw(sampling_params())
+    pooling = draw(st.none() | pooling_params())
+    params = draw(sampling_params()) if pooling is None else SamplingParams()
     resumed = st.builds(ResumeState, index=st.integers(0, params.n - 1), output_token_ids=st.lists(TOKENS, max_size=20))
-    resume = draw(st.none() | resumed)
+    resume = draw(st.none() | resumed) if pooling is None else None
     given_ids = [*tokens, *(() if resume is None else resume.output_token_ids)]
     root = draw(st.binary(min_size=16, max_size=16))
     hashes = HASHER.extend(root, given_ids)
     return PreparedRequest(
-        request_id=draw(st.text(min_size=1, max_size=8)),
+        request_id=draw(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=128)),
         prompt_token_ids=tokens,
         sampling_params=params,
         resume=resume,
@@ -174,9 +178,11 @@ def prepared_requests(draw: st.DrawFn) -> PreparedRequest:
         hash_root=root,
         request_digest=HASHER.request_digest(root, hashes, given_ids),
         deadline=time.monotonic() + draw(st.floats(1, 86_000)),
-        trace_headers=draw(st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)),
+        trace_headers=draw(
+            st.sampled_from([{}, {"traceparent": PARENT}, {"traceparent": PARENT, "tracestate": "a=b"}])
+        ),
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
-        pooling_params=draw(st.none() | pooling_params()),
+        pooling_params=pooling,
         client_request_id=draw(st.text(st.characters(categories=("L", "N", "P")), max_size=8)),
     )
 
@@ -206,6 +212,9 @@ def good_message() -> request_pb2.PreparedRequest:
     ("field", "value", "named"),
     [
         ("request_id", "", "request_id"),
+        ("request_id", "r" * 129, "request_id is .* of 129 characters, 1 to 128"),
+        ("request_id", "two\nlines", "request_id"),
+        ("eos_token_ids", [1] * 1025, "eos_token_ids has 1025 tokens, at most 1024"),
         ("prompt_token_ids", [], "prompt_token_ids"),
         ("prompt_token_ids", [1] * 13, "13 tokens, max_model_len is 12"),
         ("resume", request_pb2.ResumeState(output_token_ids=[1] * 4), "13 tokens, max_model_len is 12"),
@@ -245,6 +254,48 @@ def test_a_digest_that_is_not_that_of_the_tokens_is_refused(field: str, value: o
     message.MergeFrom(request_pb2.PreparedRequest(**{field: value}))
     with pytest.raises(DigestMismatch):
         prepared_from_wire(message, HASHER, 12)
+
+
+def test_trace_headers_that_are_no_trace_context_are_left_out() -> None:
+    message = good_message()
+    for number in range(100):
+        message.trace_headers[f"x-{number}"] = "y"
+    assert prepared_from_wire(message, HASHER, 12).trace_headers == {}
+    message.trace_headers["traceparent"] = PARENT
+    assert prepared_from_wire(message, HASHER, 12).trace_headers == {"traceparent": PARENT}
+
+
+def test_an_embedding_reads_no_sampling_and_resumes_nothing() -> None:
+    message = good_message()
+    message.pooling.SetInParent()
+    message.sampling.n = 99
+    message.sampling.structured_outputs.json_object = True
+    assert prepared_from_wire(message, HASHER, 12).sampling_params == SamplingParams()
+    message.resume.SetInParent()
+    with pytest.raises(InvalidRequest, match="an embedding has no output to go on from"):
+        prepared_from_wire(message, HASHER, 12)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        (request_pb2.SamplingParams(stop=["x"] * 17), "stop"),
+        (request_pb2.SamplingParams(stop_token_ids=[1] * 257), "stop_token_ids"),
+        (request_pb2.SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)), "logit_bias"),
+        (request_pb2.SamplingParams(bad_words=["x"] * 129), "bad_words"),
+        (request_pb2.SamplingParams(bad_words_token_ids=[request_pb2.TokenSequence(token_ids=[1])] * 257), "bad_words_token_ids"),
+        (request_pb2.SamplingParams(bad_words_token_ids=[request_pb2.TokenSequence(token_ids=[1] * 1026)]), "bad_words_token_ids"),
+        (request_pb2.SamplingParams(logits_processors=[request_pb2.LogitsProcessor(name="x")] * 9), "logits_processors"),
+        (request_pb2.SamplingParams(allowed_token_ids=[1] * 65), "allowed_token_ids"),
+        (request_pb2.SamplingParams(structured_outputs=request_pb2.StructuredOutputs(choice=["x"] * 1025)), "structured_outputs"),
+    ],
+)  # fmt: skip
+def test_entries_are_counted_before_anything_is_made_of_them(sampling: request_pb2.SamplingParams, field: str) -> None:
+    message = good_message()
+    message.sampling.CopyFrom(sampling)
+    with pytest.raises(InvalidRequest, match=f"{field}.* must (be at most|have)") as refused:
+        prepared_from_wire(message, HASHER, 12, 64)
+    assert refused.value.field == field
 
 
 def test_hashes_are_of_the_workers_own_making_whatever_the_caller_sends() -> None:

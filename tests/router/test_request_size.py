@@ -9,10 +9,10 @@ import pytest
 from worst_bodies import field, varint
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.router import json_size, wire_size
+from pdserve.common.wire_size import MAX_FIELDS, verify_num_fields
+from pdserve.router import json_size
 from pdserve.router.json_size import MAX_CONTAINERS, verify_num_values
 from pdserve.router.unknown_fields import refuse_unknown_fields
-from pdserve.router.wire_size import MAX_FIELDS, verify_num_fields
 from pdserve.v1 import inference_pb2, request_pb2
 
 GENERATE = inference_pb2.GenerateRequest
@@ -76,7 +76,7 @@ def test_what_is_malformed_is_left_to_the_parser(data):
 
 def test_groups_end_the_counting_but_not_the_parsing():
     """They are unknown fields of one message, whatever they hold."""
-    data = (b"\x0b" + b"\x0c") * wire_size.MAX_FIELDS * 2
+    data = (b"\x0b" + b"\x0c") * MAX_FIELDS * 2
     verify_num_fields(data, GENERATE.DESCRIPTOR)
     with pytest.raises(InvalidRequest, match="field number 1,"):
         refuse_unknown_fields(GENERATE.FromString(data))

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Any
 
 import pytest
+from loop_watch import LOOP_S, LoopWatch
 from transfer_fakes import DIGEST, FakeConnector, FakeRead
 
 from pdserve.common.errors import InternalError, TransferFailed
@@ -265,3 +266,48 @@ async def test_i6_a_connector_that_breaks_its_promise_fails_the_transfer(rig: An
     transfer.room(0, [10])
     await until(lambda: transfer.state is ReceiverState.FAILED)
     assert type(rig.owner.cause) is InternalError
+
+
+@pytest.mark.parametrize("num_tokens", [[1] * 17, [1, 2], [0], [100_000]], ids=["17", "two", "none", "many"])
+async def test_a_source_that_finishes_with_other_than_a_token_a_sequence_is_refused(
+    rig: Any, until: Any, num_tokens: list[int]
+) -> None:
+    async def wordy(number: int, requests: Any) -> AsyncIterator[kv_source_pb2.AttachEvent]:
+        yield accepted("local")
+        outputs = [request_pb2.Outputs(token_ids=[1] * num) for num in num_tokens]
+        yield kv_source_pb2.AttachEvent(
+            finished=kv_source_pb2.Finished(num_tokens=8, request_digest=DIGEST, first_outputs=outputs)
+        )
+        async for _ in requests:
+            pass
+
+    await rig.play(wordy)
+    transfer = rig.receive()
+    transfer.room(0, [10, 11])
+    await until(lambda: transfer.state is ReceiverState.FAILED)
+    assert "one token of each is needed, for at most 16" in rig.owner.cause.message
+
+
+async def test_blocks_that_nobody_wants_cost_nothing(rig: Any, until: Any) -> None:
+    """Digests of 200,000 blocks for one that is wanted."""
+    count = 200_000
+
+    async def wordy(number: int, requests: Any) -> AsyncIterator[kv_source_pb2.AttachEvent]:
+        yield accepted("local")
+        yield kv_source_pb2.AttachEvent(
+            published=kv_source_pb2.Published(first_index=0, digests=[1] * count, locations=[0] * count)
+        )
+        async for _ in requests:
+            pass
+
+    connector = FakeConnector()
+    connector.name = "local"
+    await rig.play(wordy)
+    transfer = rig.receive(connector_set=ConnectorSet([connector]))
+    with LoopWatch() as watch:
+        transfer.room(3, [10])
+        await until(lambda: connector.reads)
+    [read] = connector.reads
+    assert read.indexes == [3]
+    assert watch.longest_s < LOOP_S, watch.callback
+    transfer.stop()

@@ -14,14 +14,12 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from signed_channel import signed
+from worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair
 
 from pdserve.common.block_hash import BlockHasher, placement_hash
 from pdserve.common.call_proof import CallSigner
 from pdserve.common.derived_key import DeploymentKey
-from pdserve.common.prepared_request import PreparedRequest
-from pdserve.common.rpc import ERROR_CODE_KEY, make_channel
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.rpc import ERROR_CODE_KEY
 from pdserve.common.service_channel import (
     ATTACH,
     EMBED,
@@ -31,80 +29,21 @@ from pdserve.common.service_channel import (
     PREFILL,
     SESSION,
     Method,
-    ServiceChannel,
 )
 from pdserve.common.watch_proof import WatchChallenge
-from pdserve.common.wire import prepared_to_wire
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
-from pdserve.decode import service as decode_service
-from pdserve.engine.loaded_model import load_model
-from pdserve.kv_transfer.make_connectors import make_connectors
-from pdserve.prefill import service as prefill_service
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
-from pdserve.worker.identity import Role
 from pdserve.worker.worker import Worker
 
-KEY, OTHER = DeploymentKey(b"the key of this deployment"), DeploymentKey(b"the key of another one")
-PROMPT = list(range(3, 43))
-BLOCK_SIZE = 16
+OTHER = DeploymentKey(b"the key of another one")
 OF_PREFILL = (PREFILL, EMBED, ATTACH, MEET)
 OF_DECODE = (GENERATE, SESSION, END_SEQUENCES, MEET)
 FORBIDDEN_WORDS = ("Traceback", "a handler failed", "Exception deserializing")
 
 
-class Pair:
-    """A prefill and a decode worker, and a channel to each."""
-
-    def __init__(self, p: Worker, d: Worker, to_p: grpc.aio.Channel, to_d: grpc.aio.Channel) -> None:
-        self.p, self.d = p, d
-        self._channels = {p.identity.role: to_p, d.identity.role: to_d}
-
-    def channel(self, worker: Worker) -> grpc.aio.Channel:
-        return self._channels[worker.identity.role]
-
-    def service(self, worker: Worker, key: DeploymentKey = KEY) -> ServiceChannel:
-        return signed(self.channel(worker), worker.identity.peer.key, key)
-
-
 @pytest.fixture
 async def pair(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Pair]:
-    fields: dict[str, Any] = {"num_blocks": 32, "max_model_len": 64, "connector": "tcp", "drain_s": 0.0}
-    workers = []
-    for settings, role, service in (
-        (PrefillSettings(**fields), Role.PREFILL, prefill_service),
-        (DecodeSettings(**fields), Role.DECODE, decode_service),
-    ):
-        model = load_model(tiny_checkpoints("llama"), settings, None)
-        workers.append(Worker(settings, role, model, make_connectors(settings), KEY, service.add_servicers))
-    try:
-        for worker in workers:
-            await worker.start()
-        p, d = workers
-        async with make_channel(p.identity.address) as to_p, make_channel(d.identity.address) as to_d:
-            yield Pair(p, d, to_p, to_d)
-    finally:
-        for worker in workers:
-            await worker.stop()
-
-
-def prepared(
-    worker: Worker, prompt: list[int] | None = None, key: DeploymentKey = KEY, **changes: Any
-) -> request_pb2.PreparedRequest:
-    prompt = prompt or PROMPT
-    hasher = BlockHasher(key, BLOCK_SIZE)
-    root = hasher.root(worker.model.layout.model_fingerprint)
-    hashes = hasher.extend(root, prompt)
-    fields: dict[str, Any] = {
-        "request_id": secrets.token_hex(4),
-        "prompt_token_ids": prompt,
-        "sampling_params": SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
-        "eos_token_ids": (),
-        "block_hashes": hashes,
-        "hash_root": root,
-        "request_digest": hasher.request_digest(root, hashes, prompt),
-        "deadline": time.monotonic() + 30,
-    }
-    return prepared_to_wire(PreparedRequest(**(fields | changes)))
+    async with running_pair(tiny_checkpoints("llama"), KEY, num_blocks=32, max_model_len=64) as made:
+        yield made
 
 
 def message_for(method: Method[Any, Any], worker: Worker) -> Any:

@@ -12,11 +12,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from pdserve.common.call_proof import PROOF_KEY, CallVerifier
-from pdserve.common.errors import PdServeError, PeerError
+from pdserve.common.errors import PdServeError
 from pdserve.common.peer_host import peer_host
+from pdserve.common.peer_message import parsed
 from pdserve.common.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
             try:
                 if is_first and digest is not None:
                     self._verifier.verify_message(method, digest, raw)
-                return _decoded(handler, method, raw)
+                return parsed(f"a message to {method}", handler.request_deserializer, raw)
             except PdServeError as error:
                 self.warn(context, error)
                 raise
@@ -118,10 +118,3 @@ def _proof(details: grpc.HandlerCallDetails) -> bytes | None:
         if name == PROOF_KEY and isinstance(value, bytes):
             return value
     return None
-
-
-def _decoded(handler: Any, method: str, raw: bytes) -> Any:
-    try:
-        return handler.request_deserializer(raw)
-    except DecodeError:
-        raise PeerError(f"a message of {len(raw)} bytes to {method} cannot be decoded") from None

@@ -1,4 +1,4 @@
-"""Addresses that one service names to another: `host:port`, and nothing else that gRPC would connect to."""
+"""What one service says of another: its id, and an address, `host:port` and nothing else that gRPC would connect to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from pdserve.common.errors import InvalidRequest
 
 PEER_ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})")
 
+WORKER_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _SHOWN_CHARS = 100
+
+
+def verify_worker_id(field: str, worker_id: str) -> None:
+    """Refuse what no worker is called: ids stand in logs, metrics and keys. Raises: InvalidRequest."""
+    if WORKER_ID.fullmatch(worker_id) is None:
+        raise InvalidRequest(
+            f"{field} is {worker_id[:_SHOWN_CHARS]!r}, 1 to 128 letters, digits, `_`, `.` or `-` are needed", field
+        )
 
 
 def verify_peer_address(field: str, address: str) -> None:

@@ -14,6 +14,19 @@ MAX_PRIORITY = 2**31 - 1
 """What the wire can carry."""
 MAX_CLIENT_REQUEST_ID_CHARS = 256
 MAX_TENANT_BYTES = 16
+MAX_REQUEST_ID_CHARS = 128
+"""A router's own ids have 36 at most."""
+MAX_EOS_TOKEN_IDS = 1024
+
+
+def verify_request_id(request_id: str) -> None:
+    """The router's name for a request, which engines, logs and spans repeat. Raises: InvalidRequest."""
+    if not (0 < len(request_id) <= MAX_REQUEST_ID_CHARS and request_id.isascii() and request_id.isprintable()):
+        raise InvalidRequest(
+            f"request.request_id is {request_id[:40]!r} of {len(request_id)} characters, 1 to {MAX_REQUEST_ID_CHARS} "
+            "printable ASCII characters are needed",
+            "request_id",
+        )
 
 
 def verify_priority(priority: int) -> None:

@@ -25,7 +25,7 @@ from pdserve.common.derived_key import REDIS_RECORDS, DeploymentKey
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import MAX_HASHES, BlocksChange
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.peer_address import PEER_ADDRESS, verify_peer_address
+from pdserve.common.peer_address import PEER_ADDRESS, WORKER_ID, verify_peer_address
 from pdserve.common.protocol_version import OLDEST_AUTHENTICATED, version_objection
 
 RECORD_TTL_S = 3.0
@@ -43,7 +43,6 @@ MAX_BLOCKS = 1 << 22
 MAX_NUMBER = (1 << 63) - 1
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_WORKER_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _EPOCH = re.compile(r"[0-9a-f]{16}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{1,64}")
 _NUMBER = re.compile(r"[0-9]{1,19}")
@@ -59,7 +58,7 @@ def is_namespace(text: str) -> bool:
 
 def is_worker_id(text: str) -> bool:
     """Whether this may stand in a key: 1 to 128 of letters, digits, `_`, `.` and `-`."""
-    return _WORKER_ID.fullmatch(text) is not None
+    return WORKER_ID.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +162,7 @@ def layout_fingerprint(layout: KvLayout) -> str:
 
 def read_worker_id(value: object) -> str:
     """A member of the set of ids. Raises: InvalidRequest."""
-    return _text("worker_id", value, _WORKER_ID)
+    return _text("worker_id", value, WORKER_ID)
 
 
 def read_record(worker_id: str, values: Sequence[object]) -> WorkerRecord | None:

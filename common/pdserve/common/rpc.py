@@ -43,13 +43,10 @@ _KEEPALIVE = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
-_LIMITS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-]
+_IDENTITY_ONLY = 1
+"""A bit set of gRPC's compression algorithms: what is compressed would be inflated before its size is known."""
 _CHANNEL_OPTIONS = [
     *_KEEPALIVE,
-    *_LIMITS,
     # one connection a channel: channels to the same address from one process share no fate
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -59,7 +56,7 @@ _CHANNEL_OPTIONS = [
 ]
 _SERVER_OPTIONS = [
     *_KEEPALIVE,
-    *_LIMITS,
+    ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
@@ -67,28 +64,41 @@ _SERVER_OPTIONS = [
 ]
 
 
-def make_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
+def _limits(max_received_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_received_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ]
+
+
+def make_channel(
+    address: str, tls: ClientTls | None = None, *, max_received_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Channel:
     """A channel to `host:port` with the keepalive that leases rely on. tls: None speaks in the clear.
 
     With TLS each call takes the certificates that are current then; calls that run live on (`RenewedChannel`).
+    max_received_bytes: of one message; a larger one ends its call.
     """
+    options = [*_CHANNEL_OPTIONS, *_limits(max_received_bytes)]
     if tls is None:
-        return grpc.aio.insecure_channel(grpc_target(address), options=_CHANNEL_OPTIONS)
-    return RenewedChannel(tls, lambda generation: _secure_channel(address, generation))
+        return grpc.aio.insecure_channel(grpc_target(address), options=options)
+    return RenewedChannel(tls, lambda generation: _secure_channel(address, generation, options))
 
 
-def _secure_channel(address: str, tls: ClientTls) -> grpc.aio.Channel:
+def _secure_channel(address: str, tls: ClientTls, options: list[tuple[str, int]]) -> grpc.aio.Channel:
     credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
     name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name is not None else []
-    return grpc.aio.secure_channel(grpc_target(address), credentials, options=[*_CHANNEL_OPTIONS, *name])
+    return grpc.aio.secure_channel(grpc_target(address), credentials, options=[*options, *name])
 
 
-def make_server(*guards: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
+def make_server(*guards: grpc.aio.ServerInterceptor, max_received_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
     """A server with the keepalive that leases rely on, whose handlers may raise `PdServeError`.
 
-    guards: what each call passes before its handler, in this order.
+    guards: what each call passes before its handler, in this order. max_received_bytes: of one message; a larger one is
+    refused before it is received. Compressed messages are refused.
     """
-    return grpc.aio.server(interceptors=[ErrorInterceptor(), *guards], options=_SERVER_OPTIONS)
+    options = [*_SERVER_OPTIONS, *_limits(max_received_bytes)]
+    return grpc.aio.server(interceptors=[ErrorInterceptor(), *guards], options=options)
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None = None) -> int:

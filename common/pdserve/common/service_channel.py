@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import grpc.aio
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from pdserve.common.call_proof import CallSigner
 from pdserve.common.errors import PeerError
 from pdserve.common.held_blocks import WorkerKey
+from pdserve.common.peer_message import parsed
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
 
@@ -50,16 +51,16 @@ MEET = Method("/pdserve.v1.WorkerService/Meet", worker_pb2.MeetRequest, worker_p
 class Undecodable:
     """What a peer sent in place of a message."""
 
-    __slots__ = ("where",)
+    __slots__ = ("error",)
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, error: PeerError) -> None:
+        self.error = error
 
 
 def readable(message: M | Undecodable) -> M:
     """A response as it was meant. Raises: PeerError, when it could not be decoded; logged once a minute per peer."""
     if isinstance(message, Undecodable):
-        raise PeerError(f"{message.where} cannot be decoded")
+        raise message.error
     return message
 
 
@@ -68,11 +69,10 @@ def decoder(response: type[Res], peer: str) -> Callable[[bytes], Res]:
 
     def decode(raw: bytes) -> Res:
         try:
-            return response.FromString(raw)
-        except DecodeError:
-            where = f"a {response.DESCRIPTOR.name} of {len(raw)} bytes from {peer}"
-            _warnings.warning(peer, "%s cannot be decoded; the call fails", where)
-            return cast(Res, Undecodable(where))
+            return cast(Res, parsed(f"a {response.DESCRIPTOR.name} from {peer}", response.FromString, raw))
+        except PeerError as error:
+            _warnings.warning(peer, "%s; the call fails", error.message)
+            return cast(Res, Undecodable(error))
 
     return decode
 

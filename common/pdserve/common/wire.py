@@ -14,12 +14,15 @@ from pdserve.common.errors import DigestMismatch, InternalError, InvalidRequest,
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import PoolingParams, PoolingType
 from pdserve.common.prepared_request import (
+    MAX_EOS_TOKEN_IDS,
     MAX_TENANT_BYTES,
     PreparedRequest,
     ResumeState,
     verify_client_request_id,
+    verify_request_id,
 )
 from pdserve.common.sampling_params import (
+    MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
     MAX_LOGITS_PROCESSORS,
@@ -30,8 +33,9 @@ from pdserve.common.sampling_params import (
     SamplingParams,
     clamped_logit_bias,
 )
-from pdserve.common.structured_outputs import StructuredOutputsParams
+from pdserve.common.structured_outputs import FIELD, MAX_CHOICES, StructuredOutputsParams
 from pdserve.common.timeline import to_unix_ns
+from pdserve.common.trace_headers import valid_trace_headers
 from pdserve.v1 import kv_source_pb2, request_pb2
 
 _SAMPLING_OPTIONAL = (
@@ -124,9 +128,16 @@ def _structured_outputs_from_wire(message: request_pb2.StructuredOutputs) -> Str
 
 
 def sampling_from_wire(
-    message: request_pb2.SamplingParams, defaults: Mapping[str, object] | None = None
+    message: request_pb2.SamplingParams,
+    defaults: Mapping[str, object] | None = None,
+    *,
+    vocab_size: int | None = None,
 ) -> SamplingParams:
-    """Absent fields take `defaults`, then ours. Raises: InvalidRequest for values outside their limits."""
+    """Absent fields take `defaults`, then ours. vocab_size: where it is known.
+
+    Raises: InvalidRequest for values outside their limits; for too many entries before anything is made of them.
+    """
+    verify_entries(message, vocab_size)
     given: dict[str, object] = dict(defaults or {})
     given |= {name: getattr(message, name) for name in _SAMPLING_OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
     given |= {name: getattr(message, name) for name in _SAMPLING_PLAIN}
@@ -153,23 +164,36 @@ def sampling_from_wire(
     return params
 
 
+MAX_BAD_WORDS_TOKEN_IDS = 2 * MAX_BAD_WORDS
+"""A text is spelled with and without a space before it."""
+MAX_BAD_WORD_TOKENS = 4 * MAX_BAD_WORD_CHARS + 1
+"""Of one spelling: a token for each byte, and the space."""
 _MOST_ENTRIES: Mapping[str, tuple[int, str]] = {
     "stop": (MAX_STOP_STRINGS, " strings"),
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, " ids"),
     "logit_bias": (MAX_LOGIT_BIASES, " tokens"),
     "bad_words": (MAX_BAD_WORDS, " texts"),
+    "bad_words_token_ids": (MAX_BAD_WORDS_TOKEN_IDS, " sequences"),
     "logits_processors": (MAX_LOGITS_PROCESSORS, ""),
 }
 
 
 def verify_entries(message: request_pb2.SamplingParams, vocab_size: int | None) -> None:
-    """A client's message, before anything is made of it. vocab_size: None where it is not known.
+    """A client's or a peer's message, before anything is made of it. vocab_size: None where it is not known.
 
     Raises: InvalidRequest for more entries of a field than it may have.
     """
     for field, (limit, unit) in _MOST_ENTRIES.items():
         if (num := len(getattr(message, field))) > limit:
             raise InvalidRequest(f"{field} must be at most {limit}{unit}, not {num}", field)
+    for place, sequence in enumerate(message.bad_words_token_ids):
+        if (num := len(sequence.token_ids)) > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                f"bad_words_token_ids[{place}] must be at most {MAX_BAD_WORD_TOKENS} tokens, not {num}",
+                "bad_words_token_ids",
+            )
+    if (num := len(message.structured_outputs.choice)) > MAX_CHOICES:
+        raise InvalidRequest(f"structured_outputs.choice must have 1 to {MAX_CHOICES} texts, not {num}", FIELD)
     if vocab_size is not None and (num := len(message.allowed_token_ids)) > vocab_size:
         raise InvalidRequest(f"allowed_token_ids must be at most {vocab_size} tokens, not {num}", "allowed_token_ids")
 
@@ -234,15 +258,18 @@ def _resume_from_wire(message: request_pb2.PreparedRequest) -> ResumeState | Non
 
 
 def prepared_from_wire(
-    message: request_pb2.PreparedRequest, hasher: BlockHasher, max_model_len: int
+    message: request_pb2.PreparedRequest, hasher: BlockHasher, max_model_len: int, vocab_size: int | None = None
 ) -> PreparedRequest:
     """The request with block hashes of this worker's own making: what names cached KV is never taken from a caller.
+
+    Trace headers that are no valid trace context are left out. `sampling` of an embedding is not read.
 
     Raises: InvalidRequest, PromptTooLong before anything is hashed; DigestMismatch when the request digest is not that
     of these tokens under this root and deployment key.
     """
     _verify_prepared(message, max_model_len)
-    params = sampling_from_wire(message.sampling)
+    is_embedding = message.HasField("pooling")
+    params = SamplingParams() if is_embedding else sampling_from_wire(message.sampling, vocab_size=vocab_size)
     if message.resume.index >= params.n:
         raise InvalidRequest(
             f"request.resume.index is {message.resume.index}, below n ({params.n}) is needed", "resume"
@@ -264,11 +291,11 @@ def prepared_from_wire(
         hash_root=message.hash_root,
         request_digest=message.request_digest,
         deadline=time.monotonic() + message.deadline_s,
-        trace_headers=dict(message.trace_headers),
+        trace_headers=valid_trace_headers(message.trace_headers),
         client_request_id=message.client_request_id,
         priority=message.priority,
         tenant=message.tenant,
-        pooling_params=pooling_from_wire(message.pooling) if message.HasField("pooling") else None,
+        pooling_params=pooling_from_wire(message.pooling) if is_embedding else None,
         resume=_resume_from_wire(message),
     )
 
@@ -276,8 +303,7 @@ def prepared_from_wire(
 def _verify_prepared(message: request_pb2.PreparedRequest, max_model_len: int) -> None:
     """Sizes and lengths. Raises: InvalidRequest; a router never sends such a request, a stranger may."""
     num_tokens = len(message.prompt_token_ids) + len(message.resume.output_token_ids)
-    if not message.request_id:
-        raise InvalidRequest("request.request_id is empty", "request_id")
+    verify_request_id(message.request_id)
     if not message.prompt_token_ids:
         raise InvalidRequest("request.prompt_token_ids is empty", "prompt_token_ids")
     if num_tokens > max_model_len:
@@ -285,6 +311,12 @@ def _verify_prepared(message: request_pb2.PreparedRequest, max_model_len: int) -
             f"request.prompt_token_ids and request.resume have {num_tokens} tokens, max_model_len is {max_model_len}",
             "prompt_token_ids",
         )
+    if (num := len(message.eos_token_ids)) > MAX_EOS_TOKEN_IDS:
+        raise InvalidRequest(
+            f"request.eos_token_ids has {num} tokens, at most {MAX_EOS_TOKEN_IDS} are allowed", "eos_token_ids"
+        )
+    if message.HasField("pooling") and message.HasField("resume"):
+        raise InvalidRequest("request.resume is given, and an embedding has no output to go on from", "resume")
     for field in ("hash_root", "request_digest"):
         if (size := len(getattr(message, field))) != DIGEST_BYTES:
             raise InvalidRequest(f"request.{field} has {size} bytes, {DIGEST_BYTES} are needed", field)

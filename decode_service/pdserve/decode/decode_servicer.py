@@ -13,10 +13,11 @@ from pdserve.common import timeline
 from pdserve.common.deployment_key import is_loopback
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import Draining, InvalidRequest, NeedsPrefill, PdServeError, TransferFailed, WorkerLost
-from pdserve.common.peer_address import verify_peer_address
-from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.peer_address import verify_peer_address, verify_worker_id
+from pdserve.common.prepared_request import PreparedRequest, verify_request_id
 from pdserve.common.rpc import metadata_of
-from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire, prompt_logprobs_to_wire
+from pdserve.common.sampling_params import MAX_SEQUENCES
+from pdserve.common.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.decode.session_servicer import LOCAL_MOMENTS, SessionServicer
 from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
@@ -41,7 +42,7 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         worker = self._worker
-        prepared = prepared_from_wire(request.request, worker.hasher, worker.model.max_model_len)
+        prepared = worker.prepared(request.request)
         if prepared.pooling_params is not None:
             raise InvalidRequest("request.pooling is given: prefill workers compute embeddings", "pooling")
         remote = request.HasField("source")
@@ -54,7 +55,7 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
                 request.attempt.local_prefill_tokens if request.attempt.HasField("local_prefill_tokens") else None
             ),
         )
-        worker.engine.core.verify(engine_request)
+        worker.verify_new(engine_request)
         record = worker.telemetry.leg("decode", engine_request, metadata_of(context))
         landed = self._receive(request.source, prepared, engine_request) if remote else None
         record.transfer = worker.adapter.transfer(engine_request.request_id)
@@ -82,6 +83,9 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
     async def EndSequences(
         self, request: decode_pb2.EndSequencesRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> decode_pb2.EndSequencesResponse:
+        verify_request_id(request.request_id)
+        if (num := len(request.indexes)) > MAX_SEQUENCES:
+            raise InvalidRequest(f"indexes has {num} sequences, at most {MAX_SEQUENCES} are possible", "indexes")
         request_id = engine_request_id(request.request_id, request.attempt, 0)
         for index in request.indexes:
             self._worker.engine.end_sequence(request_id, index)
@@ -94,6 +98,7 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
             raise InvalidRequest(
                 f"source.transfer_id has {len(source.transfer_id)} bytes, not {TRANSFER_ID_BYTES}", "source.transfer_id"
             )
+        verify_worker_id("source.worker_id", source.worker_id)
         verify_peer_address("source.address", source.address)
         if is_loopback(self._worker.settings.host) and not is_loopback(source.address):
             raise InvalidRequest(

@@ -13,10 +13,11 @@ import msgspec
 
 from pdserve.common import timeline
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
-from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, InvalidRequest, Overloaded
+from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, InvalidRequest, Overloaded, PromptTooLong
 from pdserve.common.first_done import first_of
 from pdserve.common.rpc import metadata_of
-from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire, sampling_from_wire
+from pdserve.common.trace_headers import valid_trace_headers
+from pdserve.common.wire import moments_to_wire, outputs_to_wire, sampling_from_wire
 from pdserve.common.worker_settings import DecodeSettings
 from pdserve.engine.output_stream import OutputStream
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
@@ -129,14 +130,18 @@ class _Session:
             raise InvalidRequest("a session's first message is `open`, and every later one is `next`", "turn")
         engine, stream = self._worker.engine, self._stream
         if self._request is None or stream is None:
-            prepared = prepared_from_wire(turn.open, self._worker.hasher, self._worker.model.max_model_len)
+            prepared = self._worker.prepared(turn.open)
             request = self._request = make_engine_request(prepared, 0, prefill_here=True, resumable=True)
-            engine.core.verify(request)
+            self._worker.verify_new(request)
             return request, lambda: engine.submit(request, self._take, self._stream_interval), self._metadata
+        if (num_tokens := len(turn.next.prompt_token_ids)) > (limit := self._worker.model.max_model_len):
+            raise PromptTooLong(
+                f"next.prompt_token_ids has {num_tokens} tokens, max_model_len is {limit}", "prompt_token_ids"
+            )
         update = StreamingUpdate(
             request_id=self._request.request_id,
             prompt_token_ids=list(turn.next.prompt_token_ids),
-            sampling_params=sampling_from_wire(turn.next.sampling),
+            sampling_params=sampling_from_wire(turn.next.sampling, vocab_size=engine.core.vocab_size),
             arrival_time=time.monotonic(),
         )
         engine.core.verify_update(update)
@@ -152,7 +157,7 @@ class _Session:
             engine.resume(update)
             return stream
 
-        return request, resume, dict(turn.next.trace_headers)
+        return request, resume, valid_trace_headers(turn.next.trace_headers)
 
     def _take(self, output: EngineCoreOutput) -> None:
         if self._record is not None:

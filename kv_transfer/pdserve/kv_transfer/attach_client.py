@@ -25,7 +25,9 @@ from pdserve.common.errors import (
     WrongWorker,
 )
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.rpc import from_rpc_error
+from pdserve.common.sampling_params import MAX_SEQUENCES
 from pdserve.common.service_channel import ATTACH, ServiceChannel, readable
 from pdserve.common.wire import layout_to_wire
 from pdserve.kv_transfer.attach_servicer import MAX_CAUSE_CHARS, TICK_STALLED_S, Heartbeat, TickWatch, answer_parts
@@ -36,6 +38,7 @@ from pdserve.kv_transfer.transfer_state import ReceiverState
 from pdserve.v1 import kv_source_pb2, prefill_pb2, request_pb2
 
 log = logging.getLogger(__name__)
+_warnings = RateLimitedLog(log)
 
 REATTACH_EVERY_S = 0.2
 _FINAL = (KeyMismatch, PeerError, ProtocolMismatch, WrongWorker)
@@ -214,7 +217,8 @@ async def _one_stream(
                     transfer.fail(_failure(event.failed.error))
                     return
                 case other:
-                    log.warning("an unexpected %s came from %s: dropped", other, transfer.source.worker_id)
+                    source_id = transfer.source.worker_id
+                    _warnings.warning(source_id, "an unexpected %s came from %s: dropped", other, source_id)
             if accepted and ticks.stalled:
                 raise WorkerLost(f"the source's engine has stood still for {TICK_STALLED_S:.0f} s")
             if accepted and not transfer.is_ending:  # its last words have one limit together
@@ -227,7 +231,13 @@ async def _one_stream(
 
 
 def _finish(transfer: ReceiverTransfer, finished: kv_source_pb2.Finished) -> None:
-    tokens = tuple(token for outputs in finished.first_outputs for token in outputs.token_ids)
+    num_tokens = [len(outputs.token_ids) for outputs in finished.first_outputs[: MAX_SEQUENCES + 1]]
+    if len(num_tokens) > MAX_SEQUENCES or any(num != 1 for num in num_tokens):
+        told = f"{len(finished.first_outputs)} sequences, of which the first have {num_tokens[:4]} tokens"
+        limit = f"one token of each is needed, for at most {MAX_SEQUENCES}"
+        transfer.fail(TransferFailed(f"the source finished with {told}: {limit}"))
+        return
+    tokens = tuple(outputs.token_ids[0] for outputs in finished.first_outputs)
     transfer.finished(finished.num_tokens, finished.request_digest, tokens)
 
 

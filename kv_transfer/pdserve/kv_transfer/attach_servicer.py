@@ -11,9 +11,11 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from pdserve.common.errors import LayoutMismatch, PdServeError, TransferFailed
+from pdserve.common.errors import InvalidRequest, LayoutMismatch, PdServeError, TransferFailed
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.peer_address import verify_worker_id
 from pdserve.common.peer_host import peer_host
+from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.role_guard import CallerRoles, Context
 from pdserve.common.tls_roles import ServiceRole
 from pdserve.common.wire import layout_from_wire
@@ -31,6 +33,8 @@ ALIVE_EVERY_S = 1.0
 TICK_STALLED_S = 3.0
 OPEN_TIMEOUT_S = 5.0
 MAX_DIGESTS_A_MESSAGE = 65_536
+MAX_NAMES = 16
+"""Of digest algorithms, and of connectors, in an `Open`."""
 MAX_CAUSE_CHARS = 2000
 """Of what a peer says, or makes this side say, about a failure."""
 
@@ -125,6 +129,14 @@ def failed_event(error: PdServeError) -> kv_source_pb2.AttachEvent:
     return kv_source_pb2.AttachEvent(failed=kv_source_pb2.Failed(error=wire))
 
 
+def _verify_open(request: kv_source_pb2.Open) -> None:
+    """Counts, and who attaches. Raises: InvalidRequest."""
+    for field in ("digest_algorithms", "connectors"):
+        if (num := len(getattr(request, field))) > MAX_NAMES:
+            raise InvalidRequest(f"open.{field} has {num} names, at most {MAX_NAMES} are read", field)
+    verify_worker_id("open.receiver.worker_id", request.receiver.worker_id)
+
+
 def answer_parts(accepted: kv_source_pb2.Accepted) -> list[bytes]:
     """What the proof of an answer covers."""
     return [accepted.connector.encode(), accepted.digest_algorithm.encode(), accepted.metadata, accepted.token]
@@ -150,6 +162,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         self._engine_tick = engine_tick
         self._digests = digests
         self._callers = callers
+        self._warnings = RateLimitedLog(log)
 
     async def Attach(
         self,
@@ -196,6 +209,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         self._callers.verify(context, (ServiceRole.DECODE,), request.receiver.worker_id)
         if request.source_epoch != self._epoch:
             raise TransferFailed("the transfer belongs to another life of this worker")
+        _verify_open(request)
         if differences := self._layout.differences(layout_from_wire(request.layout)):
             raise LayoutMismatch(f"KV layouts differ (source != receiver): {'; '.join(differences)}")
         algorithm = self._digests.choose(request.digest_algorithms, peer_host(context.peer()))
@@ -256,7 +270,8 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
                         transfer.release()
                         return
                     case other:
-                        log.warning("an unexpected %s came from %s: dropped", other, transfer.expected.receiver)
+                        receiver = transfer.expected.receiver
+                        self._warnings.warning(str(receiver), "an unexpected %s came from %s: dropped", other, receiver)
                 if ticks.stalled:
                     why = f"the receiver's engine has stood still for {TICK_STALLED_S:.0f} s"
                     break

@@ -215,12 +215,15 @@ class ReceiverTransfer:
             self.fail(TransferFailed(f"{len(digests)} digests came with {len(locations)} locations"))
             return
         blocks = []
-        for offset, digest in enumerate(digests):
+        # a source may say more than was wanted: only what was is looked at
+        begin = max(0, self._first_index - first_index)
+        end = min(len(digests), self._first_index + len(self._asked) - first_index)
+        for offset in range(begin, end):
             place = first_index + offset - self._first_index
-            if 0 <= place < len(self._asked) and not self._asked[place]:
+            if not self._asked[place]:
                 self._asked[place] = True
                 location = locations[offset] if locations else 0
-                blocks.append(BlockToRead(first_index + offset, digest, self._local_blocks[place], location))
+                blocks.append(BlockToRead(first_index + offset, digests[offset], self._local_blocks[place], location))
         if blocks:
             number = self._num_reads
             self._num_reads += 1

@@ -10,9 +10,10 @@ import grpc
 from pdserve.common import timeline
 from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InternalError, InvalidRequest
+from pdserve.common.peer_address import verify_worker_id
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import metadata_of
-from pdserve.common.wire import moments_to_wire, outputs_to_wire, prepared_from_wire, prompt_logprobs_to_wire
+from pdserve.common.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.kv_transfer.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
 from pdserve.kv_transfer.transfer_state import SourceState
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
@@ -43,17 +44,19 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         worker = self._worker
-        prepared = prepared_from_wire(request.request, worker.hasher, worker.model.max_model_len)
+        prepared = worker.prepared(request.request)
         if prepared.pooling_params is not None:
             raise InvalidRequest("request.pooling is given: embeddings are asked for with Embed", "pooling")
         if len(request.transfer_id) not in (0, TRANSFER_ID_BYTES):
             raise InvalidRequest(
                 f"transfer_id has {len(request.transfer_id)} bytes, not {TRANSFER_ID_BYTES}", "transfer_id"
             )
+        if request.transfer_id:
+            verify_worker_id("receiver.worker_id", request.receiver.worker_id)
         engine_request = make_engine_request(
             prepared, request.attempt.number, transfer_source=bool(request.transfer_id)
         )
-        worker.engine.core.verify(engine_request)
+        worker.verify_new(engine_request)
         record = worker.telemetry.leg("prefill", engine_request, metadata_of(context))
         transfer = self._expect(request, prepared, engine_request) if request.transfer_id else None
         stream = None
@@ -86,11 +89,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PoolingRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.PoolingResponse:
         worker = self._worker
-        prepared = prepared_from_wire(request.request, worker.hasher, worker.model.max_model_len)
+        prepared = worker.prepared(request.request)
         if prepared.pooling_params is None:
             raise InvalidRequest("request.pooling is missing: it says which embedding is wanted", "pooling")
         engine_request = make_engine_request(prepared, request.attempt.number, prefill_here=True)
-        worker.engine.core.verify(engine_request)
+        worker.verify_new(engine_request)
         record = worker.telemetry.leg("prefill", engine_request, metadata_of(context))
         stream = None
         try:

@@ -12,9 +12,9 @@ from pdserve.common.body_budget import BodyBudget
 from pdserve.common.errors import BodyTooLarge, InvalidRequest
 from pdserve.common.router_settings import RouterSettings
 from pdserve.common.rpc import MAX_MESSAGE_BYTES
+from pdserve.common.wire_size import verify_num_fields
 from pdserve.router.body_thread import ON_LOOP_BYTES, BodyThread
 from pdserve.router.unknown_fields import refuse_unknown_fields
-from pdserve.router.wire_size import verify_num_fields
 
 T = TypeVar("T")
 _BASE_BYTES = 1 << 20

@@ -43,6 +43,10 @@ class EngineClient:
         """max_waiting: requests that may wait in the engine; None: no limit."""
         self._core = core
         self._streams: dict[str, OutputStream] = {}
+        self._sequence_ids: dict[str, tuple[str, ...]] = {}
+        """Request id -> what the engine calls its sequences, of requests that have a stream."""
+        self._taken: set[str] = set()
+        """All of these."""
         self._thread = EngineThread(
             core, asyncio.get_running_loop(), self._dispatch, self._engine_died, num_threads, cpu_core
         )
@@ -99,6 +103,13 @@ class EngineClient:
         """For what may be read from any thread: config, vocabulary, tick, `verify`."""
         return self._core
 
+    def verify(self, request: EngineCoreRequest) -> None:
+        """Raises: InvalidRequest for what the engine cannot serve, and where a sequence of that name is here already."""
+        self._core.verify(request)
+        for sequence_id in _sequence_ids(request):
+            if sequence_id in self._taken:
+                raise InvalidRequest(f"request {sequence_id} is here already", "request_id")
+
     def submit(
         self,
         request: EngineCoreRequest,
@@ -118,11 +129,11 @@ class EngineClient:
             raise Overloaded(
                 f"{num_waiting} requests wait on this worker, at most {self.max_waiting} may (max_waiting)"
             )
-        self._core.verify(request)
-        if request.request_id in self._streams:
-            raise InvalidRequest(f"request {request.request_id} is here already", "request_id")
+        self.verify(request)
         stream = OutputStream(request.request_id, observer, num_sequences=request.n, interval=stream_interval)
         self._streams[request.request_id] = stream
+        self._sequence_ids[request.request_id] = _sequence_ids(request)
+        self._taken.update(_sequence_ids(request))
         if request.deadline:
             left_s = max(0.0, request.deadline - time.monotonic())
             self._deadlines[request.request_id] = asyncio.get_running_loop().call_later(left_s, self._expire, stream)
@@ -160,6 +171,8 @@ class EngineClient:
         """
         if self._streams.pop(stream.request_id, None) is None:
             return
+        # the engine aborts it before it takes in any that is submitted from now on
+        self._taken.difference_update(self._sequence_ids.pop(stream.request_id))
         self._forget_deadline(stream.request_id)
         if on_ended is None:
             self.abort(stream.request_id)
@@ -220,6 +233,13 @@ class EngineClient:
                 stream.put(_failed(stream, WorkerLost(ENGINE_FAILED)))
         for request_id in list(self._leaving):
             self._left(request_id, None)
+
+
+def _sequence_ids(request: EngineCoreRequest) -> tuple[str, ...]:
+    """What the engine calls the request's sequences, also where each has parted from the first."""
+    first = request.index
+    stem = request.request_id.removesuffix(f".{first}")
+    return request.request_id, *(f"{stem}.{index}" for index in range(first + 1, first + request.n))
 
 
 def _failed(stream: OutputStream, error: PdServeError) -> EngineCoreOutput:

@@ -16,6 +16,8 @@ from pdserve.common.rpc import make_channel
 from pdserve.common.service_channel import ServiceChannel
 from pdserve.common.tls import ClientTls
 
+MAX_RECEIVED_BYTES = 2 << 20
+"""Of one message of a peer: the digests and locations of 65,536 blocks take 0.9 MB."""
 MAX_IDLE_PEERS = 256
 """Channels that are kept though nothing uses them."""
 
@@ -87,7 +89,7 @@ class PeerChannels:
         kept = self._kept.get(address)
         if kept is None:
             self._verify(address)
-            kept = self._kept[address] = _Kept(make_channel(address, self._tls))
+            kept = self._kept[address] = _Kept(make_channel(address, self._tls, max_received_bytes=MAX_RECEIVED_BYTES))
         self._kept.move_to_end(address)
         return kept
 

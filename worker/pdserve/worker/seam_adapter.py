@@ -184,6 +184,13 @@ class SeamAdapter:
                     receiver.transfer.stop()
                     self._forget_if_done(receiver)
 
+    def verify_new(self, request_id: str) -> None:
+        """Raises: InvalidRequest where blocks of a request of this name still travel, or are about to."""
+        if request_id in self._sources:
+            raise InvalidRequest(f"request {request_id} is being transferred already", "request_id")
+        if request_id in self._receivers:
+            raise InvalidRequest(f"request {request_id} is being received already", "request_id")
+
     # ---- source
 
     def source(self, request: EngineCoreRequest, transfer: SourceTransfer) -> None:
@@ -191,9 +198,11 @@ class SeamAdapter:
 
         Raises: InvalidRequest when the request is the source of another transfer already.
         """
-        if request.request_id in self._sources:
+        try:
+            self.verify_new(request.request_id)
+        except InvalidRequest:
             transfer.cancel()
-            raise InvalidRequest(f"request {request.request_id} is being transferred already", "request_id")
+            raise
         self._sources[request.request_id] = _Source(request, transfer)
 
     def wanted(self, transfer: SourceTransfer, first_index: int) -> None:
@@ -287,8 +296,7 @@ class SeamAdapter:
         Raises: InvalidRequest when the request is being received already, TransferFailed when too much of the pool is in
         quarantine.
         """
-        if request_id in self._receivers:
-            raise InvalidRequest(f"request {request_id} is being received already", "request_id")
+        self.verify_new(request_id)
         if self.is_quarantine_full:
             num_blocks = self.engine.stats.num_blocks_quarantined
             raise TransferFailed(f"{num_blocks} blocks of this worker wait for reads that do not end")

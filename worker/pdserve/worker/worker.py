@@ -22,13 +22,17 @@ from pdserve.common.block_hash import BlockHasher
 from pdserve.common.call_guard import CallGuard
 from pdserve.common.call_proof import CallSigner, CallVerifier
 from pdserve.common.derived_key import DATA_PLANE, DeploymentKey
+from pdserve.common.engine_types import EngineCoreRequest
 from pdserve.common.errors import Draining
 from pdserve.common.first_done import first_done
 from pdserve.common.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.host_address import host_and_port
+from pdserve.common.peer_message import max_request_bytes
+from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.role_guard import CallerRoles, RoleGuard
 from pdserve.common.rpc import abort_with, bind, make_server
 from pdserve.common.tls import TlsIdentity
+from pdserve.common.wire import prepared_from_wire
 from pdserve.common.worker_settings import WorkerSettings
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.loaded_model import LoadedModel
@@ -41,7 +45,7 @@ from pdserve.kv_transfer.digest_rule import DigestRule
 from pdserve.kv_transfer.source_transfer import LeaseLimits, PeerId
 from pdserve.kv_transfer.source_transfers import SourceTransfers
 from pdserve.kv_transfer.staged_pool import StagedPool, host_memory
-from pdserve.v1 import kv_source_pb2_grpc, worker_pb2_grpc
+from pdserve.v1 import kv_source_pb2_grpc, request_pb2, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_watchdog import EngineWatchdog
 from pdserve.worker.identity import Role, WorkerIdentity
@@ -84,7 +88,11 @@ class Worker:
         self.connectors = connectors
         self._callers = CallerRoles(tls.server if tls is not None else None)
         calls = CallVerifier(deployment_key, lambda: self.identity.peer.key)
-        self.server = make_server(RoleGuard(self._callers, abort_with), CallGuard(calls))
+        self.server = make_server(
+            RoleGuard(self._callers, abort_with),
+            CallGuard(calls),
+            max_received_bytes=max_request_bytes(model.max_model_len, model.decoder.config.vocab_size),
+        )
         self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)
         client_tls = tls.client if tls is not None else None
         self.peers = PeerChannels(CallSigner(deployment_key), client_tls, insecure=settings.insecure)
@@ -170,6 +178,19 @@ class Worker:
         )
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         return "pdserve.v1.KvSourceService"
+
+    def prepared(self, message: request_pb2.PreparedRequest) -> PreparedRequest:
+        """The request of a router's message, checked. Raises: as `prepared_from_wire`."""
+        model = self.model
+        return prepared_from_wire(message, self.hasher, model.max_model_len, model.decoder.config.vocab_size)
+
+    def verify_new(self, request: EngineCoreRequest) -> None:
+        """To be asked before anything is begun for a request: what ends with it is found by its name.
+
+        Raises: InvalidRequest for what the engine cannot serve, and where one of that name is here.
+        """
+        self.engine.verify(request)
+        self.adapter.verify_new(request.request_id)
 
     def _met(self, worker_id: str, epoch: int) -> None:
         """A peer has come up: be ready to read from it, unless it is the other way round."""

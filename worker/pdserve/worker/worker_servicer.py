@@ -14,6 +14,7 @@ from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import KeyMismatch, ProtocolMismatch
 from pdserve.common.first_done import first_done
 from pdserve.common.held_blocks import BlocksChange
+from pdserve.common.peer_address import verify_worker_id
 from pdserve.common.peer_host import peer_host
 from pdserve.common.protocol_version import PROTOCOL_VERSION
 from pdserve.common.rate_limited_log import RateLimitedLog
@@ -102,6 +103,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Meet(
         self, request: worker_pb2.MeetRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.MeetResponse:
+        verify_worker_id("worker_id", request.worker_id)
         self._peers.meet(request.address)
         self._on_meet(request.worker_id, request.epoch)
         return worker_pb2.MeetResponse()

@@ -1,4 +1,4 @@
-"""How many fields a client's protobuf message holds, counted before anything is made of it."""
+"""How many fields a protobuf message holds, counted before anything is made of it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from google.protobuf.descriptor import Descriptor
 from pdserve.common.errors import InvalidRequest
 
 MAX_FIELDS = 1 << 16
-"""Fields of one message and of the messages in it: an empty message takes 2 bytes here, and 60 once it is parsed."""
+"""Fields of a client's message and of the messages in it: an empty message takes 2 bytes here, and 60 once it is parsed."""
 
 
-def verify_num_fields(data: bytes, descriptor: Descriptor) -> None:
-    """Raises: InvalidRequest for more than `MAX_FIELDS`, at a cost that ends there.
+def verify_num_fields(data: bytes, descriptor: Descriptor, max_fields: int = MAX_FIELDS) -> None:
+    """Raises: InvalidRequest for more than `max_fields`, at a cost that ends there.
 
     Fields of messages that hold no others are not counted: their numbers, packed or not, take no more memory than bytes.
     What is malformed is left to the parser.
     """
-    left = MAX_FIELDS
+    left = max_fields
     open_messages = [(0, len(data), descriptor)]
     while open_messages:
         at, end, kind = open_messages.pop()
@@ -26,7 +26,7 @@ def verify_num_fields(data: bytes, descriptor: Descriptor) -> None:
         while at < end:
             left -= 1
             if left < 0:
-                raise InvalidRequest(f"the message has more than {MAX_FIELDS} fields, in it and in its messages")
+                raise InvalidRequest(f"the message has more than {max_fields} fields, in it and in its messages")
             tag, at = _varint(data, at, end)
             match tag & 7:
                 case 0:
