@@ -1,0 +1,578 @@
+"""Changed messages from a holder of the deployment key, to every method of two real workers, and between them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from fuzz_cases import Fuzzer
+from google.protobuf.message import DecodeError, Message
+from loop_watch import LOOP_S, LoopWatch
+from message_changes import MessageChanges, fields_named
+from worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair
+
+from pdserve.common.block_hash import DIGEST_BYTES, BlockHasher
+from pdserve.common.call_proof import CallSigner
+from pdserve.common.deployment_key import is_loopback
+from pdserve.common.errors import PdServeError
+from pdserve.common.peer_address import verify_peer_address
+from pdserve.common.rpc import ERROR_CODE_KEY, MAX_MESSAGE_BYTES, bind, make_server
+from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION, Method
+from pdserve.common.structured_outputs import StructuredOutputsParams
+from pdserve.common.watch_proof import WatchChallenge
+from pdserve.kv_transfer.attach_servicer import answer_parts
+from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
+from pdserve.worker.worker import TICK_STILL_S, Worker
+
+pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
+
+MAX_GROWN_BYTES = 64 << 20
+MAX_LINE_CHARS = 4096
+"""Of one line of the log."""
+CALL_S = 60.0
+"""No call lasts so long, on a busy machine either: leases, deadlines and timeouts are much shorter here."""
+IDLE_S = 120.0
+LOOK_EVERY = 20
+AT_A_TIME = 8
+WATCH = "/pdserve.v1.WorkerService/Watch"
+NOT_AN_ADDRESS = (
+    "",
+    "x",
+    "127.0.0.1",
+    "127.0.0.1:0",
+    "127.0.0.1:70000",
+    "unix:/run/x",
+    "dns:///a:1",
+    "h:1",
+    "10.0.0.1:1",
+)
+BUGS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+"""No status for what a peer sent."""
+WROTE_TOO_LATE = "Internal error from Core"
+"""How gRPC's client ends a stream that the server had ended before all was written."""
+SAMPLINGS = (
+    SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+    SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=5, min_p=0.01, seed=1, max_tokens=6, n=2, stop=("x",), stop_token_ids=(7,),
+        presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1, logit_bias={5: 1.0}, logprobs=2,
+    ),
+    SamplingParams(max_tokens=3, min_tokens=1, n=4, allowed_token_ids=(4, 5, 6, 7), bad_words=("a",), prompt_logprobs=1,
+                   bad_words_token_ids=((5,), (6, 7))),
+    SamplingParams(max_tokens=5, structured_outputs=StructuredOutputsParams(choice=("a", "b"))),
+)  # fmt: skip
+
+
+class Ended(Exception):
+    """How a call ended."""
+
+    def __init__(self, method: str, status: grpc.StatusCode, code: str | None, words: str) -> None:
+        super().__init__(f"{method}: {status.name} {code} {words[:400]}")
+        self.status, self.code, self.words = status, code, words
+        self.sent: Sequence[bytes] = ()
+
+    @property
+    def is_a_bug(self) -> bool:
+        """A status of a handler that failed, or of a call that this side had to give up."""
+        if self.words == WROTE_TOO_LATE:
+            return False
+        return self.status in BUGS or (self.status is grpc.StatusCode.DEADLINE_EXCEEDED and self.code is None)
+
+
+class Hostile:
+    """Has the deployment key, and signs whatever it sends."""
+
+    def __init__(self, pair: Pair, fuzzer: Fuzzer, closed: Sequence[str], relay: str) -> None:
+        """closed: addresses at which nobody listens. relay: that of the `Relay`."""
+        self.pair = pair
+        self.fuzzer = fuzzer
+        self.draw = fuzzer.draw
+        self.relay = relay
+        self._addresses = (*closed, relay, *NOT_AN_ADDRESS)
+        self._changes = MessageChanges(fuzzer.draw, addresses=self._addresses, max_bytes=MAX_MESSAGE_BYTES - 4096)
+        self._signer = CallSigner(KEY)
+        self.sent: list[tuple[str, bytes]] = []
+        """Since the batch began: for whoever looks for the case."""
+
+    # ---- messages
+
+    def request(self, worker: Worker, **changes: Any) -> request_pb2.PreparedRequest:
+        """A good one, of a few that often meet each other in an engine."""
+        length = self.draw.choice((1, 15, 16, 17, 40, 48))
+        fields: dict[str, Any] = {
+            "request_id": self.draw.choice(("r", "r.0", "r0", secrets.token_hex(4), secrets.token_hex(4))),
+            "sampling_params": self.draw.choice(SAMPLINGS),
+            "eos_token_ids": (2,),
+            "client_request_id": "mine",
+            "tenant": b"t" * 16,
+            "trace_headers": {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"},
+        }
+        message = prepared(worker, PROMPT[:length] if length <= 40 else PROMPT + PROMPT[:8], **(fields | changes))
+        if self.draw.random() < 0.2:
+            message.resume.index = self.draw.randrange(message.sampling.n)
+            message.resume.output_token_ids.extend([5] * self.draw.randrange(4))
+            self.sign_request(worker, message)
+        return message
+
+    def sign_request(self, worker: Worker, message: request_pb2.PreparedRequest) -> None:
+        """Make the digest that of what the message says, as far as it can be made."""
+        if len(message.hash_root) == DIGEST_BYTES and len(message.prompt_token_ids) < 1000:
+            hasher = BlockHasher(KEY, BLOCK_SIZE)
+            given = [*message.prompt_token_ids, *message.resume.output_token_ids]
+            hashes = hasher.extend(message.hash_root, given)
+            message.request_digest = hasher.request_digest(message.hash_root, hashes, given)
+
+    def changed(self, worker: Worker, message: Message) -> bytes:
+        """By fields, by bytes, cut off, or as it was. Nothing reaches a port that somebody else may listen at."""
+        while True:
+            raw = self._changed(worker, message)
+            if not self._reaches_out(type(message), raw):
+                return raw
+
+    def _changed(self, worker: Worker, message: Message) -> bytes:
+        kind = self.draw.random()
+        if kind < 0.65:
+            message = self._changes.changed(message)
+            inner = next(
+                (getattr(message, name) for name in ("request", "open") if name in message.DESCRIPTOR.fields_by_name),
+                None,
+            )
+            if isinstance(inner, request_pb2.PreparedRequest) and self.draw.random() < 0.7:
+                self.sign_request(worker, inner)
+        raw = message.SerializeToString()
+        if 0.55 < kind < 0.8 and len(raw) < 1 << 16:
+            raw = self.fuzzer.bytes(raw)
+        elif 0.8 < kind < 0.85:
+            raw = raw[: self.draw.randrange(len(raw) + 1)]
+        return raw[: MAX_MESSAGE_BYTES - 1]
+
+    def _reaches_out(self, kind: type[Message], raw: bytes) -> bool:
+        try:
+            addresses = fields_named(kind.FromString(raw), "address")
+        except DecodeError:
+            return False
+        return any(address not in self._addresses and _is_possible(address) for address in addresses)
+
+    # ---- calls
+
+    async def call(self, worker: Worker, method: Method[Any, Any], *raws: bytes, stays_s: float = 0.0) -> Ended:
+        """Send these messages and read to the end. stays_s: how long a stream stays open after the last."""
+
+        async def messages() -> AsyncIterator[bytes]:
+            for raw in raws:
+                yield raw
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(stays_s)
+
+        self.sent += [(method.path, raw) for raw in raws]
+        proof = await asyncio.to_thread(self._signer.metadata, method.path, worker.identity.peer.key, raws[0])
+        streams_in, streams_out = method in (SESSION, ATTACH), method not in (EMBED, END_SEQUENCES, MEET)
+        kind = f"{'stream' if streams_in else 'unary'}_{'stream' if streams_out else 'unary'}"
+        make: Any = getattr(self.pair.channel(worker), kind)(method.path)
+        call = make(messages() if streams_in else raws[0], metadata=proof, timeout=CALL_S)
+        ended = await _end_of(method.path, call, streams_out)
+        ended.sent = raws
+        return ended
+
+    # ---- cases
+
+    async def one_call(self) -> list[Ended]:
+        p, d = self.pair.p, self.pair.d
+        worker, method = self.draw.choice(
+            ((p, PREFILL), (p, EMBED), (p, MEET), (d, GENERATE), (d, END_SEQUENCES), (d, MEET))
+        )
+        return [await self.call(worker, method, await self.aside(worker, self._message(worker, method)))]
+
+    def _message(self, worker: Worker, method: Method[Any, Any]) -> Message:
+        if method is MEET:
+            return worker_pb2.MeetRequest(worker_id="x", epoch=1, address=self.draw.choice(self._addresses[:4]))
+        if method is END_SEQUENCES:
+            return decode_pb2.EndSequencesRequest(request_id="r", attempt=0, indexes=[0, 1])
+        request = self.request(worker)
+        if method is EMBED:
+            request.pooling.dimensions = 2
+            return prefill_pb2.PoolingRequest(request=request)
+        if method is PREFILL:
+            return prefill_pb2.PrefillRequest(
+                request=request, transfer_id=secrets.token_bytes(16) if self.draw.random() < 0.5 else b"",
+                receiver=self._receiver(),
+            )  # fmt: skip
+        message = decode_pb2.DecodeRequest(request=request)
+        if self.draw.random() < 0.5:
+            peer = self.pair.p.identity.peer
+            message.source.worker_id, message.source.epoch = peer.key
+            message.source.address = self.draw.choice(self._addresses)
+            message.source.transfer_id = secrets.token_bytes(16)
+        return message
+
+    async def aside(self, worker: Worker, message: Message) -> bytes:
+        """What is sent in place of the message, made in a thread: this side's work is not the worker's."""
+        return await asyncio.to_thread(self.changed, worker, message)
+
+    def _receiver(self) -> prefill_pb2.Receiver:
+        worker_id, epoch = self.pair.d.identity.peer.key
+        return prefill_pb2.Receiver(worker_id=worker_id, epoch=epoch)
+
+    async def session(self) -> list[Ended]:
+        d = self.pair.d
+        turns: list[Message] = [decode_pb2.DecodeTurn(open=self.request(d, sampling_params=SAMPLINGS[0]))]
+        for _ in range(self.draw.choice((0, 1, 2))):
+            sampling = request_pb2.SamplingParams(max_tokens=2, temperature=0.0)
+            turns.append(decode_pb2.DecodeTurn(next=decode_pb2.NextTurn(prompt_token_ids=[5, 6], sampling=sampling)))
+        return [await self.call(d, SESSION, *await self._some_changed(d, turns), stays_s=self.draw.choice((0.0, 0.3)))]
+
+    async def _some_changed(self, worker: Worker, messages: Sequence[Message]) -> list[bytes]:
+        changes = [self.draw.random() < 0.5 for _ in messages]
+        changes[self.draw.randrange(len(changes))] = True
+        return [
+            await self.aside(worker, message) if change else message.SerializeToString()
+            for message, change in zip(messages, changes, strict=True)
+        ]
+
+    async def watch(self) -> list[Ended]:
+        worker = self.draw.choice((self.pair.p, self.pair.d))
+        challenge = WatchChallenge(KEY, blocks=True)
+        call: Any = self.pair.channel(worker).stream_stream(WATCH)(timeout=CALL_S)
+        opening = challenge.opening.SerializeToString()
+        try:
+            await call.write(await self.aside(worker, challenge.opening) if self.draw.random() < 0.5 else opening)
+            raw = await call.read()
+            if raw is not grpc.aio.EOF:
+                try:
+                    challenge.read(worker_pb2.WatchEvent.FromString(raw))
+                except PdServeError:
+                    answer = worker_pb2.WatchRequest(proof=secrets.token_bytes(32))
+                else:
+                    answer = challenge.answer
+                await call.write(await self.aside(worker, answer))
+            await call.done_writing()
+            for _ in range(3):
+                if await asyncio.wait_for(call.read(), 0.1) is grpc.aio.EOF:
+                    break
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+            pass
+        call.cancel()
+        return []
+
+    async def attach(self) -> list[Ended]:
+        """The receiver's stream, beside the prefill leg that it is for or without one."""
+        p, transfer_id = self.pair.p, secrets.token_bytes(16)
+        request = self.request(p)
+        messages: list[Message] = [kv_source_pb2.AttachRequest(open=self._open(transfer_id, request.request_digest))]
+        for _ in range(self.draw.randrange(6)):
+            messages.append(self._word())
+        leg = prefill_pb2.PrefillRequest(request=request, transfer_id=transfer_id, receiver=self._receiver())
+        stays_s = self.draw.choice((0.0, 0.1, 0.5))
+        stream = self.call(p, ATTACH, *await self._some_changed(p, messages), stays_s=stays_s)
+        calls = [stream]
+        if self.draw.random() < 0.8:
+            calls.append(self.call(p, PREFILL, leg.SerializeToString()))
+        if self.draw.random() < 0.2:
+            calls.append(self.call(p, ATTACH, *await self._some_changed(p, messages), stays_s=stays_s))
+        return list(await asyncio.gather(*calls))
+
+    def _open(self, transfer_id: bytes, request_digest: bytes) -> kv_source_pb2.Open:
+        from pdserve.common.wire import layout_to_wire
+
+        p = self.pair.p
+        return kv_source_pb2.Open(
+            transfer_id=transfer_id, source_epoch=p.identity.peer.epoch, receiver=self._receiver(),
+            request_digest=request_digest, layout=layout_to_wire(p.identity.layout),
+            digest_algorithms=self.draw.choice((["xxh3_64"], ["gmac"], ["xxh3_64", "gmac"])), connectors=["tcp"],
+        )  # fmt: skip
+
+    def _word(self) -> kv_source_pb2.AttachRequest:
+        message = kv_source_pb2.AttachRequest()
+        match self.draw.randrange(5):
+            case 0:
+                message.want.num_blocks = self.draw.choice((0, 1, 3))
+            case 1:
+                message.landed.num_blocks = 1
+            case 2:
+                message.alive.engine_tick = 1
+            case 3:
+                message.release.SetInParent()
+            case _:
+                message.open.have = 1
+        return message
+
+    async def transfer(self) -> list[Ended]:
+        """Both legs of a request, whose control stream goes through the relay."""
+        p, d, transfer_id = self.pair.p, self.pair.d, secrets.token_bytes(16)
+        request = self.request(p)
+        prefill: Message = prefill_pb2.PrefillRequest(
+            request=request, transfer_id=transfer_id, receiver=self._receiver()
+        )
+        worker_id, epoch = p.identity.peer.key
+        source = decode_pb2.Source(worker_id=worker_id, epoch=epoch, address=self.relay, transfer_id=transfer_id)
+        decode: Message = decode_pb2.DecodeRequest(request=request, source=source)
+        legs = [(p, PREFILL, prefill.SerializeToString()), (d, GENERATE, decode.SerializeToString())]
+        if self.draw.random() < 0.2:
+            legs[0] = (p, PREFILL, await self.aside(p, prefill))
+        if self.draw.random() < 0.2:
+            legs[1] = (d, GENERATE, await self.aside(d, decode))
+        return list(await asyncio.gather(*(self.call(*leg) for leg in legs)))
+
+
+class Relay:
+    """Between a decode worker and its source: changes what passes by, and signs the source's answer again."""
+
+    def __init__(self) -> None:
+        self.server = make_server()
+        handler = grpc.stream_stream_rpc_method_handler(self._attach)
+        service, _, method = ATTACH.path[1:].partition("/")
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+        self.address = f"127.0.0.1:{bind(self.server, '127.0.0.1', 0)}"
+        self.hostile: Hostile | None = None
+
+    async def _attach(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        hostile = self.hostile
+        assert hostile is not None
+        p, draw = hostile.pair.p, hostile.draw
+        first = await anext(requests, b"")
+        opened = kv_source_pb2.AttachRequest.FromString(first).open
+        rate = draw.choice((0.0, 0.1, 0.5))
+        if draw.random() < rate / 2:
+            first = await hostile.aside(p, kv_source_pb2.AttachRequest(open=opened))
+
+        async def passed() -> AsyncIterator[bytes]:
+            yield first
+            async for raw in requests:
+                if draw.random() < rate:
+                    raw = await hostile.aside(p, kv_source_pb2.AttachRequest.FromString(raw))
+                yield raw
+
+        hostile.sent.append((ATTACH.path, first))
+        metadata = CallSigner(KEY).metadata(ATTACH.path, p.identity.peer.key, first)
+        call: Any = hostile.pair.channel(p).stream_stream(ATTACH.path)(passed(), metadata=metadata, timeout=CALL_S)
+        try:
+            async for raw in call:
+                if draw.random() < rate:
+                    raw = await asyncio.to_thread(self._changed, hostile, opened, raw)
+                    hostile.sent.append(("event", raw))
+                yield raw
+                if draw.random() < rate / 4:
+                    yield raw
+        except grpc.aio.AioRpcError:
+            return
+        finally:
+            call.cancel()
+
+    def _changed(self, hostile: Hostile, opened: kv_source_pb2.Open, raw: bytes) -> bytes:
+        changed = hostile.changed(hostile.pair.p, kv_source_pb2.AttachEvent.FromString(raw))
+        try:
+            event = kv_source_pb2.AttachEvent.FromString(changed)
+        except DecodeError:
+            return changed
+        if not event.HasField("accepted") or hostile.draw.random() < 0.2:
+            return changed
+        digests, accepted = hostile.pair.p.digests, event.accepted
+        accepted.proof = digests.answer_proof(opened.transfer_id, opened.source_epoch, answer_parts(accepted))
+        return event.SerializeToString()
+
+
+def _is_possible(address: str) -> bool:
+    try:
+        verify_peer_address("address", address)
+    except PdServeError:
+        return False
+    return is_loopback(address)
+
+
+async def _end_of(path: str, call: Any, streams: bool) -> Ended:
+    try:
+        if streams:
+            async for _ in call:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        code = dict(error.trailing_metadata() or ()).get(ERROR_CODE_KEY)
+        return Ended(path, error.code(), code, error.details() or "")
+    return Ended(path, await call.code(), None, "")
+
+
+class Oracle:
+    """Whether both workers are as they should be."""
+
+    def __init__(self, pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+        self._pair = pair
+        self._caplog = caplog
+        self._right: list[list[int]] = []
+        self.longest_tick_s = 0.0
+
+    async def learn(self) -> None:
+        """What workers say while nobody attacks them; then the processes of grammars are there, too."""
+        for worker, method in ((self._pair.p, PREFILL), (self._pair.d, GENERATE)):
+            request = prepared(worker, sampling_params=SAMPLINGS[3], deadline=time.monotonic() + 600.0)
+            async for _ in self._pair.service(worker).unary_stream(method, method.request(request=request)):
+                pass
+        self._right = await self._answers()
+        assert all(len(tokens) == 4 for tokens in self._right), self._right
+
+    async def look(self) -> None:
+        """At idle workers. Raises: AssertionError."""
+        for worker in (self._pair.p, self._pair.d):
+            await self._idle(worker)
+            await _check_pool(worker)
+        assert await self._answers() == self._right
+        self.look_at_log()
+        self._caplog.clear()
+        await asyncio.to_thread(gc.collect)
+
+    def look_at_log(self) -> None:
+        for record in self._caplog.records:
+            line = record.getMessage()
+            assert record.levelno < logging.ERROR, self._caplog.text[-4000:]
+            assert record.exc_info is None, self._caplog.text[-4000:]
+            assert len(line) < MAX_LINE_CHARS, line[:400]
+
+    def look_at_engines(self) -> None:
+        for worker in (self._pair.p, self._pair.d):
+            assert not worker.engine.died.is_set(), self._caplog.text[-4000:]
+            self.longest_tick_s = max(self.longest_tick_s, worker.engine.tick_age_s)
+        assert self.longest_tick_s < TICK_STILL_S
+
+    async def _idle(self, worker: Worker) -> None:
+        """Wait until nothing is under way. Raises: AssertionError."""
+        try:
+            async with asyncio.timeout(IDLE_S):
+                while (  # noqa: ASYNC110 - five counters in two threads
+                    worker.engine.num_streams
+                    or worker.engine.num_sessions
+                    or worker.adapter.num_open
+                    or len(worker.transfers)
+                    or worker.engine.core.scheduler.requests
+                ):
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            engine = worker.engine
+            left = engine.num_streams, engine.num_sessions, worker.adapter.num_open, len(worker.transfers)
+            raise AssertionError(f"{worker.identity}: {left}, {engine.core.scheduler.requests}") from None
+
+    async def _answers(self) -> list[list[int]]:
+        """Of an honest router: computed at decode, and through a transfer."""
+        return [await self._local(), await self._transferred()]
+
+    async def _local(self) -> list[int]:
+        d = self._pair.d
+        call = self._pair.service(d).unary_stream(GENERATE, decode_pb2.DecodeRequest(request=prepared(d)))
+        return [token async for event in call for token in event.outputs.token_ids]
+
+    async def _transferred(self) -> list[int]:
+        p, d, transfer_id = self._pair.p, self._pair.d, secrets.token_bytes(16)
+        prompt = [token + 1 for token in PROMPT]
+        request = prepared(p, prompt)
+        worker_id, epoch = d.identity.peer.key
+        receiver = prefill_pb2.Receiver(worker_id=worker_id, epoch=epoch)
+        leg = self._pair.service(p).unary_stream(
+            PREFILL, prefill_pb2.PrefillRequest(request=request, transfer_id=transfer_id, receiver=receiver)
+        )
+        worker_id, epoch = p.identity.peer.key
+        source = decode_pb2.Source(
+            worker_id=worker_id, epoch=epoch, address=p.identity.address, transfer_id=transfer_id
+        )
+        message = decode_pb2.DecodeRequest(request=request, source=source)
+
+        async def prefill() -> list[int]:
+            return [token async for event in leg for first in event.computed.first_outputs for token in first.token_ids]
+
+        async def decode() -> list[int]:
+            call = self._pair.service(d).unary_stream(GENERATE, message)
+            return [token async for event in call for token in event.outputs.token_ids]
+
+        first, rest = await asyncio.gather(prefill(), decode())
+        return first + rest if len(rest) == 3 else rest
+
+
+async def _check_pool(worker: Worker) -> None:
+    checked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+
+    def check(core: Any) -> None:
+        try:
+            core.scheduler.check(idle=True)
+        except AssertionError as error:
+            loop.call_soon_threadsafe(checked.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(checked.set_result, None)
+
+    worker.engine.call(check)
+    await checked
+
+
+@pytest.fixture
+def closed() -> Iterator[list[str]]:
+    """Addresses whose ports are taken, and nobody listens."""
+    taken = [socket.socket() for _ in range(3)]
+    for sock in taken:
+        sock.bind(("127.0.0.1", 0))
+    yield [f"127.0.0.1:{sock.getsockname()[1]}" for sock in taken]
+    for sock in taken:
+        sock.close()
+
+
+@pytest.fixture
+async def hostile(tiny_checkpoints: Callable[..., Path], fuzzer: Fuzzer, closed: list[str]) -> AsyncIterator[Hostile]:
+    settings = {"attach_timeout_s": 0.5, "lease_grace_s": 0.3, "lease_max_s": 5.0, "max_num_seqs": 8}
+    decode = {"max_sessions": 4, "session_idle_timeout_s": 0.5}
+    folder = tiny_checkpoints("llama")
+    relay = Relay()
+    async with running_pair(folder, KEY, decode=decode, num_blocks=32, max_model_len=64, **settings) as pair:
+        made = relay.hostile = Hostile(pair, fuzzer, closed, relay.address)
+        await relay.server.start()
+        yield made
+        await relay.server.stop(0.1)
+
+
+async def attack(
+    hostile: Hostile, caplog: pytest.LogCaptureFixture, cases: Sequence[Callable[[], Awaitable[list[Ended]]]]
+) -> None:
+    """Some at a time, for as long as the test has; then everything is whole, and right."""
+    fuzzer, oracle = hostile.fuzzer, Oracle(hostile.pair, caplog)
+    caplog.set_level(logging.INFO)
+    await oracle.learn()
+    try:
+        with LoopWatch() as watch:
+            fuzzer.watched_by(watch)
+            for number in fuzzer.cases():
+                hostile.sent.clear()
+                batch = [hostile.draw.choice(cases)() for _ in range(AT_A_TIME)]
+                ends = [end for ended in await asyncio.gather(*batch) for end in ended]
+                if bugs := [end for end in ends if end.is_a_bug]:
+                    raise bugs[0]
+                assert watch.longest_s < LOOP_S, (watch.longest_s, watch.callback)
+                oracle.look_at_engines()
+                if number % LOOK_EVERY == 0:
+                    await oracle.look()
+            await oracle.look()
+        assert fuzzer.grown_bytes < MAX_GROWN_BYTES
+    except Ended as ended:
+        print(f"{fuzzer}: {ended} after {[(len(raw), raw[:1000].hex()) for raw in ended.sent]}")
+        raise
+    except BaseException:
+        sent = [(path, len(raw), raw[:600].hex()) for path, raw in hostile.sent]
+        print(f"{fuzzer}: sent {sent}")
+        raise
+
+
+async def test_calls(hostile: Hostile, caplog: pytest.LogCaptureFixture) -> None:
+    await attack(hostile, caplog, [hostile.one_call])
+
+
+async def test_streams(hostile: Hostile, caplog: pytest.LogCaptureFixture) -> None:
+    await attack(hostile, caplog, [hostile.session, hostile.watch, hostile.attach])
+
+
+async def test_transfers(hostile: Hostile, caplog: pytest.LogCaptureFixture) -> None:
+    await attack(hostile, caplog, [hostile.transfer, hostile.transfer, hostile.attach, hostile.one_call])
