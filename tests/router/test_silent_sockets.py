@@ -24,6 +24,8 @@ ROUTER = Path(__file__).with_name("limited_router.py")
 NUM_DESCRIPTORS = 1024
 """The soft limit of most systems."""
 NUM_SOCKETS = 2000
+HANDSHAKE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The preface of HTTP/2 and an empty frame of settings."""
 HANDSHAKE_S = 5.0
 """Of the gRPC server: a connection that says nothing for so long is closed."""
 
@@ -58,6 +60,17 @@ async def get_model(address: str, timeout_s: float) -> str:
     async with make_public_channel(address) as channel:
         request = inference_pb2.GetModelRequest()
         return (await InferenceServiceStub(channel).GetModel(request, timeout=timeout_s, wait_for_ready=True)).model
+
+
+async def test_resting_grpc_connections_do_not_stop_the_http_front_end(model_folder: Path) -> None:
+    """They are as those of a client between two calls, so they stay for a while."""
+    async with router(model_folder) as (http, address), httpx.AsyncClient(trust_env=False, timeout=20) as client:
+        assert await get_model(address, 20) == model_folder.name
+        with contextlib.ExitStack() as stack:
+            sockets = [*await asyncio.to_thread(flood, stack, address, HANDSHAKE)]
+            assert sum(map(is_open, sockets)) <= NUM_DESCRIPTORS // 2
+            for path in ("live", "metrics"):
+                assert (await client.get(f"http://{http}/{path}")).status_code == 200
 
 
 def is_open(opened: socket.socket) -> bool:

@@ -47,7 +47,8 @@ def _options(max_request_bytes: int, max_connections: int) -> list[tuple[str, in
         ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
         ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
         ("grpc.max_allowed_incoming_connections", max_connections),
-        ("grpc.max_connection_idle_ms", 300_000),
+        # clients connect again unseen; a stranger's connection takes a place for no longer
+        ("grpc.max_connection_idle_ms", 60_000),
         # streams of an aged connection go on; new calls use a new connection
         ("grpc.max_connection_age_ms", 3_600_000),
         ("grpc.http2.max_ping_strikes", 2),
