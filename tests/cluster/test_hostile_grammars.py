@@ -100,7 +100,7 @@ async def test_the_form_ends_its_own_request_and_delays_no_stream(
         harmless = body | {"structured_outputs": {"choice": ["yes", "no"]}, "logit_bias": {}}
         assert (await http.post("/v1/completions", json=harmless)).status_code == 200
         victim = Victim(client, oracle)
-        # what this machine gives to the stream while nobody attacks
+        # what this machine gives to the stream while nobody attacks, before and after
         calm = await victim.beside(lambda: asyncio.sleep(2.0))
         answers: list[httpx.Response] = []
 
@@ -109,6 +109,7 @@ async def test_the_form_ends_its_own_request_and_delays_no_stream(
             answers.extend(await asyncio.gather(*asked))
 
         gaps = await victim.beside(attack)
+        calm += await victim.beside(lambda: asyncio.sleep(2.0))
         assert [answer.status_code for answer in answers] == [400] * 4, [answer.text for answer in answers]
         for answer in answers:
             error = answer.json()["error"]
