@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import json
 import shutil
+import subprocess
+import sys
 from collections import deque
 from unittest import mock
 
@@ -20,8 +23,9 @@ from worst_bodies import Worst
 from pdserve.common.fingerprint import tokenizer_fingerprint
 from pdserve.common.rpc import ERROR_CODE_KEY
 from pdserve.router.front_http import HttpFront
+from pdserve.router.request_limits import MAX_EMBEDDING_NUMBERS
 from pdserve.router.routing_decision import LOG_LENGTH, RoutingLog
-from pdserve.v1 import inference_pb2
+from pdserve.v1 import inference_pb2, prefill_pb2
 
 MAX_GROWN_BYTES = 64 << 20
 """Memory at its peak, beyond that before the request."""
@@ -124,6 +128,72 @@ async def test_no_text_stops_the_event_loop(cluster, long_folder, worst):
     cluster.folder, cluster.fingerprint = long_folder, tokenizer_fingerprint(long_folder)
     await _start(cluster, max_model_len=worst_bodies.MODEL_LEN)
     await (_check_http if worst.path.startswith("/") else _check_grpc)(cluster, worst)
+
+
+def read_of(address: str, worst: Worst) -> tuple[int, int, bytes]:
+    """In a thread: status, length and end of an answer of which the client keeps nothing else."""
+    connection = http.client.HTTPConnection(address, timeout=60)
+    connection.request("POST", worst.path, worst.body, {"content-type": "application/json"})
+    response = connection.getresponse()
+    length, end = 0, b""
+    while part := response.read(1 << 16):
+        length, end = length + len(part), (end + part)[-200:]
+    connection.close()
+    return response.status, length, end
+
+
+NUM_INPUTS = 256
+NUM_DIMENSIONS = MAX_EMBEDDING_NUMBERS // NUM_INPUTS
+"""Of so many inputs' embeddings, at most."""
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+async def test_the_largest_embeddings_over_http(cluster, monkeypatch, encoding):
+    await _start_large(cluster, monkeypatch)
+    body = {"input": ["a"] * NUM_INPUTS, "encoding_format": encoding}
+    worst = Worst("largest", worst_bodies.EMBEDDINGS, json.dumps(body).encode(), 200)
+    await asyncio.to_thread(ask, cluster.addresses[0], Worst("first", worst_bodies.COMPLETIONS, b'{"prompt":"a"}'))
+    with LoopWatch() as watch:
+        status, length, end = await asyncio.to_thread(read_of, cluster.addresses[0], worst)
+        assert watch.longest_s < LOOP_S, watch.callback
+        assert watch.grown_bytes < MAX_GROWN_BYTES
+    assert status == 200
+    assert length > NUM_INPUTS * NUM_DIMENSIONS * 5
+    assert end.endswith(b"}}}")
+
+
+EMBED_CLIENT = """
+import sys, grpc
+with grpc.insecure_channel(sys.argv[1], options=[("grpc.max_receive_message_length", -1)]) as channel:
+    print(len(channel.unary_unary("/pdserve.v1.InferenceService/Embed")(sys.stdin.buffer.read(), timeout=60)))
+"""
+"""In a process of its own: a client holds such an answer twice, as it comes and as it is read."""
+
+
+async def test_the_largest_embeddings_over_grpc(cluster, monkeypatch):
+    await _start_large(cluster, monkeypatch)
+    entry = inference_pb2.EmbedInput(text=inference_pb2.TextPrompt(text="a"))
+    request = inference_pb2.EmbedRequest(inputs=[entry] * NUM_INPUTS).SerializeToString()
+    await asyncio.to_thread(call, cluster.addresses[1], Worst("first", "Generate", worst_bodies._TEXT))
+    command = (sys.executable, "-c", EMBED_CLIENT, cluster.addresses[1])
+    with LoopWatch() as watch:
+        client = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        length, _ = await client.communicate(request)
+        assert watch.longest_s < LOOP_S, watch.callback
+        assert watch.grown_bytes < MAX_GROWN_BYTES
+    assert int(length) > NUM_INPUTS * NUM_DIMENSIONS * 4
+
+
+async def _start_large(cluster, monkeypatch):
+    """Workers whose vectors make the largest answer; what they say is made once, for they run here, too."""
+    monkeypatch.setattr("fake_worker.HIDDEN_SIZE", NUM_DIMENSIONS)
+    answer = prefill_pb2.PoolingResponse(values=[place / 7 for place in range(NUM_DIMENSIONS)], num_cached_tokens=2)
+
+    async def embed_largest(worker, call):
+        yield answer
+
+    monkeypatch.setattr("fake_worker.embed_well", embed_largest)
+    await _start(cluster)
 
 
 def test_every_endpoint_has_a_worst_body(cluster):

@@ -151,15 +151,21 @@ class _PublicInterceptor(grpc.aio.ServerInterceptor):
                 async for response in answer(asked, context):
                     yield response
 
-            return grpc.stream_stream_rpc_method_handler(stream, response_serializer=handler.response_serializer)
+            return grpc.stream_stream_rpc_method_handler(stream, response_serializer=_serializer(handler))
 
         async def unary(requests: AsyncIterator[bytes], context: Context) -> Any:
             await self._authenticate(context)
             return await answer(each(requests) if handler.request_streaming else await first(requests), context)
 
-        return grpc.stream_unary_rpc_method_handler(unary, response_serializer=handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(unary, response_serializer=_serializer(handler))
 
     async def _message(self, raw: bytes | None, parse: Callable[[bytes], Any]) -> Any:
         if raw is None:
             raise InvalidRequest("the call ended without a message")
         return await self._decode(raw, parse)
+
+
+def _serializer(handler: Any) -> Callable[[Any], bytes]:
+    """A handler may return the bytes of a large message, which it has made in a thread: gRPC would in the event loop."""
+    serialize = handler.response_serializer
+    return lambda response: response if isinstance(response, bytes) else serialize(response)

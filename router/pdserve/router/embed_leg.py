@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 
 import grpc.aio
 import msgspec
@@ -19,7 +20,8 @@ from pdserve.v1 import prefill_pb2, request_pb2
 class Embedded(msgspec.Struct):
     """What a worker answered."""
 
-    values: list[float]
+    values: array[float]
+    """float32, packed: a list takes eight times the memory."""
     num_cached_tokens: int
     moments: Moments
 
@@ -51,4 +53,4 @@ async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedd
     asked = request.pooling_params.num_dimensions(worker.identity.hidden_size) if request.pooling_params else 0
     if len(response.values) != asked:
         raise InternalError(f"worker {worker} sent {len(response.values)} numbers, {asked} were asked for")
-    return Embedded(list(response.values), response.num_cached_tokens, moments_from_wire(response.moments))
+    return Embedded(array("f", response.values), response.num_cached_tokens, moments_from_wire(response.moments))

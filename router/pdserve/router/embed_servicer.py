@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 
@@ -67,13 +68,16 @@ class EmbedServicer(InferenceServiceServicer):
             )
             embedding = await self._inference.embedding(requests, field="inputs", client=client)
         vectors = await embedding.results()
-        await context.send_initial_metadata(((REQUEST_ID_KEY, embedding.request_id),))
-        return inference_pb2.EmbedResponse(
+        response = inference_pb2.EmbedResponse(
             request_id=embedding.request_id,
-            embeddings=[inference_pb2.Embedding(values=vector) for vector in vectors],
             usage=usage_message(embedding.usage),
             moments=moment_messages(embedding.timeline),
         )
+        num_bytes = sum(vector.itemsize * len(vector) for vector in vectors)
+        data = await self._inference.bodies.aside(num_bytes, lambda: _serialized(vectors, response))
+        await context.send_initial_metadata(((REQUEST_ID_KEY, embedding.request_id),))
+        # the server takes bytes as they are
+        return cast("inference_pb2.EmbedResponse", data)
 
     def _embedding_requests(
         self, request: inference_pb2.EmbedRequest, metadata: dict[str, str], remaining_s: float | None
@@ -99,6 +103,19 @@ class EmbedServicer(InferenceServiceServicer):
         """remaining_s: of the call's deadline; None for a call without one."""
         timeout_s = self._inference.settings.request_timeout_s
         return timeout_s if remaining_s is None else min(remaining_s, timeout_s)
+
+
+def _serialized(vectors: list[array[float]], response: inference_pb2.EmbedResponse) -> bytes:
+    """The message with the vectors, which may have 16 MiB: each is freed when its part of the message is made.
+
+    Messages that stand one after the other are read as one, with the entries of all.
+    """
+    parts = [response.SerializeToString()]
+    vectors.reverse()
+    while vectors:
+        entry = inference_pb2.Embedding(values=vectors.pop())
+        parts.append(inference_pb2.EmbedResponse(embeddings=[entry]).SerializeToString())
+    return b"".join(parts)
 
 
 def _input(entry: inference_pb2.EmbedInput, field: str) -> TextInput | TokenInput:

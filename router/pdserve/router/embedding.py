@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission import Admission
@@ -34,8 +35,8 @@ class Embedding(Visit[EmbeddingInput]):
         self._all: asyncio.Future[list[None]] | None = None
         self._error: PdServeError | None = None
 
-    async def results(self) -> list[list[float]]:
-        """A vector per input, in their order. Nothing of it runs any more when this returns or raises.
+    async def results(self) -> list[array[float]]:
+        """A vector per input, in float32, in their order. Nothing of it runs any more when this returns or raises.
 
         Raises: PdServeError, of the first input that failed; Overloaded, Draining before any has begun.
         """
@@ -45,7 +46,7 @@ class Embedding(Visit[EmbeddingInput]):
         self._enter()
         began = time.monotonic()
         waiting = iter(enumerate(self._runs))
-        vectors: list[list[float]] = [[]] * len(self._runs)
+        vectors = [array("f")] * len(self._runs)
 
         async def serve() -> None:
             for place, served in waiting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 
 import msgspec
 
@@ -66,8 +67,8 @@ class EmbeddingRun:
         self._casualties = Casualties(services.poison, services.fleet, services.company, self._request.client)
         self._full = FullWorkers(services.settings.queue_timeout_s)
 
-    async def run(self) -> list[float]:
-        """The embedding. Raises: PdServeError."""
+    async def run(self) -> array[float]:
+        """The embedding, in float32. Raises: PdServeError."""
         try:
             async with asyncio.timeout(self._request.timeout_s) as deadline:
                 self._record.deadline = deadline
@@ -86,7 +87,7 @@ class EmbeddingRun:
         self._record.error = error
         raise as_client_sees(error, self._request_id)
 
-    async def _serve(self) -> list[float]:
+    async def _serve(self) -> array[float]:
         token_ids = await self._services.preparation.tokenize(self._request, Limits.of(self._workers()))
         request = self._services.preparation.complete_embedding(
             self._request_id, self._request, token_ids, await self._limits()

@@ -29,7 +29,7 @@ from pdserve.router.generation_response import (
 )
 from pdserve.router.inference import Inference
 from pdserve.router.openai_answer import Answer, error_json
-from pdserve.router.openai_embeddings import EmbeddingBody, embeddings_body
+from pdserve.router.openai_embeddings import EmbeddingBody, embeddings_parts
 from pdserve.router.openai_protocol import ChatBody, CompletionBody
 from pdserve.router.openai_tool_answer import ToolAnswer
 from pdserve.router.preparation import ClientRequest, EmbeddingRequest
@@ -131,7 +131,7 @@ class HttpFront:
             embedding = await inference.embedding(requests, field="input", client=client)
         return EmbeddingResponse(
             embedding,
-            lambda vectors: embeddings_body(vectors, embedding.usage, inference.model, body.encoding_format),
+            lambda vectors: embeddings_parts(vectors, embedding.usage, inference.model, body.encoding_format),
             inference.bodies,
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import struct
+from array import array
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -15,6 +17,7 @@ from pdserve.router.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.request_run import Usage
 
 EncodingFormat = Literal["float", "base64"]
+PART_BYTES = 1 << 18
 _encode = msgspec.json.Encoder().encode
 
 
@@ -55,14 +58,18 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         ]
 
 
-def embeddings_body(
-    vectors: list[list[float]], usage: Usage, model: str, encoding_format: EncodingFormat | None
-) -> bytes:
-    """The body of an answer, as JSON. Vector after vector: one call of the encoder for all would hold the interpreter."""
-    entries = []
+def embeddings_parts(
+    vectors: list[array[float]], usage: Usage, model: str, encoding_format: EncodingFormat | None
+) -> Iterator[bytes]:
+    """The body of an answer, as JSON, in parts of about `PART_BYTES`: as a whole it may have 80 MiB."""
+    data = bytearray(b'{"object":"list","data":[')
     for index, vector in enumerate(vectors):
-        written = _base64(vector) if encoding_format == "base64" else vector
-        entries.append(_encode({"object": "embedding", "index": index, "embedding": written}))
+        written = _base64(vector) if encoding_format == "base64" else vector.tolist()
+        data += b"," if index else b""
+        data += _encode({"object": "embedding", "index": index, "embedding": written})
+        if len(data) >= PART_BYTES:
+            yield bytes(data)
+            data.clear()
     rest = {
         "model": model,
         "usage": {
@@ -71,9 +78,9 @@ def embeddings_body(
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         },
     }
-    return b'{"object":"list","data":[' + b",".join(entries) + b"]," + _encode(rest)[1:]
+    yield bytes(data) + b"]," + _encode(rest)[1:]
 
 
-def _base64(vector: list[float]) -> str:
+def _base64(vector: array[float]) -> str:
     """float32, little-endian."""
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
