@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 
 import pytest
@@ -16,11 +17,13 @@ from fake_worker import (
     said,
     token,
 )
+from process_memory import MemoryWatch
 
 from pdserve.common.errors import Cancelled, InternalError, InvalidRequest, TransferFailed
+from pdserve.common.router_settings import RouterSettings
 from pdserve.router import generation
 from pdserve.router.client_stream import ClientStream
-from pdserve.text.request_output import CompletionOutput
+from pdserve.text.request_output import CompletionOutput, Logprob
 
 PATHS = {
     "/v1/completions": {"prompt": "hello"},
@@ -310,6 +313,32 @@ async def test_a_whole_answer_is_bounded_and_says_by_what():
     with pytest.raises(InvalidRequest) as caught:
         ClientStream(1, 1000, whole=True).expect_prompt_logprobs(100)
     assert caught.value.field == "prompt_logprobs"
+
+
+async def test_the_largest_whole_answer_takes_bounded_memory():
+    def candidates(position):
+        return {
+            1000 + token_id: Logprob(
+                logprob=-position / (token_id + 1),
+                rank=token_id,
+                decoded_token=f" t{token_id}",
+                decoded_bytes=b"%d" % token_id,
+            )
+            for token_id in range(20)
+        }
+
+    stream = ClientStream(1, RouterSettings().max_answer_bytes, whole=True)
+    positions = itertools.count()
+
+    def push_without_end():
+        for position in positions:
+            stream.push(CompletionOutput(index=0, text="a", token_ids=[position], logprobs=[candidates(position)]))
+
+    with MemoryWatch() as watch:
+        with pytest.raises(InvalidRequest, match="max_answer_bytes"):
+            push_without_end()
+        assert watch.grown_bytes < 64 << 20
+    assert next(positions) > 5000
 
 
 async def test_a_long_whole_answer_waits_as_few_outputs():

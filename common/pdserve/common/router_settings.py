@@ -62,7 +62,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     max_connections_per_address: int | None = None
     """HTTP connections from one IPv4 address or one /64 of IPv6; default: half of `max_connections`."""
     max_answer_bytes: int = 32 << 20
-    """Of an answer that is not streamed, counted as about 64 bytes per log-probability and 4 per token beside its text."""
+    """Of an answer that is not streamed, counted as 256 bytes per log-probability and 4 per token beside its text."""
     trust_client_trace_headers: bool | None = None
     """Whether a client's `traceparent` is taken over, with its sampling, or only linked; default: of clients that show an
     API key or a certificate, and of all where neither is asked for on loopback."""

@@ -14,7 +14,9 @@ _TOKEN_BYTES = 4
 _MERGED_AT_ONCE = 1024
 """Outputs that wait, before they are made one per choice: an output of one token takes hundreds of bytes."""
 _LOGPROB_BYTES = 64
-"""About what one entry of a token's log-probabilities takes in an answer."""
+"""About what one entry of a token's log-probabilities takes in a stream."""
+_KEPT_LOGPROB_BYTES = 256
+"""About what one takes in memory, until a whole answer is written."""
 
 
 class ClientStream:
@@ -25,6 +27,7 @@ class ClientStream:
         self._open_runs = num_runs
         self._max_bytes = max_bytes
         self._whole = whole
+        self._logprob_bytes = _KEPT_LOGPROB_BYTES if whole else _LOGPROB_BYTES
         self._unread: list[CompletionOutput] = []
         self._num_merged = 0
         """Of the first of these, which hold many outputs each."""
@@ -42,7 +45,7 @@ class ClientStream:
         self._unread.append(output)
         num_bytes = len(output.text) + _TOKEN_BYTES * len(output.token_ids)
         if output.logprobs is not None:
-            num_bytes += _LOGPROB_BYTES * sum(map(len, output.logprobs))
+            num_bytes += self._logprob_bytes * sum(map(len, output.logprobs))
         self._add(num_bytes)
         if len(self._unread) - self._num_merged >= _MERGED_AT_ONCE:
             self._unread[self._num_merged :] = merged(self._unread[self._num_merged :])
@@ -51,7 +54,7 @@ class ClientStream:
 
     def expect_prompt_logprobs(self, num_entries: int) -> None:
         """A prompt's log-probabilities will come. Raises: InvalidRequest, before any is computed, when they are too many."""
-        self._add(_LOGPROB_BYTES * num_entries, "prompt_logprobs")
+        self._add(self._logprob_bytes * num_entries, "prompt_logprobs")
 
     def _add(self, num_bytes: int, field: str | None = None) -> None:
         self.num_bytes += num_bytes
