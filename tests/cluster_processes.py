@@ -27,6 +27,8 @@ KEY = "a key for tests, of no worth at all"
 PROGRAM = ("-m", "pdserve.cli.main")
 START_S = 60.0
 SETTLE_S = 10.0
+STOP_S = 60.0
+"""Twice what a service may take to drain: on a machine that others keep busy an exit of 0.3 s of processor time can take 20 s."""
 _METRICS = re.compile(r"metrics (http://\S+)/metrics")
 _ROUTER_READY = re.compile(r"ready: OpenAI https?://(\S+)/v1  gRPC (\S+)")
 
@@ -179,7 +181,7 @@ class Cluster:
             service.signal(signal.SIGTERM)
         for service in alive:
             try:
-                service.process.wait(15)
+                service.process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 service.process.kill()
                 service.process.wait(5)
