@@ -272,7 +272,8 @@ def test_answers_to_random_schemas_validate_through_p_and_d(make: Make, tokenize
 def test_i5_preemption_and_batch_mates_change_nothing(make: Make) -> None:
     forms = [asked(seed=seed, json=CITY) for seed in range(3)] + [asked(60, regex="[a-z ]+")]
     alone = [make().ask(PROMPT, eos=(EOS,), params=params).token_ids for params in forms]
-    engine = make(num_blocks=10, max_model_len=160, max_num_batched_tokens=64)
+    # so few blocks that the batch mates preempt each other, however late the grammars are compiled
+    engine = make(num_blocks=8, max_model_len=128, max_num_batched_tokens=64)
     ids = [engine.add(PROMPT, eos=(EOS,), params=params) for params in forms]
     mates = [engine.add([n] * 40, params={"max_tokens": 40}) for n in range(3, 6)]
     answers = engine.run()

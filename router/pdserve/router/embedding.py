@@ -14,7 +14,7 @@ from pdserve.router.request_record import RequestRecord
 from pdserve.router.run_services import RunServices
 from pdserve.router.visit import Visit
 
-MAX_RUNNING = 256
+MAX_RUNNING = 128
 """Inputs of one request that are served at a time; each holds a call, timers and buffers."""
 
 
