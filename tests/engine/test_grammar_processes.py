@@ -365,7 +365,9 @@ def test_the_processes_know_no_secret(make_compiler: MakeCompiler, monkeypatch: 
         assert not {"PDSERVE_DEPLOYMENT_KEY", "REDIS_PASSWORD"} & process.environ().keys()
 
 
-@pytest.mark.parametrize("lower", [0, 5, 15], ids=lambda lower: f"started {lower} lower")
+@pytest.mark.parametrize(
+    "lower", [0, pytest.param(5, marks=pytest.mark.slow), pytest.param(15, marks=pytest.mark.slow)]
+)
 def test_only_compiling_gives_way_to_others(make_compiler: MakeCompiler, lower: int) -> None:
     mine = os.getpriority(os.PRIO_PROCESS, 0) + lower
     ask = Ask(make_compiler(GrammarLimits(compile_s=PATIENCE_S)))

@@ -137,7 +137,7 @@ def test_a_row_without_a_distribution_takes_its_most_likely_token(temperature: f
     ],
     ids=str,
 )
-@pytest.mark.parametrize("vocab_size", [60, 3000])
+@pytest.mark.parametrize("vocab_size", [60, pytest.param(3000, marks=pytest.mark.slow)])
 def test_tokens_of_many_seeds_come_in_their_exact_distribution(fields: dict[str, Any], vocab_size: int) -> None:
     random = np.random.default_rng(12)
     row = (random.permutation(-1.1 * np.log(np.arange(1, vocab_size + 1)))).astype(np.float32)

@@ -71,8 +71,10 @@ def test_weights_are_bfloat16_and_tied(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("phrasings", "bar"),
-    [(facts.TRAINED_PHRASINGS, TRAINED_BAR), (facts.HELD_OUT_PHRASINGS, HELD_OUT_BAR)],
-    ids=["trained", "held out"],
+    [
+        pytest.param(facts.TRAINED_PHRASINGS, TRAINED_BAR, marks=pytest.mark.slow, id="trained"),
+        pytest.param(facts.HELD_OUT_PHRASINGS, HELD_OUT_BAR, id="held out"),
+    ],
 )
 def test_capitals_in_every_phrasing(model: Any, encoder: ChatEncoder, phrasings: tuple[str, ...], bar: float) -> None:
     cases = [case for phrasing in phrasings for case in capital_cases(phrasing, None)]
