@@ -286,6 +286,8 @@ def test_i5_preemption_and_batch_mates_change_nothing(make: Make) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "integer", "minimum": 5, "maximum": 1}}, "minimum greater than maximum"),
     ({"json": {"$ref": "#/nowhere"}}, "cannot be compiled"),
+    ({"json": {"anyOf": []}}, "the JSON schema at #: anyOf has no entry, at least 1 is needed"),
+    ({"json": {"type": "array", "items": {"enum": []}}}, "at #/items: enum has no entry"),
     ({"json": {"type": "array", "uniqueItems": True}}, "the JSON schema at #: uniqueItems is not supported"),
     ({"json": {"type": "object", "properties": {"a": {"not": {}}}}}, "at #/properties/a: not is not supported"),
     ({"json": {"type": "string", "pattern": "(?=a)b"}}, "at #: look-around in a pattern is not supported"),

@@ -56,6 +56,8 @@ _SCHEMAS = (
     "unevaluatedItems",
 )
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_NEVER_EMPTY = ("anyOf", "oneOf", "allOf", "enum", "type")
+"""Without an entry no value would be valid, and the grammar would let the empty text pass."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,
@@ -96,6 +98,8 @@ def _parts(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _verify_part(path: str, schema: dict[str, Any]) -> None:
     for name in schema:
         _require(name not in NOT_ENFORCED, path, f"{name} is not supported")
+    for name in _NEVER_EMPTY:
+        _require(schema.get(name) != [], path, f"{name} has no entry, at least 1 is needed")
     _require(schema.get("uniqueItems") in (None, False), path, "uniqueItems is not supported")
     _require("pattern" not in schema or not schema.keys() & {"minLength", "maxLength"}, path, "pattern beside a length")
     pattern = schema.get("pattern")
