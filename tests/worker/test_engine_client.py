@@ -73,6 +73,27 @@ async def test_i7_a_released_stream_aborts_its_request(engine: Harness) -> None:
     assert engine.scheduler.pool.num_in_use == 0
 
 
+async def test_a_name_is_taken_until_the_engine_has_said_its_last_word_of_it(engine: Harness) -> None:
+    """Else the next of that name would be told how the last one was aborted."""
+    client = engine.client
+    for number in range(20):
+        first = client.submit(engine.request([*PROMPT, number], "same", params={"max_tokens": 60}))
+        await first.get()
+        client.release(first)
+        with pytest.raises(InvalidRequest, match="request same is here already") as refused:
+            client.submit(engine.request([*PROMPT, 30], "same"))
+        assert refused.value.field == "request_id"
+        async with asyncio.timeout(10):
+            while client._taken:  # noqa: ASYNC110 - the engine's thread tells nobody
+                await asyncio.sleep(0)
+        second = client.submit(engine.request([*PROMPT, 30], "same"))
+        assert await read(second) == greedy_answer([*PROMPT, 30], 4)
+        client.release(second)
+        async with asyncio.timeout(10):
+            while client._taken:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
 async def test_what_the_engine_refuses_is_raised_from_the_stream(engine: Harness) -> None:
     stream = engine.client.submit(engine.request([1] * 41))
     with pytest.raises(NeedsPrefill) as caught:

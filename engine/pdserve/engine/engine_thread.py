@@ -55,6 +55,7 @@ class EngineThread:
         self._num_threads = num_threads
         self._cpu_core = cpu_core
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._after_step: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         core.scheduler.grammars.on_arrival = lambda: self.post(_look_again)
 
@@ -85,6 +86,8 @@ class EngineThread:
                 self.core.fail_all(WorkerLost(ENGINE_FAILED))
                 self._tell(EngineCoreOutputs(outputs=self.core.scheduler.outputs.take()))
             self.call_soon(self._on_death)
+        for callback in self._after_step:
+            self.call_soon(callback)
 
     def _loop_until_stopped(self) -> None:
         wait_s: float | None = None
@@ -94,12 +97,15 @@ class EngineThread:
                 # nothing for a whole beat: nobody waits for this walk over all blocks
                 self.core.scheduler.check()
                 checked = True
+            after_step, self._after_step = self._after_step, []
             outputs = self.core.step()
             try:
                 # first what the transfer side has asked for during the step: blocks leave before the outputs are told
                 ends = self._obey(None) is None
             finally:
                 self._tell(outputs)
+                for callback in after_step:
+                    self.call_soon(callback)
             if ends:
                 return
             if outputs.outputs or self.core.has_computed:
@@ -127,6 +133,11 @@ class EngineThread:
         """Run `callback` in the asyncio thread, after what was said before."""
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
             self._loop.call_soon_threadsafe(callback)
+
+    def call_after_step(self, callback: Callable[[], None]) -> None:
+        """Run `callback` in the asyncio thread, after everything that is to be said now: commands call this, in the engine
+        thread, and what they make the engine say goes out with the next step."""
+        self._after_step.append(callback)
 
     def _take_core(self) -> None:
         torch.set_num_threads(self._num_threads)

@@ -44,7 +44,7 @@ class EngineClient:
         self._core = core
         self._streams: dict[str, OutputStream] = {}
         self._sequence_ids: dict[str, tuple[str, ...]] = {}
-        """Request id -> what the engine calls its sequences, of requests that have a stream."""
+        """Request id -> what the engine calls its sequences, until it has nothing of the request any more."""
         self._taken: set[str] = set()
         """All of these."""
         self._thread = EngineThread(
@@ -63,7 +63,7 @@ class EngineClient:
         self.on_unclaimed: Callable[[EngineCoreOutput], None] | None = None
         """Hears outputs of requests that have no stream: repeated prefills belong to the seam adapter."""
         self.cached_blocks = CachedBlocks()
-        self._leaving: dict[str, OnEnded] = {}
+        self._leaving: dict[str, OnEnded | None] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
 
     def start(self) -> None:
@@ -171,22 +171,20 @@ class EngineClient:
         """
         if self._streams.pop(stream.request_id, None) is None:
             return
-        # the engine aborts it before it takes in any that is submitted from now on
-        self._taken.difference_update(self._sequence_ids.pop(stream.request_id))
         self._forget_deadline(stream.request_id)
-        if on_ended is None:
-            self.abort(stream.request_id)
-        elif self.died.is_set():
-            on_ended(None)
+        self._leaving[stream.request_id] = on_ended
+        if self.died.is_set():
+            self._left(stream.request_id, None)
         else:
-            self._leaving[stream.request_id] = on_ended
             self._thread.post(lambda core: self._abort_and_tell(core, stream.request_id))
 
     def _abort_and_tell(self, core: EngineCore, request_id: str) -> None:
         request = core.abort_request(request_id)
-        self._thread.call_soon(lambda: self._left(request_id, request))
+        self._thread.call_after_step(lambda: self._left(request_id, request))
 
     def _left(self, request_id: str, request: Request | None) -> None:
+        # only now: until here the engine's last outputs for it may come, which another of its name must not be given
+        self._taken.difference_update(self._sequence_ids.pop(request_id, ()))
         if (on_ended := self._leaving.pop(request_id, None)) is not None:
             on_ended(request)
 
