@@ -84,7 +84,9 @@ _FUZZ_REPORT = "fuzz report"
 def fuzzer(request: pytest.FixtureRequest) -> Iterator[Fuzzer]:
     """Of a test marked `fuzz`, for its part of the time; what it did is said at the end of the run."""
     from fuzz_cases import Fuzzer, seconds_of
+    from process_memory import return_large_blocks
 
+    return_large_blocks()
     made = Fuzzer(seconds_of(request.node, request.session.items))
     # as a service does at its start: a full collection of all that the tests have loaded takes 0.1 s
     gc.collect()

@@ -16,10 +16,14 @@ from typing import Any
 
 import pytest
 from loop_watch import LoopWatch
-from process_memory import resident_bytes
+from process_memory import settled_bytes
 
 DEFAULT_S = 30.0
 """All fuzz tests together in `make test`."""
+MOST_LATE_BYTES = 32 << 20
+"""By which memory may grow in the second half of a run."""
+LONG_S = 120.0
+"""In shorter runs its second half is part of the beginning."""
 MOST_S = 3.0
 """One of them, however few run."""
 _NUMBERS = (0, 1, -1, 2**31 - 1, 2**31, -(2**31), 2**53, 2**63, 10**30, 0.5, -0.0, 1e308, 1e-320)
@@ -74,8 +78,9 @@ class Fuzzer:
         self.num_cases = 0
         self.longest_s = 0.0
         """Processor time of the longest case; where a `LoopWatch` was given to `watched_by`, of the longest callback."""
-        self.grown_bytes = 0
-        """Memory of this process beyond that before the first case."""
+        self._memory: list[tuple[float, int]] = []
+        """Looks: seconds since the first case, bytes."""
+        self._began_at = time.monotonic()
         self._watch: LoopWatch | None = None
 
     def __str__(self) -> str:
@@ -85,24 +90,49 @@ class Fuzzer:
         """Report what it measures of the event loop, in place of whole cases."""
         self._watch = watch
 
-    def cases(self) -> Iterator[int]:
-        """The numbers of the cases, at least 1."""
-        ends_at = time.monotonic() + self.seconds
-        began_bytes = resident_bytes()
-        while self.num_cases == 0 or time.monotonic() < ends_at:
+    def cases(self, *, looks: bool = True) -> Iterator[int]:
+        """The numbers of the cases, at least 1. looks: False where the test calls `look_at_memory`, when nothing is under way."""
+        self._began_at = time.monotonic()
+        self.look_at_memory()
+        while self.num_cases == 0 or time.monotonic() < self._began_at + self.seconds:
+            if looks and len(self._memory) == 1 and time.monotonic() > self._began_at + self.seconds / 2:
+                self.look_at_memory()
             self.num_cases += 1
             began_s = time.process_time()
             yield self.num_cases
             case_s = time.process_time() - began_s
             self.longest_s = max(self.longest_s, case_s) if self._watch is None else self._watch.longest_s
-            self.grown_bytes = resident_bytes() - began_bytes
+        if looks:
+            self.look_at_memory()
+
+    def look_at_memory(self) -> None:
+        began_s = time.thread_time()
+        self._memory.append((time.monotonic() - self._began_at, settled_bytes()))
+        if self._watch is not None:
+            self._watch.leave_out(time.thread_time() - began_s)
+
+    @property
+    def grown_bytes(self) -> int:
+        """Memory of this process beyond that before the first case."""
+        return self._memory[-1][1] - self._memory[0][1] if self._memory else 0
+
+    @property
+    def grown_late_bytes(self) -> int:
+        """The part of it that came in the second half of the time: libraries have what they keep by then."""
+        late = [num_bytes for at, num_bytes in self._memory if at >= self.seconds / 2]
+        return late[-1] - late[0] if late else 0
+
+    def check_memory(self, most_bytes: int = 64 << 20) -> None:
+        """Raises: AssertionError where it grew by more, or went on growing."""
+        assert self.grown_bytes < most_bytes, self.report()
+        assert self.grown_late_bytes < MOST_LATE_BYTES or self.seconds < LONG_S, self.report()
 
     def report(self) -> str:
         """One line for people."""
         unit = "case" if self._watch is None else "callback"
         return (
             f"{self.num_cases} cases in {self.seconds:.1f} s, longest {unit} {self.longest_s * 1e3:.1f} ms of processor time, "
-            f"memory {self.grown_bytes / 2**20:+.1f} MiB"
+            f"memory {self.grown_bytes / 2**20:+.1f} MiB, in the second half {self.grown_late_bytes / 2**20:+.1f} MiB"
         )
 
     def bytes(self, data: bytes) -> bytes:

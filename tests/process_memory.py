@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 
 _PAGE_BYTES = 4096
+_M_MMAP_THRESHOLD = -3
+"""malloc.h"""
 _LIBC = ctypes.CDLL(None)
 _PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
@@ -16,6 +18,19 @@ _PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 def resident_bytes() -> int:
     """Memory of this process that is in RAM now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def return_large_blocks() -> None:
+    """Have the allocator give what is freed of 128 KiB or more back at once, from now on: what it keeps of them comes and goes
+    by tens of MiB."""
+    _LIBC.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
+
+
+def settled_bytes() -> int:
+    """The same, once everything that nobody uses is freed and the allocator has kept nothing of it."""
+    gc.collect()
+    _LIBC.malloc_trim(0)
+    return resident_bytes()
 
 
 def peak_bytes() -> int:
@@ -30,11 +45,9 @@ class MemoryWatch:
     """Inside the context the peak is counted from the memory at its beginning."""
 
     def __enter__(self) -> MemoryWatch:
-        gc.collect()
         # what was freed before and the allocator has kept would take up the growth unseen
-        _LIBC.malloc_trim(0)
+        self._began_bytes = settled_bytes()
         Path("/proc/self/clear_refs").write_text("5")
-        self._began_bytes = resident_bytes()
         return self
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import time
@@ -65,6 +66,7 @@ async def running_pair(
             await worker.start()
         p, d = workers
         async with make_channel(p.identity.address) as to_p, make_channel(d.identity.address) as to_d:
+            await asyncio.gather(to_p.channel_ready(), to_d.channel_ready())
             yield Pair(p, d, to_p, to_d)
     finally:
         for worker in workers:

@@ -74,8 +74,6 @@ class Ran(NamedTuple):
     num_cases: int
     longest_s: float
     """Processor time of the longest case."""
-    grown_bytes: int
-    """Of the process, at its peak."""
 
 
 def run(seconds: float, seed: int) -> Ran:
@@ -105,7 +103,7 @@ def run(seconds: float, seed: int) -> Ran:
         logger.setLevel(level)
     assert growth < MAX_GROWTH_BYTES, f"{growth >> 20} MiB more at the peak"
     assert 0 < num_loaded < count, f"{num_loaded} of {count} folders loaded"
-    return Ran(count, longest_s, growth)
+    return Ran(count, longest_s)
 
 
 def make_folder(folder: Path) -> Path:

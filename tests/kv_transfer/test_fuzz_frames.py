@@ -21,7 +21,6 @@ from .tcp_link import small_settings
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
 LOOK_EVERY = 50
-MAX_GROWN_BYTES = 64 << 20
 
 
 def _still_serves(source: TcpConnector, transfer: Transfer) -> bool:
@@ -55,7 +54,7 @@ def test_requests_to_a_source(fuzzer: Fuzzer) -> None:
                     pass
             if number % LOOK_EVERY == 1:
                 assert _still_serves(source, transfer), str(fuzzer)
-        assert fuzzer.grown_bytes < MAX_GROWN_BYTES
+        fuzzer.check_memory()
         assert _still_serves(source, transfer)
         assert threading.active_count() < threads + 20
     finally:
@@ -84,7 +83,7 @@ def test_answers_of_a_source(fuzzer: Fuzzer) -> None:
             read = start_read(receiver, source.metadata, transfer.token, blocks)
             outcome = read.wait_ended()
             assert outcome is not ReadOutcome.DONE or same_bytes(transfer, target, blocks), str(fuzzer)
-        assert fuzzer.grown_bytes < MAX_GROWN_BYTES
+        fuzzer.check_memory()
     finally:
         receiver.close()
         source.close()

@@ -17,7 +17,6 @@ from pdserve.v1 import inference_pb2, request_pb2
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
-MAX_GROWN_BYTES = 64 << 20
 ANSWER_S = 20.0
 FORGET_EVERY = 200
 _TOOL = {
@@ -88,7 +87,7 @@ async def test_http(cluster, fuzzer, caplog):
             status = int(answer[9:12] or 400) if answer.startswith(b"HTTP/1.1 ") else 400
             assert status < 500 or status in (503, 504), (str(fuzzer), asked[:2000], answer[:300])
             assert watch.longest_s < LOOP_S, (str(fuzzer), asked[:2000], watch.callback)
-    assert fuzzer.grown_bytes < MAX_GROWN_BYTES
+    fuzzer.check_memory()
     assert await cluster.text() == said(5)
     assert "Traceback" not in caplog.text
 
@@ -157,6 +156,6 @@ async def test_grpc(cluster, fuzzer, caplog):
             status, details = await call(cluster.channel, method, changed)
             assert status not in BUGS, (str(fuzzer), method, changed, status, details)
             assert watch.longest_s < LOOP_S, (str(fuzzer), method, changed, watch.callback)
-    assert fuzzer.grown_bytes < MAX_GROWN_BYTES
+    fuzzer.check_memory()
     assert await cluster.text() == said(5)
     assert "Traceback" not in caplog.text
