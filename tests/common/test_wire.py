@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.engine_types import FinishReason, LogprobsLists
-from pdserve.common.errors import DigestMismatch, InternalError, InvalidRequest
+from pdserve.common.errors import DigestMismatch, InvalidRequest, PeerError
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import POOLING_TYPES, PoolingParams
 from pdserve.common.prepared_request import PreparedRequest, ResumeState
@@ -372,7 +372,7 @@ def test_log_probabilities_come_back_as_they_were(width: int, count: int, data: 
     ],
 )
 def test_log_probabilities_whose_lists_do_not_fit_are_an_error(fields: dict[str, Any]) -> None:
-    with pytest.raises(InternalError, match="log-probabilities"):
+    with pytest.raises(PeerError, match="log-probabilities"):
         logprobs_from_wire(request_pb2.Logprobs(**fields))
 
 

@@ -39,7 +39,7 @@ async def pair(folder: Path) -> AsyncIterator[Pair]:
         yield made
         for worker in (made.p, made.d):
             async with asyncio.timeout(10):
-                while worker.engine.core.scheduler.requests or worker.adapter.num_open:  # noqa: ASYNC110
+                while worker.engine.core.scheduler.pool.num_in_use or worker.adapter.num_open:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             worker.engine.core.scheduler.check(idle=True)
 

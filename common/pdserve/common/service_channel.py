@@ -64,6 +64,11 @@ def readable(message: M | Undecodable) -> M:
     return message
 
 
+def warn_of(peer: str, error: PeerError) -> None:
+    """Once a minute per peer. Its messages may be as hostile as anybody's."""
+    _warnings.warning(peer, "%s; the call fails", error.message)
+
+
 def decoder(response: type[Res], peer: str) -> Callable[[bytes], Res]:
     """For gRPC: never raises, but may return `Undecodable`, which the caller gives to `readable`."""
 
@@ -71,7 +76,7 @@ def decoder(response: type[Res], peer: str) -> Callable[[bytes], Res]:
         try:
             return cast(Res, parsed(f"a {response.DESCRIPTOR.name} from {peer}", response.FromString, raw))
         except PeerError as error:
-            _warnings.warning(peer, "%s; the call fails", error.message)
+            warn_of(peer, error)
             return cast(Res, Undecodable(error))
 
     return decode

@@ -10,7 +10,7 @@ import msgspec
 
 from pdserve.common.block_hash import DIGEST_BYTES, BlockHasher
 from pdserve.common.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
-from pdserve.common.errors import DigestMismatch, InternalError, InvalidRequest, PromptTooLong
+from pdserve.common.errors import DigestMismatch, InvalidRequest, PeerError, PromptTooLong
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.pooling_params import PoolingParams, PoolingType
 from pdserve.common.prepared_request import (
@@ -362,10 +362,10 @@ def logprobs_to_wire(logprobs: LogprobsLists | None) -> request_pb2.Logprobs | N
 
 
 def logprobs_from_wire(message: request_pb2.Logprobs) -> LogprobsLists:
-    """Raises: InternalError when the lists do not fit together; a worker never sends that."""
+    """Raises: PeerError when the lists do not fit together."""
     width, count = message.width, len(message.sampled_ranks)
     if not width or len(message.token_ids) != width * count or len(message.logprobs) != width * count:
-        raise InternalError(
+        raise PeerError(
             f"a worker sent log-probabilities of {count} tokens with {width} entries each, but "
             f"{len(message.token_ids)} token ids and {len(message.logprobs)} values"
         )
@@ -409,10 +409,22 @@ def outputs_to_wire(output: EngineCoreOutput, moment_names: Mapping[str, tuple[s
     )
 
 
+MAX_MOMENTS = 64
+MAX_MOMENT_NAME_CHARS = 64
+
+
 def moments_to_wire(moments_monotonic_s: Mapping[str, float]) -> list[request_pb2.Moment]:
     return [request_pb2.Moment(name=name, unix_ns=to_unix_ns(at)) for name, at in moments_monotonic_s.items()]
 
 
 def moments_from_wire(messages: Iterable[request_pb2.Moment]) -> dict[str, int]:
-    """name -> wall-clock nanoseconds."""
-    return {message.name: message.unix_ns for message in messages}
+    """name -> wall-clock nanoseconds. Raises: PeerError for more or longer ones than a timeline has."""
+    moments: dict[str, int] = {}
+    for message in messages:
+        name = message.name
+        if len(moments) == MAX_MOMENTS or len(name) > MAX_MOMENT_NAME_CHARS:
+            raise PeerError(
+                f"a worker sent more than {MAX_MOMENTS} moments, or one with a name of {len(name)} characters"
+            )
+        moments[name] = message.unix_ns
+    return moments

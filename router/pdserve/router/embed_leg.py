@@ -8,9 +8,9 @@ from array import array
 import grpc.aio
 import msgspec
 
-from pdserve.common.errors import InternalError, PeerError, WorkerLost
+from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.prepared_request import PreparedRequest
-from pdserve.common.service_channel import EMBED, readable
+from pdserve.common.service_channel import EMBED, readable, warn_of
 from pdserve.common.wire import moments_from_wire, prepared_to_wire
 from pdserve.router.legs import LegFailed, Moments, leg_failed
 from pdserve.router.worker import Worker
@@ -29,7 +29,7 @@ class Embedded(msgspec.Struct):
 async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedded:
     """The call has ended when this returns or raises, also when the worker dies. number: of the attempt.
 
-    Raises: LegFailed; InternalError for a vector of another length than was asked for.
+    Raises: LegFailed, also for a vector of another length than was asked for.
     """
     message = prefill_pb2.PoolingRequest(request=prepared_to_wire(request), attempt=request_pb2.Attempt(number=number))
     call = worker.channel.unary_unary(
@@ -50,7 +50,16 @@ async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedd
     finally:
         farewell()
         call.cancel()
+    try:
+        return _embedded(worker, request, response)
+    except PeerError as error:
+        warn_of(f"worker {worker}", error)
+        raise LegFailed(error, died=False) from error
+
+
+def _embedded(worker: Worker, request: PreparedRequest, response: prefill_pb2.PoolingResponse) -> Embedded:
+    """Raises: PeerError."""
     asked = request.pooling_params.num_dimensions(worker.identity.hidden_size) if request.pooling_params else 0
     if len(response.values) != asked:
-        raise InternalError(f"worker {worker} sent {len(response.values)} numbers, {asked} were asked for")
+        raise PeerError(f"worker {worker} sent {len(response.values)} numbers, {asked} were asked for")
     return Embedded(array("f", response.values), response.num_cached_tokens, moments_from_wire(response.moments))

@@ -18,7 +18,7 @@ from pdserve.common.first_done import first_of
 from pdserve.common.prepared_request import PreparedRequest
 from pdserve.common.rpc import ERROR_CODE_KEY, from_rpc_error
 from pdserve.common.sampling_params import SamplingParams
-from pdserve.common.service_channel import END_SEQUENCES, GENERATE, PREFILL, SESSION, readable
+from pdserve.common.service_channel import END_SEQUENCES, GENERATE, PREFILL, SESSION, readable, warn_of
 from pdserve.common.wire import (
     finish_reason_from_wire,
     logprobs_from_wire,
@@ -118,8 +118,18 @@ class LegFailed(Exception):
 class _Leg(abc.ABC, Generic[M, E]):
     """One open call. `next` until None; `cancel` at any time, more than once if need be."""
 
-    def __init__(self, call: grpc.aio.UnaryStreamCall[Any, M] | grpc.aio.StreamStreamCall[Any, M]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        call: grpc.aio.UnaryStreamCall[Any, M] | grpc.aio.StreamStreamCall[Any, M],
+        request: PreparedRequest,
+    ) -> None:
         self._call = call
+        self._peer = f"worker {worker}"
+        self._sampling = request.sampling_params
+        """What was asked for, by a session in its last turn. What a worker sends is counted before it is read."""
+        self._num_sequences = request.num_sequences
+        self._num_prompt_tokens = len(request.prompt_token_ids)
         self.was_heard = False
         """Whether the worker has said anything: it admits a request before it computes it."""
 
@@ -146,13 +156,74 @@ class _Leg(abc.ABC, Generic[M, E]):
         if message is grpc.aio.EOF:
             return None
         try:
-            return self._read(readable(message))
+            message = readable(message)
         except PeerError as error:
+            raise LegFailed(error, died=False) from error
+        try:
+            return self._read(message)
+        except PeerError as error:
+            warn_of(self._peer, error)
             raise LegFailed(error, died=False) from error
 
     @abc.abstractmethod
     def _read(self, message: M) -> E:
         """The message as a plain value; one of a newer peer is an `UnknownEvent`."""
+
+    def _decode_event(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
+        """Raises: PeerError for more than was asked for."""
+        match message.WhichOneof("event"):
+            case "outputs":
+                return self._outputs(message.outputs)
+            case "prompt_logprobs":
+                return self._prompt_logprobs(message.prompt_logprobs)
+            case "admitted":
+                return Admitted(moments_from_wire(message.admitted.moments))
+            case "needs_prefill":
+                return NeedsPrefill(message.needs_prefill.uncached_tokens)
+            case "prefilling_locally":
+                return PrefillingLocally()
+            case "landed":
+                landed = message.landed
+                return Landed(
+                    landed.num_blocks, landed.transfer_bytes, landed.connector, moments_from_wire(landed.moments)
+                )
+            case _:
+                return UnknownEvent()
+
+    def _prompt_logprobs(self, message: request_pb2.PromptLogprobs) -> PromptLogprobs:
+        count, limit = len(message.logprobs.sampled_ranks), self._num_prompt_tokens
+        if count > limit or message.first_position > limit:
+            raise PeerError(
+                f"a worker sent log-probabilities of {count} prompt tokens from position {message.first_position} on, "
+                f"where the prompt has {limit}"
+            )
+        self._verify_width(message.logprobs, self._sampling.prompt_logprobs)
+        return PromptLogprobs(message.first_position, logprobs_from_wire(message.logprobs))
+
+    def _outputs(self, message: request_pb2.Outputs) -> Outputs:
+        num_tokens, limit = len(message.token_ids), self._sampling.max_tokens
+        if message.first_position + num_tokens > limit:
+            raise PeerError(
+                f"a worker sent {num_tokens} tokens from position {message.first_position} on, where max_tokens is {limit}"
+            )
+        if (count := len(message.logprobs.sampled_ranks)) > num_tokens:
+            raise PeerError(f"a worker sent log-probabilities of {count} tokens for {num_tokens} tokens")
+        self._verify_width(message.logprobs, self._sampling.logprobs)
+        return Outputs(
+            message.index,
+            message.first_position,
+            list(message.token_ids),
+            finish_reason_from_wire(message.finish_reason),
+            message.stop_token_id if message.HasField("stop_token_id") else None,
+            message.num_cached_tokens,
+            moments_from_wire(message.moments) if message.moments else _NO_MOMENTS,
+            logprobs_from_wire(message.logprobs) if message.HasField("logprobs") else None,
+        )
+
+    @staticmethod
+    def _verify_width(logprobs: request_pb2.Logprobs, asked: int | None) -> None:
+        if logprobs.width > 1 + (asked or 0):
+            raise PeerError(f"a worker sent {logprobs.width} log-probabilities per token, where {asked} were asked for")
 
 
 class PrefillLeg(_Leg[prefill_pb2.PrefillEvent, PrefillLegEvent]):
@@ -168,9 +239,11 @@ class PrefillLeg(_Leg[prefill_pb2.PrefillEvent, PrefillLegEvent]):
         if receiver is not None:
             message.receiver.worker_id, message.receiver.epoch = receiver.key
         super().__init__(
+            worker,
             worker.channel.unary_stream(
                 PREFILL, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
-            )
+            ),
+            request,
         )
 
     def _read(self, message: prefill_pb2.PrefillEvent) -> PrefillLegEvent:
@@ -179,14 +252,16 @@ class PrefillLeg(_Leg[prefill_pb2.PrefillEvent, PrefillLegEvent]):
                 return Admitted(moments_from_wire(message.admitted.moments))
             case "computed":
                 computed = message.computed
+                if (num := len(computed.first_outputs)) > self._num_sequences:
+                    raise PeerError(f"a worker sent outputs of {num} sequences, {self._num_sequences} were asked for")
                 return Computed(
                     num_tokens=computed.num_tokens,
                     request_digest=computed.request_digest,
-                    first_outputs=[_outputs(outputs) for outputs in computed.first_outputs],
+                    first_outputs=[self._outputs(outputs) for outputs in computed.first_outputs],
                     moments=moments_from_wire(computed.moments),
                 )
             case "prompt_logprobs":
-                return _prompt_logprobs(message.prompt_logprobs)
+                return self._prompt_logprobs(message.prompt_logprobs)
             case "ended":
                 released = message.ended.how == prefill_pb2.Ended.RELEASED
                 how = _ENDS.get(message.ended.how, "ended")
@@ -222,9 +297,11 @@ class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
             message.source.address = source.identity.address
             message.source.transfer_id = transfer_id
         super().__init__(
+            worker,
             worker.channel.unary_stream(
                 GENERATE, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
-            )
+            ),
+            request,
         )
 
     async def end_sequence(self, index: int) -> None:
@@ -235,7 +312,7 @@ class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
             await self._channel.unary_unary(END_SEQUENCES, request, timeout=END_SEQUENCE_TIMEOUT_S)
 
     def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
-        return _decode_event(message)
+        return self._decode_event(message)
 
 
 class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
@@ -248,7 +325,7 @@ class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
             SESSION, self._first, metadata=request.trace_headers.items()
         )
         self._cancelled = asyncio.Event()
-        super().__init__(self._turns)
+        super().__init__(worker, self._turns, request)
 
     def cancel(self) -> None:
         super().cancel()
@@ -260,6 +337,8 @@ class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
 
     async def go_on(self, token_ids: list[int], sampling: SamplingParams, headers: Mapping[str, str]) -> None:
         """The next turn."""
+        self._num_prompt_tokens += self._sampling.max_tokens + len(token_ids)
+        self._sampling = sampling
         turn = decode_pb2.NextTurn(
             prompt_token_ids=token_ids, sampling=sampling_to_wire(sampling), trace_headers=dict(headers)
         )
@@ -275,43 +354,7 @@ class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
                     writing.result()
 
     def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
-        return _decode_event(message)
-
-
-def _decode_event(message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
-    match message.WhichOneof("event"):
-        case "outputs":
-            return _outputs(message.outputs)
-        case "prompt_logprobs":
-            return _prompt_logprobs(message.prompt_logprobs)
-        case "admitted":
-            return Admitted(moments_from_wire(message.admitted.moments))
-        case "needs_prefill":
-            return NeedsPrefill(message.needs_prefill.uncached_tokens)
-        case "prefilling_locally":
-            return PrefillingLocally()
-        case "landed":
-            landed = message.landed
-            return Landed(landed.num_blocks, landed.transfer_bytes, landed.connector, moments_from_wire(landed.moments))
-        case _:
-            return UnknownEvent()
-
-
-def _prompt_logprobs(message: request_pb2.PromptLogprobs) -> PromptLogprobs:
-    return PromptLogprobs(message.first_position, logprobs_from_wire(message.logprobs))
-
-
-def _outputs(message: request_pb2.Outputs) -> Outputs:
-    return Outputs(
-        message.index,
-        message.first_position,
-        list(message.token_ids),
-        finish_reason_from_wire(message.finish_reason),
-        message.stop_token_id if message.HasField("stop_token_id") else None,
-        message.num_cached_tokens,
-        moments_from_wire(message.moments) if message.moments else _NO_MOMENTS,
-        logprobs_from_wire(message.logprobs) if message.HasField("logprobs") else None,
-    )
+        return self._decode_event(message)
 
 
 def _said_by_worker(rpc_error: grpc.aio.AioRpcError) -> bool:
