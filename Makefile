@@ -16,11 +16,11 @@ up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bund
 demo: $(VENV)/.runtime  ## the same, one question, then stop
 	$(BIN)/pdserve up --once --port 0 --grpc-port 0
 
-test: $(VENV)/.dev  ## the whole test suite, a process for each of two cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: $(VENV)/.dev  ## the whole test suite, in three processes: on two cores, two wait for a third of their time
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-all: $(VENV)/.dev  ## every test but those of make faults and make soak, then five minutes of make fuzz
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not faults and not soak"
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not faults and not soak"
 	FUZZ_S=300 $(BIN)/python -m pytest -q -s -m fuzz
 
 faults: $(VENV)/.dev  ## the whole kill matrix: every signal, in every phase, to every role

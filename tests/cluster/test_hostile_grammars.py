@@ -77,7 +77,7 @@ class Victim:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("n", [8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [4, pytest.param(8, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 async def test_the_form_ends_its_own_request_and_delays_no_stream(
     cluster: Cluster, model: Path, form: dict[str, Any], n: int

@@ -30,12 +30,32 @@ FIRST = logprobs([("a", -0.5), ("a", -0.5), ("z", -1.5)], ranks=[1])
 REST = logprobs([("b", -3.0), ("z", -0.25), ("y", -2.0)], [("c", -math.inf), ("c", -0.75), ("b", -1.0)], ranks=[7, 1])
 
 
+def asked(call, full):
+    """As many entries per token as the call asks for."""
+    width = 1 + call.request.request.sampling.logprobs
+    kept = [place for place in range(len(full.token_ids)) if place % full.width < width]
+    return request_pb2.Logprobs(
+        width=width,
+        token_ids=[full.token_ids[place] for place in kept],
+        logprobs=[full.logprobs[place] for place in kept],
+        sampled_ranks=full.sampled_ranks,
+    )
+
+
 @pytest.fixture
 async def served(cluster):
     """Says "a", "b" and "c", through prefill and decode, whatever is asked."""
     await cluster.start()
-    cluster.of("prefill").script = play(PREFILL_ADMITTED, first("a", logprobs=FIRST), RELEASED)
-    cluster.of("decode").script = play(ADMITTED, LANDED, decode_outputs(1, "bc", "length", logprobs=REST))
+    cluster.of("prefill").script = play(
+        PREFILL_ADMITTED,
+        lambda worker, call: first("a", logprobs=asked(call, FIRST))(worker, call),
+        RELEASED,
+    )
+    cluster.of("decode").script = play(
+        ADMITTED,
+        LANDED,
+        lambda worker, call: decode_outputs(1, "bc", "length", logprobs=asked(call, REST)),
+    )
     return cluster
 
 
@@ -96,7 +116,12 @@ async def test_chat(served, client):
 
 async def test_chat_without_top_logprobs_names_the_sampled_token_alone(client):
     answer = await client.chat.completions.create(model="fake-model", messages=CHAT, max_tokens=3, logprobs=True)
-    assert written(answer.choices[0].logprobs.content) == [(*entry[:3], []) for entry in EXPECTED_CHAT]
+    # JSON has no -inf
+    assert written(answer.choices[0].logprobs.content) == [
+        ("a", -0.5, b"a", []),
+        ("b", -3.0, b"b", []),
+        ("c", -9999.0, b"c", []),
+    ]
     answer = await client.chat.completions.create(model="fake-model", messages=CHAT, max_tokens=3)
     assert answer.choices[0].logprobs is None
 
@@ -114,7 +139,7 @@ async def test_completions(client):
     parts = [chunk.choices[0].logprobs.model_dump() async for chunk in stream]
     assert {key: [value for part in parts for value in part[key]] for key in expected} == expected
     answer = await client.completions.create(model="fake-model", prompt="hi", max_tokens=3, logprobs=0)
-    assert answer.choices[0].logprobs.top_logprobs == [{"a": -0.5}, {"b": -3.0}, {"c": -0.75}]
+    assert answer.choices[0].logprobs.top_logprobs == [{"a": -0.5}, {"b": -3.0}, {"c": -9999.0}]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -161,7 +186,8 @@ async def test_i9_a_worker_that_sends_none_or_nonsense_fails_that_request_alone(
     await cluster.start(prefill=0)
     cluster.of("decode").script = play(ADMITTED, decode_outputs(0, "a", "length", logprobs=broken))
     response = await cluster.complete(max_tokens=1, logprobs=1)
-    assert response.status_code == 500
+    # what cannot be read is the worker's fault, so another attempt is made
+    assert response.status_code == (500 if broken is None else 503)
     assert "log-probabilities" in caplog.text
     cluster.of("decode").script = play(ADMITTED, decode_outputs(0, "a", "length", logprobs=FIRST))
     assert (await cluster.complete(max_tokens=1, logprobs=2)).json()["choices"][0]["logprobs"]["tokens"] == ["a"]
