@@ -14,11 +14,11 @@ from collections.abc import Callable
 from conditions import conditions
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.call_guard import CallGuard
-from pdserve.common.call_proof import CallSigner, CallVerifier
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
-from pdserve.common.rpc import bind, make_channel, make_server
-from pdserve.common.service_channel import END_SEQUENCES, GENERATE, ServiceChannel
+from pdserve.common.net.rpc import bind, make_channel, make_server
+from pdserve.common.net.service_channel import END_SEQUENCES, GENERATE, ServiceChannel
+from pdserve.common.security.call_guard import CallGuard
+from pdserve.common.security.call_proof import CallSigner, CallVerifier
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.v1 import decode_pb2, request_pb2
 from pdserve.v1.decode_pb2_grpc import DecodeServiceServicer, DecodeServiceStub, add_DecodeServiceServicer_to_server
 

@@ -12,14 +12,14 @@ from functools import partial
 import msgspec
 from conditions import conditions
 
-from pdserve.common.engine_types import (
+from pdserve.common.request.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     LogprobsLists,
     SchedulerStats,
 )
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.sampling_params import SamplingParams
 
 NUM_RUNS, NUM_CALLS = 9, 5000
 STATS = SchedulerStats(

@@ -33,7 +33,7 @@ from cluster_of_processes import START_S, free_port
 from conditions import conditions
 from paced_worker import STEP_S, TOKEN_S
 
-from pdserve.common.api_key_file import key_hash, new_key
+from pdserve.common.settings.api_key_file import key_hash, new_key
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pdserve.cli.main import main
-from pdserve.engine.model_runner import DecoderModel, ModelRunner
 from pdserve.engine.request import Request
+from pdserve.engine.runner.model_runner import DecoderModel, ModelRunner
 from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 STEP_S = 0.025

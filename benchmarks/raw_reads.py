@@ -14,9 +14,9 @@ import numpy as np
 
 from pdserve.kv_transfer.block_runs import block_runs
 from pdserve.kv_transfer.connector import PoolMemory
-from pdserve.kv_transfer.nixl_agent import ReadStatus, UcxAgent
-from pdserve.kv_transfer.nixl_peer import NixlPeer
-from pdserve.kv_transfer.nixl_settings import NixlAddress
+from pdserve.kv_transfer.nixl.nixl_agent import ReadStatus, UcxAgent
+from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer
+from pdserve.kv_transfer.nixl.nixl_settings import NixlAddress
 
 SIZE_BYTES = 8
 _CONNECT_S = 10.0

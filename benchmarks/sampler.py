@@ -20,7 +20,7 @@ from conditions import conditions
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.sampler import Sampler, SamplingMetadata
+from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 
 CASES: dict[str, dict[str, float]] = {
     "temperature alone": {},

@@ -21,15 +21,15 @@ import torch
 from conditions import conditions
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pdserve.common.engine_types import EngineCoreRequest
 from pdserve.common.errors import PdServeError
-from pdserve.engine.grammar import Grammar
-from pdserve.engine.grammar_compiler import GrammarCompiler
-from pdserve.engine.grammar_jobs import GrammarJob
-from pdserve.engine.grammar_masks import GrammarMaskTable
-from pdserve.engine.grammar_messages import GrammarLimits
-from pdserve.engine.loaded_model import model_folder
+from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.engine.request import Request
+from pdserve.engine.runner.loaded_model import model_folder
+from pdserve.engine.structured_outputs.grammar import Grammar
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
+from pdserve.engine.structured_outputs.grammar_masks import GrammarMaskTable
+from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.llm import AsyncLLM, SamplingParams, StructuredOutputsParams
 
 LARGE, BATCHES, NUM_STEPS = 131_072, (1, 16), 60

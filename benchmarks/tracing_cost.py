@@ -31,10 +31,10 @@ from cluster_of_processes import serving
 from conditions import conditions
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.telemetry import make_telemetry
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.telemetry.telemetry import make_telemetry
+from pdserve.common.telemetry.tracing import Event
 from pdserve.common.timeline import PATH_PHASES, now_unix_ns
-from pdserve.common.tracing import Event
 from pdserve.models.model_folder import model_folder
 
 SETTLE_S = 0.01

@@ -35,15 +35,15 @@ from conditions import conditions
 from raw_reads import BareSockets, Memcpy, RawNixl, SocketSource
 
 from pdserve.common.errors import TransferFailed
-from pdserve.common.tls import TlsFile, TlsIdentity, load_identity
-from pdserve.kv_transfer import lanes
+from pdserve.common.security.tls import TlsFile, TlsIdentity, load_identity
 from pdserve.kv_transfer.block_digest import KEY_BYTES, XXH3, BlockDigest, Gmac
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, PoolMemory, ReadOutcome
-from pdserve.kv_transfer.digest import block_digests
-from pdserve.kv_transfer.nixl import NixlConnector
-from pdserve.kv_transfer.nixl_agent import why_no_nixl
-from pdserve.kv_transfer.tcp import TcpConnector
-from pdserve.kv_transfer.tcp_settings import TcpSettings
+from pdserve.kv_transfer.nixl.nixl import NixlConnector
+from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
+from pdserve.kv_transfer.pull import lanes
+from pdserve.kv_transfer.pull.digest import block_digests
+from pdserve.kv_transfer.tcp.tcp import TcpConnector
+from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 
 POOL_BYTES = 256 << 20
 BLOCK_SIZES = (32 << 10, 256 << 10, 1 << 20)

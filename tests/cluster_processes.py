@@ -18,9 +18,9 @@ import msgspec
 import psutil
 from forked_process import ForkedProcess
 
-from pdserve.common.derived_key import DeploymentKey
-from pdserve.common.tls import ClientTls
-from pdserve.common.watch_proof import WatchChallenge
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.tls import ClientTls
+from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 KEY = "a key for tests, of no worth at all"

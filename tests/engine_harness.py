@@ -11,19 +11,19 @@ import pytest
 from hash_model import VOCAB_SIZE, HashModel, make_hash_cache
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.derived_key import DeploymentKey
-from pdserve.common.engine_types import (
+from pdserve.common.request.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
     LogprobsLists,
     StreamingUpdate,
 )
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.grammar_compiler import GrammarCompiler
-from pdserve.engine.remote_kv import OutOfEngine
+from pdserve.engine.scheduler.remote_kv import OutOfEngine
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 
 KEY = DeploymentKey(b"a key for tests, 16 or more")
 

@@ -14,8 +14,8 @@ from typing import Any
 from engine_harness import Answer, Harness
 
 from pdserve.common.errors import TransferFailed
-from pdserve.engine.block_pool import BlockHold
-from pdserve.engine.remote_kv import (
+from pdserve.engine.kv_cache.block_pool import BlockHold
+from pdserve.engine.scheduler.remote_kv import (
     HoldReturned,
     IntoEngine,
     Landed,

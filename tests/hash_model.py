@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.sampler import Sampler, SamplingMetadata
+from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.kernels.attention_batch import AttentionBatch
 
 VOCAB_SIZE = 64

@@ -10,8 +10,8 @@ from types import TracebackType
 
 import grpc.aio
 
-from pdserve.common.public_server import make_public_channel
-from pdserve.common.tls import ClientTls
+from pdserve.common.net.public_server import make_public_channel
+from pdserve.common.security.tls import ClientTls
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 
 

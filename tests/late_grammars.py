@@ -13,10 +13,10 @@ import xgrammar
 from hash_model import VOCAB_SIZE, next_logits, sampled_token
 
 from pdserve.common.errors import InvalidRequest, PdServeError
-from pdserve.common.structured_outputs import FIELD, StructuredOutputsParams
-from pdserve.engine.grammar_compiler import GrammarCompiler
-from pdserve.engine.grammar_jobs import GrammarJob
-from pdserve.engine.sequence_grammar import SequenceGrammar
+from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsParams
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
+from pdserve.engine.structured_outputs.sequence_grammar import SequenceGrammar
 
 EOS = VOCAB_SIZE - 1
 _CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

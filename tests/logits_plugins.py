@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdserve.engine.logits_processors import LogitsProcessors, LogitsRow
+from pdserve.engine.sampling.logits_processors import LogitsProcessors, LogitsRow
 
 
 class Ban:

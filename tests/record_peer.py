@@ -13,12 +13,12 @@ from pathlib import Path
 from google.protobuf.message import Message
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.call_proof import CallSigner
-from pdserve.common.derived_key import DeploymentKey
+from pdserve.common.net.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION
 from pdserve.common.protocol_version import PROTOCOL_VERSION
-from pdserve.common.registry import RecordSigner, WorkerRecord
-from pdserve.common.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION
-from pdserve.common.watch_proof import WatchAnswer, WatchChallenge
+from pdserve.common.registry.registry import RecordSigner, WorkerRecord
+from pdserve.common.security.call_proof import CallSigner
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.watch_proof import WatchAnswer, WatchChallenge
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
 
 FOLDER = Path(__file__).parent / "recorded_peers"

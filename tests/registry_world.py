@@ -11,21 +11,21 @@ import grpc
 import pytest
 from redis_server import RedisServer
 
-from pdserve.common.call_guard import CallGuard
-from pdserve.common.call_proof import CallSigner, CallVerifier
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
-from pdserve.common.engine_types import SchedulerStats
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.rpc import bind, make_server
-from pdserve.common.worker_settings import WorkerSettings
-from pdserve.kv_transfer.source_transfer import PeerId
-from pdserve.router.blocks_feed import FeedSource
-from pdserve.router.fleet import Fleet
-from pdserve.router.prefix_index import PrefixIndex
-from pdserve.router.redis_directory import RedisDirectory, make_directory
-from pdserve.router.watched_address import Expected
-from pdserve.router.worker import WorkerRole
+from pdserve.common.net.rpc import bind, make_server
+from pdserve.common.request.engine_types import SchedulerStats
+from pdserve.common.security.call_guard import CallGuard
+from pdserve.common.security.call_proof import CallSigner, CallVerifier
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.kv_transfer.control.source_transfer import PeerId
+from pdserve.router.placement.prefix_index import PrefixIndex
+from pdserve.router.workers.blocks_feed import FeedSource
+from pdserve.router.workers.fleet import Fleet
+from pdserve.router.workers.redis_directory import RedisDirectory, make_directory
+from pdserve.router.workers.watched_address import Expected
+from pdserve.router.workers.worker import WorkerRole
 from pdserve.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from pdserve.worker.cached_blocks import CachedBlocks
 from pdserve.worker.identity import Role, WorkerIdentity

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.cli.development_certificates import TRUST_DOMAIN, issue, make_authority
-from pdserve.common.tls import TlsFile, TlsIdentity, load_identity
-from pdserve.common.tls_roles import RoleName, ServiceRole
+from pdserve.common.security.tls import TlsFile, TlsIdentity, load_identity
+from pdserve.common.security.tls_roles import RoleName, ServiceRole
 
 HOST = "127.0.0.1"
 ALL_ROLES = tuple(str(RoleName(TRUST_DOMAIN, role)) for role in ServiceRole)

@@ -9,8 +9,8 @@ from typing import Any
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadListener, ReadOutcome
-from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
-from pdserve.kv_transfer.source_transfer import (
+from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
+from pdserve.kv_transfer.control.source_transfer import (
     ExpectedTransfer,
     LeaseLimits,
     PeerId,
@@ -18,8 +18,8 @@ from pdserve.kv_transfer.source_transfer import (
     SourceResult,
     SourceTransfer,
 )
-from pdserve.kv_transfer.transfer_state import SourceState
-from pdserve.kv_transfer.transfer_view import TransferView
+from pdserve.kv_transfer.control.transfer_state import SourceState
+from pdserve.kv_transfer.control.transfer_view import TransferView
 
 RECEIVER = PeerId("decode-1", 11)
 DIGEST = b"d" * 16

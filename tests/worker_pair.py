@@ -14,15 +14,15 @@ import grpc.aio
 from signed_channel import signed
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.derived_key import DeploymentKey
-from pdserve.common.prepared_request import PreparedRequest
-from pdserve.common.rpc import make_channel
-from pdserve.common.sampling_params import SamplingParams
-from pdserve.common.service_channel import ServiceChannel
-from pdserve.common.wire import prepared_to_wire
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.net.rpc import make_channel
+from pdserve.common.net.service_channel import ServiceChannel
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.wire import prepared_to_wire
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.decode import service as decode_service
-from pdserve.engine.loaded_model import load_model
+from pdserve.engine.runner.loaded_model import load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.prefill import service as prefill_service
 from pdserve.v1 import request_pb2

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from pdserve.cli.development_certificates import write_certificates
 from pdserve.cli.main import app
 from pdserve.common.errors import ConfigError
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.service_settings import ServiceSettings
-from pdserve.common.settings import load_settings
-from pdserve.common.tls import TlsFile, load_client
-from pdserve.common.tls_roles import ServiceRole
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.security.tls import TlsFile, load_client
+from pdserve.common.security.tls_roles import ServiceRole
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.service_settings import ServiceSettings
+from pdserve.common.settings.settings import load_settings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 
 KINDS: list[type[ServiceSettings]] = [RouterSettings, PrefillSettings, DecodeSettings]
 

@@ -8,8 +8,8 @@ import pytest
 
 from pdserve.cli.cluster import ClusterPlan, child_plans, settings_by_role
 from pdserve.common.errors import ConfigError
-from pdserve.common.settings import load_settings
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.settings.settings import load_settings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 
 
 def test_each_service_is_given_the_settings_that_it_has() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from pdserve.cli.doctor.descriptor_check import DescriptorCheck
 from pdserve.cli.doctor.finding import Verdict
-from pdserve.common import descriptors
-from pdserve.common.descriptors import KEPT_BACK, default_max_connections, raise_descriptor_limit
-from pdserve.common.router_settings import RouterSettings
+from pdserve.common.address import descriptors
+from pdserve.common.address.descriptors import KEPT_BACK, default_max_connections, raise_descriptor_limit
+from pdserve.common.settings.router_settings import RouterSettings
 
 
 @pytest.fixture

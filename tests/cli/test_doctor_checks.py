@@ -25,9 +25,9 @@ from pdserve.cli.doctor.model_check import ModelCheck
 from pdserve.cli.doctor.nixl_check import NixlCheck
 from pdserve.cli.doctor.port_check import PortCheck
 from pdserve.cli.doctor.tls_check import TlsCheck
-from pdserve.common.derived_key import DeploymentKey
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.models.model_folder import model_folder
 
 Folders = Callable[..., Path]

@@ -10,9 +10,9 @@ import pytest
 
 from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.nixl_check import NixlCheck, choice, transports_text
-from pdserve.common.worker_settings import PrefillSettings
-from pdserve.kv_transfer.nixl_probe import NixlView
-from pdserve.kv_transfer.ucx_transports import UcxTransport
+from pdserve.common.settings.worker_settings import PrefillSettings
+from pdserve.kv_transfer.nixl.nixl_probe import NixlView
+from pdserve.kv_transfer.nixl.ucx_transports import UcxTransport
 
 
 def verdicts(findings: list[Finding]) -> list[str]:

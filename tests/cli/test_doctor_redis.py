@@ -14,11 +14,11 @@ from redis_server import RedisServer, free_port, redis_server
 from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.redis_check import RedisCheck
 from pdserve.cli.doctor.redis_rights import harmless_commands, transaction_commands
-from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.protocol_version import PROTOCOL_VERSION
-from pdserve.common.registry import Keys, RecordSigner, WorkerRecord
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.worker_settings import PrefillSettings
+from pdserve.common.registry.registry import Keys, RecordSigner, WorkerRecord
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.worker_settings import PrefillSettings
 
 SECRET = "0123456789abcdef"
 KEYS = Keys("test")

@@ -14,9 +14,9 @@ from tls_authority import Authority, IssuedFiles
 from pdserve.cli.doctor.address_check import AddressCheck
 from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.tls_check import TlsCheck
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.rpc import bind, make_server
-from pdserve.common.tls import ServerTls
+from pdserve.common.net.rpc import bind, make_server
+from pdserve.common.security.tls import ServerTls
+from pdserve.common.settings.router_settings import RouterSettings
 
 
 def verdicts(findings: list[Finding]) -> list[str]:

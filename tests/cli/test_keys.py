@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from pdserve.cli.main import app
-from pdserve.common.api_key_file import MIN_KEY_CHARS, read_keys
 from pdserve.common.errors import ConfigError
-from pdserve.common.router_settings import RouterSettings
-from pdserve.router.api_keys import ApiKeys
+from pdserve.common.settings.api_key_file import MIN_KEY_CHARS, read_keys
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.router.tenants.api_keys import ApiKeys
 
 
 def test_a_fresh_key_is_shown_once_and_its_entry_lets_it_in(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from checkpoints import edit_json
 from pdserve.cli.child_report import MAX_MESSAGE_CHARS, FailedReport, ReportPipe, read_report
 from pdserve.cli.service_commands import ReportedFailure, serve_worker
 from pdserve.common.errors import ConfigError
-from pdserve.common.worker_settings import PrefillSettings
+from pdserve.common.settings.worker_settings import PrefillSettings
 
 
 @pytest.fixture

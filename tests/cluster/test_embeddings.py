@@ -13,7 +13,7 @@ from inference_client import InferenceClient
 from openai import AsyncOpenAI
 from oracle import Oracle
 
-from pdserve.common.public_server import make_public_channel
+from pdserve.common.net.public_server import make_public_channel
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 

@@ -18,12 +18,12 @@ from random_prompts import prompt_of
 from signed_channel import identity_of, signed
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.derived_key import DeploymentKey
-from pdserve.common.prepared_request import PreparedRequest
-from pdserve.common.rpc import make_channel
-from pdserve.common.sampling_params import SamplingParams
-from pdserve.common.service_channel import GENERATE
-from pdserve.common.wire import prepared_to_wire
+from pdserve.common.net.rpc import make_channel
+from pdserve.common.net.service_channel import GENERATE
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.wire import prepared_to_wire
+from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.v1 import decode_pb2, request_pb2
 
 pytestmark = pytest.mark.process

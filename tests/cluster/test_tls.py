@@ -17,9 +17,9 @@ from inference_client import InferenceClient
 from oracle import Oracle
 from tls_authority import Authority, IssuedFiles, role_uri
 
+from pdserve.common.net.rpc import make_channel
 from pdserve.common.protocol_version import PROTOCOL_VERSION
-from pdserve.common.rpc import make_channel
-from pdserve.common.tls import ClientTls, TlsFile, load_client
+from pdserve.common.security.tls import ClientTls, TlsFile, load_client
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.process

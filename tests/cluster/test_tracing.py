@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from random_prompts import prompt_of
 from redis_server import redis_server
 
-from pdserve.common.public_server import make_public_channel
+from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.timeline import PATH_PHASES
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 

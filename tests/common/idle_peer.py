@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from pdserve.common.rpc import bind, make_channel, make_server
-from pdserve.common.tls import TlsFile, load_identity
+from pdserve.common.net.rpc import bind, make_channel, make_server
+from pdserve.common.security.tls import TlsFile, load_identity
 
 METHOD = "/pdserve.test/idle"
 

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.common import background_task as module
 from pdserve.common.background_task import RESTARTS, background_task
-from pdserve.common.metrics import exposition, make_registry
+from pdserve.common.telemetry.metrics import exposition, make_registry
 
 
 @pytest.fixture(autouse=True)

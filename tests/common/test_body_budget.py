@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from pdserve.common import body_budget
-from pdserve.common.body_budget import BodyBudget
 from pdserve.common.errors import DeadlineExceeded, Overloaded
+from pdserve.common.net import body_budget
+from pdserve.common.net.body_budget import BodyBudget
 
 
 async def forever() -> bytes:

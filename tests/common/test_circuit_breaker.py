@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from pdserve.common.circuit_breaker import LONGEST_WAIT_S, BreakerState, CircuitBreaker
+from pdserve.common.registry.circuit_breaker import LONGEST_WAIT_S, BreakerState, CircuitBreaker
 
 log = logging.getLogger("breaker-test")
 

@@ -8,10 +8,10 @@ import pytest
 from tls_authority import Authority
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.service_settings import ServiceSettings
-from pdserve.common.settings import load_settings
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.service_settings import ServiceSettings
+from pdserve.common.settings.settings import load_settings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 
 KINDS = pytest.mark.parametrize("kind", [RouterSettings, PrefillSettings, DecodeSettings])
 

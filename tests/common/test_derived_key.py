@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from pdserve.common import derived_key
-from pdserve.common.deployment_key import new_deployment_key
-from pdserve.common.derived_key import SUB_KEY_BYTES, DeploymentKey
+from pdserve.common.security import derived_key
+from pdserve.common.security.deployment_key import new_deployment_key
+from pdserve.common.security.derived_key import SUB_KEY_BYTES, DeploymentKey
 
 KEY = DeploymentKey(b"0123456789abcdef")
 LABELS = [value for name, value in vars(derived_key).items() if name.isupper() and isinstance(value, str)]

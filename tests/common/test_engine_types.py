@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdserve.common import engine_types
-from pdserve.common.engine_types import (
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.request import engine_types
+from pdserve.common.request.engine_types import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,
@@ -17,8 +18,7 @@ from pdserve.common.engine_types import (
     LoRARequest,
     SchedulerStats,
 )
-from pdserve.common.errors import InvalidRequest
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.sampling_params import SamplingParams
 
 REQUEST = EngineCoreRequest(
     request_id="r.0.0",

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.common import errors
 from pdserve.common.errors import BY_CODE, InternalError, Overloaded, PdServeError, from_code
-from pdserve.common.rpc import bind, from_rpc_error, make_channel, make_server
+from pdserve.common.net.rpc import bind, from_rpc_error, make_channel, make_server
 
 CLASSES = sorted({*BY_CODE.values()}, key=lambda error: error.__name__)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from pdserve.common.address.host_address import own_address
 from pdserve.common.errors import ConfigError
-from pdserve.common.host_address import own_address
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 
 
 def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:

@@ -18,10 +18,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tls_authority import Authority
 
-from pdserve.common import http_connection, http_server
-from pdserve.common.connection_gate import ConnectionGate, ConnectionLimits, network_of
-from pdserve.common.http_server import HttpServer, listening_socket
-from pdserve.common.tls import ServerTls, TlsFile, load_front
+from pdserve.common.net import http_connection, http_server
+from pdserve.common.net.connection_gate import ConnectionGate, ConnectionLimits, network_of
+from pdserve.common.net.http_server import HttpServer, listening_socket
+from pdserve.common.security.tls import ServerTls, TlsFile, load_front
 
 
 @pytest.fixture

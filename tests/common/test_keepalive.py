@@ -15,7 +15,7 @@ import grpc
 import pytest
 from tls_authority import Authority
 
-from pdserve.common.rpc import bind, make_channel, make_server
+from pdserve.common.net.rpc import bind, make_channel, make_server
 
 PEER = Path(__file__).with_name("idle_peer.py")
 _spec = spec_from_file_location("idle_peer", PEER)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.common.logging_setup import configure_logging
+from pdserve.common.telemetry.logging_setup import configure_logging
 
 
 class ExecuteBatchError(Exception):

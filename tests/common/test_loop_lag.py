@@ -9,7 +9,7 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve.common.loop_lag import LOOK_EVERY_S, WARN_EVERY_S, LoopLag
+from pdserve.common.net.loop_lag import LOOK_EVERY_S, WARN_EVERY_S, LoopLag
 
 
 def buckets(registry: CollectorRegistry) -> dict[float, float]:

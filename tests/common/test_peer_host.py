@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.common.deployment_key import is_loopback
-from pdserve.common.peer_host import peer_host
+from pdserve.common.address.peer_host import peer_host
+from pdserve.common.security.deployment_key import is_loopback
 
 
 @pytest.mark.parametrize(

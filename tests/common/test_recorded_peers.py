@@ -9,13 +9,13 @@ import pytest
 from record_peer import BLOCK_SIZE, FOLDER, KEY, NAMESPACE, NOW_S, WORKER, nonce
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.call_proof import CallVerifier
 from pdserve.common.errors import InvalidRequest, KeyMismatch, ProtocolMismatch
+from pdserve.common.net.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION
 from pdserve.common.protocol_version import OLDEST_AUTHENTICATED, PROTOCOL_VERSION
-from pdserve.common.registry import RECORD_FIELDS, RecordSigner, read_record
-from pdserve.common.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION
-from pdserve.common.watch_proof import WatchAnswer, WatchChallenge
-from pdserve.common.wire import prepared_from_wire
+from pdserve.common.registry.registry import RECORD_FIELDS, RecordSigner, read_record
+from pdserve.common.request.wire import prepared_from_wire
+from pdserve.common.security.call_proof import CallVerifier
+from pdserve.common.security.watch_proof import WatchAnswer, WatchChallenge
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
 
 METHODS = {one.path: one for one in (ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION)}

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import ConfigError
-from pdserve.common.redis_url import parse_redis_url
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.service_settings import ServiceSettings
-from pdserve.common.settings import describe, load_settings
-from pdserve.common.worker_settings import DecodeSettings
+from pdserve.common.registry.redis_url import parse_redis_url
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.service_settings import ServiceSettings
+from pdserve.common.settings.settings import describe, load_settings
+from pdserve.common.settings.worker_settings import DecodeSettings
 
 KEY = "0123456789abcdef"
 SECRET = "pa55word"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import MAX_HASHES, BlocksChange
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.registry import (
+from pdserve.common.registry.registry import (
     MAX_BLOCKS,
     RECORD_FIELDS,
     Keys,
@@ -23,6 +22,7 @@ from pdserve.common.registry import (
     read_record,
     read_worker_id,
 )
+from pdserve.common.security.derived_key import DeploymentKey
 
 RECORD = WorkerRecord(
     worker_id="decode-0",

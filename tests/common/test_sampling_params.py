@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.sampling_params import (
+from pdserve.common.request.sampling_params import (
     NamedLogitsProcessor,
     RequestOutputKind,
     SamplingParams,
     clamped_logit_bias,
     verify_token_ids,
 )
-from pdserve.common.structured_outputs import StructuredOutputsParams
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
 
 NAN, INF = float("nan"), float("inf")
 GOOD: list[dict[str, Any]] = [

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.common.deployment_key import DEVELOPMENT_KEY, is_loopback
-from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import ConfigError
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.settings import SECRETS, describe, load_settings
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, is_loopback
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.settings import SECRETS, describe, load_settings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 
 SECRET = "a secret of many characters"
 API_KEY = "a-key-of-many-characters"

@@ -13,15 +13,15 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from otlp_receiver import otlp_receiver
 
+from pdserve.common.address.masked_url import masked_url
 from pdserve.common.errors import ConfigError, InvalidRequest, TransferFailed
-from pdserve.common.masked_url import masked_url
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.settings import describe, load_settings
-from pdserve.common.span_export import SHUTDOWN_TIMEOUT_S, SpanExport
-from pdserve.common.telemetry import Telemetry, make_telemetry, parse_endpoint, parse_pairs
-from pdserve.common.trace_headers import TRACEPARENT
-from pdserve.common.tracing import Event, Tracing, make_sampler
-from pdserve.common.worker_settings import PrefillSettings
+from pdserve.common.request.trace_headers import TRACEPARENT
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.settings import describe, load_settings
+from pdserve.common.settings.worker_settings import PrefillSettings
+from pdserve.common.telemetry.span_export import SHUTDOWN_TIMEOUT_S, SpanExport
+from pdserve.common.telemetry.telemetry import Telemetry, make_telemetry, parse_endpoint, parse_pairs
+from pdserve.common.telemetry.tracing import Event, Tracing, make_sampler
 
 CALLER = {TRACEPARENT: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "a=b"}
 NOT_SAMPLED = {TRACEPARENT: CALLER[TRACEPARENT][:-2] + "00"}
@@ -273,7 +273,7 @@ def test_a_collector_that_does_not_answer_costs_one_line(
     scheme: str, listens: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody there; and somebody who takes the connection and says nothing."""
-    monkeypatch.setattr("pdserve.common.span_export.EXPORT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("pdserve.common.telemetry.span_export.EXPORT_TIMEOUT_S", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         if listens:

@@ -20,19 +20,19 @@ import uvloop
 from cryptography import x509
 from tls_authority import Authority, IssuedFiles, role_uri
 
-from pdserve.common import tls_renewal
 from pdserve.common.background_task import background_task
-from pdserve.common.http_server import HttpServer, listening_socket
-from pdserve.common.metrics import TlsCollector
-from pdserve.common.renewed_channel import RenewedChannel
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.rpc import bind, make_channel, make_server
-from pdserve.common.settings import load_settings
-from pdserve.common.tls import ServerTls, TlsIdentity
-from pdserve.common.tls_renewal import TlsRenewal
-from pdserve.common.worker_settings import PrefillSettings
-from pdserve.kv_transfer.tcp_stream import TcpStream, dial
-from pdserve.kv_transfer.tls_stream import TlsStream
+from pdserve.common.net import tls_renewal
+from pdserve.common.net.http_server import HttpServer, listening_socket
+from pdserve.common.net.renewed_channel import RenewedChannel
+from pdserve.common.net.rpc import bind, make_channel, make_server
+from pdserve.common.net.tls_renewal import TlsRenewal
+from pdserve.common.security.tls import ServerTls, TlsIdentity
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.settings import load_settings
+from pdserve.common.settings.worker_settings import PrefillSettings
+from pdserve.common.telemetry.metrics import TlsCollector
+from pdserve.kv_transfer.tcp.tcp_stream import TcpStream, dial
+from pdserve.kv_transfer.tcp.tls_stream import TlsStream
 
 HOST = "127.0.0.1"
 POLL_S = 0.05

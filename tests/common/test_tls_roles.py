@@ -11,11 +11,11 @@ from grpc_reflection.v1alpha import reflection
 from tls_authority import ALL_ROLES, Authority, role_uri
 
 from pdserve.common.errors import ConfigError, PermissionDenied
-from pdserve.common.role_guard import CALLERS, CallerRoles, RoleGuard
-from pdserve.common.rpc import abort_with, bind, from_rpc_error, make_channel, make_server
-from pdserve.common.settings import load_settings
-from pdserve.common.tls_roles import PeerRoles, RoleName, ServiceRole, role_names
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.net.rpc import abort_with, bind, from_rpc_error, make_channel, make_server
+from pdserve.common.security.role_guard import CALLERS, CallerRoles, RoleGuard
+from pdserve.common.security.tls_roles import PeerRoles, RoleName, ServiceRole, role_names
+from pdserve.common.settings.settings import load_settings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.v1 import decode_pb2_grpc, kv_source_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 
 ROLES = ("router", "prefill", "decode")

@@ -10,8 +10,8 @@ import grpc.aio
 import pytest
 from tls_authority import Authority
 
-from pdserve.common.rpc import bind, failed_to_shake_hands, from_rpc_error, make_channel, make_server
-from pdserve.common.tls import ClientTls, ServerTls, TlsFile, load_client
+from pdserve.common.net.rpc import bind, failed_to_shake_hands, from_rpc_error, make_channel, make_server
+from pdserve.common.security.tls import ClientTls, ServerTls, TlsFile, load_client
 
 
 class _Answers(grpc.GenericRpcHandler):

@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives.serialization import (
 from tls_authority import Authority, IssuedFiles
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.service_settings import ServiceSettings
-from pdserve.common.settings import load_settings
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.service_settings import ServiceSettings
+from pdserve.common.settings.settings import load_settings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 from pdserve.kv_transfer.make_connectors import make_connectors
 
 PAST = {"not_before": datetime(2020, 1, 1, tzinfo=UTC), "not_after": datetime(2021, 1, 1, tzinfo=UTC)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.common.trace_headers import valid_trace_headers
+from pdserve.common.request.trace_headers import valid_trace_headers
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import ClockSkew, KeyMismatch, ProtocolMismatch
 from pdserve.common.protocol_version import PROTOCOL_VERSION
-from pdserve.common.watch_proof import WatchAnswer, WatchChallenge
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.watch_proof import WatchAnswer, WatchChallenge
 from pdserve.v1 import worker_pb2
 
 KEY, OTHER = DeploymentKey(b"0123456789abcdef"), DeploymentKey(b"fedcba9876543210")

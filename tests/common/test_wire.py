@@ -11,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.derived_key import DeploymentKey
-from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import DigestMismatch, InvalidRequest, PeerError
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.pooling_params import POOLING_TYPES, PoolingParams
-from pdserve.common.prepared_request import PreparedRequest, ResumeState
-from pdserve.common.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
-from pdserve.common.structured_outputs import StructuredOutputsParams
-from pdserve.common.wire import (
+from pdserve.common.request.engine_types import FinishReason, LogprobsLists
+from pdserve.common.request.pooling_params import POOLING_TYPES, PoolingParams
+from pdserve.common.request.prepared_request import PreparedRequest, ResumeState
+from pdserve.common.request.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.common.request.wire import (
     PIECE_BYTES,
     finish_reason_from_wire,
     finish_reason_to_wire,
@@ -36,6 +35,7 @@ from pdserve.common.wire import (
     sampling_from_wire,
     sampling_to_wire,
 )
+from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.v1 import kv_source_pb2, request_pb2
 
 HASHER = BlockHasher(DeploymentKey(b"0123456789abcdef"), 4)

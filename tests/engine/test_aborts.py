@@ -8,10 +8,10 @@ import pytest
 from engine_harness import Harness, MakeEngine
 from hash_model import greedy_answer
 
-from pdserve.common.engine_types import FinishReason
-from pdserve.engine.block_pool import BlockHold
-from pdserve.engine.remote_kv import HoldReturned, Landed, ReceiveInto, Revoke, Settled, SourceFinished, Want
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.engine.kv_cache.block_pool import BlockHold
 from pdserve.engine.request import RequestStatus
+from pdserve.engine.scheduler.remote_kv import HoldReturned, Landed, ReceiveInto, Revoke, Settled, SourceFinished, Want
 
 PROMPT = [7] * 22
 OTHER = [1] * 6

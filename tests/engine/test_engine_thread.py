@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreOutputs
 from pdserve.common.errors import WorkerLost
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreOutputs
 from pdserve.engine import engine_thread
 from pdserve.engine.engine_thread import EngineThread
 

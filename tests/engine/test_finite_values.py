@@ -11,9 +11,9 @@ import torch
 from engine_harness import Harness
 from torch import Tensor
 
-from pdserve.common.engine_types import FinishReason
-from pdserve.common.pooling_params import PoolingParams
-from pdserve.engine.remote_kv import HoldReturned, Settled
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.engine.scheduler.remote_kv import HoldReturned, Settled
 
 BAD = 7
 """The token after which hidden states are `value`."""

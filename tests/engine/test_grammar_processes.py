@@ -24,13 +24,13 @@ from late_grammars import Form, LateCompiler
 from numpy.typing import NDArray
 
 from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError, PeerError
-from pdserve.common.structured_outputs import StructuredOutputsParams
-from pdserve.engine import grammar_compiler
-from pdserve.engine.grammar import Grammar
-from pdserve.engine.grammar_compiler import GrammarCompiler
-from pdserve.engine.grammar_jobs import GrammarJob, JobQueue
-from pdserve.engine.grammar_messages import GrammarLimits
-from pdserve.engine.sequence_grammar import SequenceGrammar
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.engine.structured_outputs import grammar_compiler
+from pdserve.engine.structured_outputs.grammar import Grammar
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob, JobQueue
+from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
+from pdserve.engine.structured_outputs.sequence_grammar import SequenceGrammar
 from pdserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 320
@@ -314,9 +314,9 @@ def test_a_killed_worker_takes_its_processes_with_it(folder: Path) -> None:
     program = f"""
 import sys, threading
 from pathlib import Path
-from pdserve.common.structured_outputs import StructuredOutputsParams
-from pdserve.engine.grammar_compiler import GrammarCompiler
-from pdserve.engine.grammar_jobs import GrammarJob
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
 compiler = GrammarCompiler(Path({str(folder)!r}), {VOCAB_SIZE})
 begun = threading.Event()
 params = StructuredOutputsParams(regex={SLOW_TO_COMPILE["regex"]!r})
@@ -480,7 +480,14 @@ def test_a_grammar_costs_no_place_in_the_queue(make_engine: Callable[..., Harnes
 def test_a_fork_server_whose_worker_was_killed_ends_without_a_traceback(folder):
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()
-    command = [sys.executable, "-P", "-m", "pdserve.engine.grammar_process", str(its.fileno()), str(folder)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pdserve.engine.structured_outputs.grammar_process",
+        str(its.fileno()),
+        str(folder),
+    ]
     ended = subprocess.run(
         [*command, str(VOCAB_SIZE)], pass_fds=(its.fileno(),), capture_output=True, text=True, timeout=PATIENCE_S
     )

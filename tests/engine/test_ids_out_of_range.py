@@ -9,9 +9,9 @@ import pytest
 from engine_harness import Harness, MakeEngine
 from hash_model import VOCAB_SIZE, greedy_answer, prompt_of
 
-from pdserve.common.engine_types import FinishReason, StreamingUpdate
-from pdserve.common.pooling_params import PoolingParams
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.engine_types import FinishReason, StreamingUpdate
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.sampling_params import SamplingParams
 
 GOOD = prompt_of(10)
 

@@ -17,11 +17,11 @@ from engine_pair import Pair
 from hash_model import VOCAB_SIZE, greedy_answer, next_logits
 from logit_reference import NO_SUCH_TOKEN, NoBadWordsLogitsProcessor, processed
 
-from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.sampling_params import SamplingParams
-from pdserve.engine.penalties import PenaltyTable
-from pdserve.engine.token_rules import BadWords
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.engine.sampling.penalties import PenaltyTable
+from pdserve.engine.sampling.token_rules import BadWords
 
 PROMPT = [5, 9, 5, 31, 40, 2, 17, 5, 22, 60, 31, 8, 1]
 COUNT = 24

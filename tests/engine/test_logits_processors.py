@@ -12,11 +12,11 @@ from engine_pair import Pair
 from hash_model import VOCAB_SIZE, greedy_answer, next_logits
 from logits_plugins import Ban, installed
 
-from pdserve.common.engine_types import StreamingUpdate
 from pdserve.common.errors import ConfigError, InvalidRequest
-from pdserve.common.pooling_params import PoolingParams
-from pdserve.common.sampling_params import NamedLogitsProcessor, SamplingParams
-from pdserve.engine.logits_processors import LogitsProcessors
+from pdserve.common.request.engine_types import StreamingUpdate
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
+from pdserve.engine.sampling.logits_processors import LogitsProcessors
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

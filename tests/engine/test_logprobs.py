@@ -14,9 +14,9 @@ from engine_harness import Answer, Harness, MakeEngine
 from engine_pair import Pair
 from hash_model import next_logits
 
-from pdserve.common.engine_types import LogprobsLists
-from pdserve.engine.logprobs import RawLogprobs
+from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.output_stream import OutputStream
+from pdserve.engine.sampling.logprobs import RawLogprobs
 
 PROMPT = [5, 9, 5, 31, 40, 2, 17, 5, 22, 60, 31, 8, 1]
 CHANGED = {

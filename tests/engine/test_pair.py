@@ -7,8 +7,8 @@ from engine_harness import MakeEngine
 from engine_pair import Pair
 from hash_model import greedy_answer, sampled_answer
 
-from pdserve.common.engine_types import FinishReason
-from pdserve.engine.remote_kv import Settled
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.engine.scheduler.remote_kv import Settled
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
 

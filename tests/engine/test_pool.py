@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.engine.block_pool import BlockPool, PoolCorrupt
-from pdserve.engine.hold_ledger import HoldLedger
-from pdserve.engine.kv_cache_manager import KVCacheManager
+from pdserve.engine.kv_cache.block_pool import BlockPool, PoolCorrupt
+from pdserve.engine.kv_cache.hold_ledger import HoldLedger
+from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 
 
 def test_a_hold_keeps_blocks_in_use_until_it_is_back() -> None:
@@ -157,8 +157,8 @@ def test_i2_free_cached_and_in_use_add_up_whatever_happens(data: st.DataObject) 
 def test_a_failed_allocation_changes_nothing() -> None:
     from engine_harness import KEY
 
-    from pdserve.common.engine_types import EngineCoreRequest
-    from pdserve.common.sampling_params import SamplingParams
+    from pdserve.common.request.engine_types import EngineCoreRequest
+    from pdserve.common.request.sampling_params import SamplingParams
     from pdserve.engine.request import Request
 
     pool = BlockPool(4)

@@ -11,9 +11,9 @@ import torch
 from engine_harness import Harness
 from oracle import Oracle
 
-from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.pooling_params import PoolingParams
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.request.pooling_params import PoolingParams
 
 HIDDEN_SIZE = 64
 PROMPTS = [[3 + (7 * place + start) % 290 for place in range(length)] for start, length in enumerate((1, 16, 45, 97))]

@@ -6,7 +6,7 @@ import pytest
 from engine_harness import MakeEngine
 from hash_model import greedy_answer
 
-from pdserve.common.engine_types import FinishReason
+from pdserve.common.request.engine_types import FinishReason
 
 
 @pytest.mark.parametrize("num_blocks", [9, 10, 12, 15])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_harness import MakeEngine
 from hash_model import greedy_answer
 
-from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.kv_cache.block_pool import BlockPool
 
 PROMPT = list(range(22))
 

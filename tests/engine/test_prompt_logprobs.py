@@ -12,9 +12,9 @@ from engine_harness import Answer, Harness
 from engine_pair import Pair
 from oracle import Oracle
 
-from pdserve.common.engine_types import LogprobsLists
 from pdserve.common.errors import InvalidRequest
-from pdserve.engine.prompt_logprobs import SLICE
+from pdserve.common.request.engine_types import LogprobsLists
+from pdserve.engine.runner.prompt_logprobs import SLICE
 
 PROMPTS = [
     [3 + (place * place + length) % 290 for place in range(length)] for length in (2, 16, 17, 33, 100, SLICE + 9)

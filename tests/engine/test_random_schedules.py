@@ -20,8 +20,8 @@ from engine_pair import Pair
 from hash_model import greedy_answer, sampled_answer
 from late_grammars import EOS, IMPOSSIBLE, LateCompiler, random_form
 
-from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import InternalError, InvalidRequest
+from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.request import RequestStatus
 
 ERRORS = ("transfer_failed", "evicted", "needs_prefill")

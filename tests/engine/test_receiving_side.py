@@ -8,9 +8,10 @@ import pytest
 from engine_harness import Harness, MakeEngine
 from hash_model import VOCAB_SIZE, greedy_answer
 
-from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import DigestMismatch, TransferFailed
-from pdserve.engine.remote_kv import (
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.engine.request import RequestStatus
+from pdserve.engine.scheduler.remote_kv import (
     HoldReturned,
     Landed,
     NeedBlocks,
@@ -20,7 +21,6 @@ from pdserve.engine.remote_kv import (
     StopReceiving,
     Want,
 )
-from pdserve.engine.request import RequestStatus
 
 PROMPT = list(range(22))
 FIRST = greedy_answer(PROMPT, 1)[0]
@@ -359,7 +359,7 @@ def test_the_room_of_a_sequence_with_a_higher_priority_is_left_alone(make_engine
 def test_room_that_does_not_come_back_is_not_waited_for_without_end(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.engine.remote_receives.RETURNS_WITHIN_S", 0.05)
+    monkeypatch.setattr("pdserve.engine.scheduler.remote_receives.RETURNS_WITHIN_S", 0.05)
     engine = make_engine(num_blocks=12, max_model_len=48)
     engine.add(list(range(6)), "one", params={"max_tokens": 20})
     engine.add(list(range(7)), "two", params={"max_tokens": 20})

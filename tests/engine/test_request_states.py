@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from engine_harness import MakeEngine
 
-from pdserve.common.engine_types import EngineCoreEventType, EngineCoreRequest, FinishReason
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.engine_types import EngineCoreEventType, EngineCoreRequest, FinishReason
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.request import FINISH_REASONS, FINISHED, IllegalMove, Request, RequestStatus, Wait
 
 S = RequestStatus

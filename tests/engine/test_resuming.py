@@ -9,9 +9,9 @@ from engine_harness import Answer, MakeEngine
 from engine_pair import Pair
 from hash_model import greedy_answer, prompt_of, sampled_answer
 
-from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import InvalidRequest
-from pdserve.engine.remote_kv import Settled
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.engine.scheduler.remote_kv import Settled
 
 SAMPLED = {"temperature": 1.0, "seed": 11}
 COUNT = 12

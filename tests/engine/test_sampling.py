@@ -13,11 +13,11 @@ from engine_pair import Pair
 from hash_model import VOCAB_SIZE, greedy_answer, next_logits
 from numpy.typing import NDArray
 
-from pdserve.common.engine_types import FinishReason
-from pdserve.engine.logit_entries import Entries
-from pdserve.engine.penalties import Penalties
-from pdserve.engine.sampler import Sampler, SamplingMetadata
-from pdserve.engine.token_rules import TokenRules
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.engine.sampling.logit_entries import Entries
+from pdserve.engine.sampling.penalties import Penalties
+from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
+from pdserve.engine.sampling.token_rules import TokenRules
 
 LOGITS = np.array([2.0, 1.5, 1.5, 0.7, 0.0, -0.4, -1.0, -3.0], dtype=np.float32)
 DRAWS = 20_000

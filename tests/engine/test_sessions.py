@@ -12,9 +12,9 @@ from engine_harness import Answer, Harness, MakeEngine
 from hash_model import greedy_answer
 from step_calls import calls_in
 
-from pdserve.common.engine_types import FinishReason, StreamingUpdate
 from pdserve.common.errors import Cancelled, InvalidRequest
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.engine_types import FinishReason, StreamingUpdate
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.request import RequestStatus
 
 PROMPT = list(range(10, 21))

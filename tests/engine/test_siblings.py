@@ -12,9 +12,9 @@ from engine_harness import Answer, Harness, MakeEngine
 from hash_model import greedy_answer, prompt_of, sampled_answer
 from oracle import Oracle
 
-from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import InvalidRequest
-from pdserve.engine.remote_kv import Settled
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.engine.scheduler.remote_kv import Settled
 
 SAMPLED = {"temperature": 1.0, "seed": 11, "max_tokens": 9}
 

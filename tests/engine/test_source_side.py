@@ -6,9 +6,9 @@ import pytest
 from engine_harness import Harness, MakeEngine
 from hash_model import greedy_answer
 
-from pdserve.common.engine_types import FinishReason
-from pdserve.engine.block_pool import BlockHold
-from pdserve.engine.remote_kv import HoldReturned, Revoke, Settled, Want
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.engine.kv_cache.block_pool import BlockHold
+from pdserve.engine.scheduler.remote_kv import HoldReturned, Revoke, Settled, Want
 
 PROMPT = list(range(22))
 

@@ -18,15 +18,15 @@ from engine_pair import Pair
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import InvalidRequest, Overloaded, PeerError
-from pdserve.common.structured_outputs import MAX_DEPTH, StructuredOutputsParams
-from pdserve.engine import grammar_waits
-from pdserve.engine.grammar_compiler import GrammarCompiler
-from pdserve.engine.grammar_jobs import GrammarJob
-from pdserve.engine.remote_kv import HoldReturned, Landed, ReceiveInto, SourceFinished
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.request.structured_outputs import MAX_DEPTH, StructuredOutputsParams
 from pdserve.engine.request import RequestStatus, Wait
-from pdserve.engine.sequence_grammar import SequenceGrammar, Vocabulary, compile_grammar
+from pdserve.engine.scheduler.remote_kv import HoldReturned, Landed, ReceiveInto, SourceFinished
+from pdserve.engine.structured_outputs import grammar_waits
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
+from pdserve.engine.structured_outputs.sequence_grammar import SequenceGrammar, Vocabulary, compile_grammar
 from pdserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 320

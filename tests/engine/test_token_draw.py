@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from pretend_device import CUDA, DEVICE, PretendTensor, usable
 
-from pdserve.engine import device_draw
-from pdserve.engine.kept_tokens import Border
-from pdserve.engine.noise import gumbel, leads
-from pdserve.engine.sampler import Sampler, SamplingMetadata
-from pdserve.engine.scratch import Scratch
-from pdserve.engine.token_draw import KeptRows, NoiseRows, draw, highest_sums
+from pdserve.engine.sampling import device_draw
+from pdserve.engine.sampling.kept_tokens import Border
+from pdserve.engine.sampling.noise import gumbel, leads
+from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
+from pdserve.engine.sampling.scratch import Scratch
+from pdserve.engine.sampling.token_draw import KeptRows, NoiseRows, draw, highest_sums
 
 
 def coordinates(count: int, first: int = 0) -> NoiseRows:

@@ -8,7 +8,7 @@ import pytest
 from engine_harness import Harness, MakeEngine
 from hash_model import greedy_answer
 
-from pdserve.engine.remote_kv import HoldReturned, Landed, ReceiveInto, Settled, SourceFinished
+from pdserve.engine.scheduler.remote_kv import HoldReturned, Landed, ReceiveInto, Settled, SourceFinished
 
 LARGE = [9] * 44
 

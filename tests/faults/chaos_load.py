@@ -16,7 +16,7 @@ from inference_client import InferenceClient
 from random_prompts import prompt_of
 
 from pdserve.common.errors import Draining, WorkerLost
-from pdserve.common.rpc import from_rpc_error
+from pdserve.common.net.rpc import from_rpc_error
 from pdserve.v1 import request_pb2
 
 NUM_CLIENTS = 10

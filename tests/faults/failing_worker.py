@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pdserve.cli.main import main
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.source_transfer import SourceTransfer
+from pdserve.kv_transfer.control.source_transfer import SourceTransfer
 
 
 def install(share: float) -> None:

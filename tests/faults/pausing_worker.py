@@ -25,8 +25,8 @@ from typing import Any
 
 from pdserve.cli.main import main
 from pdserve.engine.request import Request, RequestStatus
-from pdserve.engine.scheduler import Scheduler
-from pdserve.kv_transfer.tcp_source import TcpSource
+from pdserve.engine.scheduler.scheduler import Scheduler
+from pdserve.kv_transfer.tcp.tcp_source import TcpSource
 from pdserve.worker import seam_adapter
 from pdserve.worker.seam_adapter import SeamAdapter
 

@@ -24,9 +24,9 @@ from inference_client import InferenceClient
 from random_prompts import prompt_of
 from redis_server import RedisServer, redis_server
 
-from pdserve.common.api_key_file import key_hash
 from pdserve.common.errors import Overloaded
-from pdserve.common.rpc import from_rpc_error
+from pdserve.common.net.rpc import from_rpc_error
+from pdserve.common.settings.api_key_file import key_hash
 
 from .chaos_load import FLAGS, Load
 from .worker_faults import WAYS, WORKERS, check_whole, hurt, role_of

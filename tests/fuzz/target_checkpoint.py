@@ -25,13 +25,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
-from pdserve.common.engine_types import EngineCoreRequest
 from pdserve.common.errors import ConfigError
-from pdserve.common.sampling_params import SamplingParams
-from pdserve.common.worker_settings import DecodeSettings
+from pdserve.common.request.engine_types import EngineCoreRequest
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.loaded_model import load_model
+from pdserve.engine.runner.loaded_model import load_model
 from pdserve.models.config_fields import HARMLESS, READ
 from pdserve.models.family_fields import FAMILY_FIELDS
 from pdserve.text.tokenizer import Tokenizer

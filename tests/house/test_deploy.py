@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from pdserve.cli.development_certificates import write_certificates
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.settings import load_settings
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.settings import load_settings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

@@ -16,12 +16,13 @@ import typer
 
 from pdserve.cli.main import app
 from pdserve.common.errors import BY_CODE
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.service_settings import ServiceSettings
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.service_settings import ServiceSettings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.engine import request
-from pdserve.kv_transfer import read_queue, transfer_state
-from pdserve.router import attempt_state
+from pdserve.kv_transfer.control import transfer_state
+from pdserve.kv_transfer.pull import read_queue
+from pdserve.router.attempts import attempt_state
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]

@@ -11,17 +11,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from pdserve.common.circuit_breaker import CircuitBreaker
-from pdserve.common.engine_types import SchedulerStats
-from pdserve.common.loop_lag import LoopLag
-from pdserve.common.metrics import RedisCollector, TlsCollector, make_registry
+from pdserve.common.net.loop_lag import LoopLag
+from pdserve.common.registry.circuit_breaker import CircuitBreaker
+from pdserve.common.request.engine_types import SchedulerStats
+from pdserve.common.telemetry.metrics import RedisCollector, TlsCollector, make_registry
 from pdserve.common.timeline import CRITICAL_PATH
-from pdserve.kv_transfer.source_transfer import PeerId
-from pdserve.kv_transfer.transfer_view import TransferLog
-from pdserve.router.audit_log import AuditLog
-from pdserve.router.key_metrics import KeyMetrics
-from pdserve.router.router_metrics import RouterMetrics
-from pdserve.router.router_telemetry import AuditCollector
+from pdserve.kv_transfer.control.source_transfer import PeerId
+from pdserve.kv_transfer.control.transfer_view import TransferLog
+from pdserve.router.telemetry.router_metrics import RouterMetrics
+from pdserve.router.telemetry.router_telemetry import AuditCollector
+from pdserve.router.tenants.audit_log import AuditLog
+from pdserve.router.tenants.key_metrics import KeyMetrics
 from pdserve.worker.identity import Role
 from pdserve.worker.worker_metrics import WorkerMetrics
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from pdserve.common.router_settings import RouterSettings
-from pdserve.router.api_keys import ApiKeys
-from pdserve.router.front_http import HttpFront
-from pdserve.router.openai_embeddings import EmbeddingBody
-from pdserve.router.openai_neutral import NEUTRAL
-from pdserve.router.openai_protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
-from pdserve.router.tokenization_http import DetokenizeBody, TokenizeBody
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.router.http_front.front_http import HttpFront
+from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
+from pdserve.router.openai.openai_embeddings import EmbeddingBody
+from pdserve.router.openai.openai_neutral import NEUTRAL
+from pdserve.router.openai.openai_protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from pdserve.router.tenants.api_keys import ApiKeys
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/openai.md"
 COMMON = set(GenerationBody.__struct_fields__)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs/parameters.md"

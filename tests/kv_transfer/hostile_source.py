@@ -7,8 +7,8 @@ import socket
 import threading
 from collections.abc import Callable
 
-from pdserve.kv_transfer.tcp_frames import ReadAnswer, ReadRequest
-from pdserve.kv_transfer.tcp_settings import TcpAddress
+from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
+from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress
 
 Script = Callable[[ReadRequest], bytes | None]
 """What to send for a request; None: nothing, and hang up."""

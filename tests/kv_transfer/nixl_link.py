@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.connector import PoolMemory
-from pdserve.kv_transfer.nixl import NixlConnector
-from pdserve.kv_transfer.nixl_agent import Agent, AgentRead, ReadStatus, Region, UcxAgent
-from pdserve.kv_transfer.nixl_settings import NixlSettings
+from pdserve.kv_transfer.nixl.nixl import NixlConnector
+from pdserve.kv_transfer.nixl.nixl_agent import Agent, AgentRead, ReadStatus, Region, UcxAgent
+from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
 
 from .contract_link import WINDOW_BLOCKS
 from .recorded_read import BLOCK_BYTES, PATIENCE_S

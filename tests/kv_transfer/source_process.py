@@ -10,7 +10,7 @@ from pathlib import Path
 from forked_process import ForkedProcess
 
 from pdserve.kv_transfer.connector import BlockToRead
-from pdserve.kv_transfer.digest import block_digests
+from pdserve.kv_transfer.pull.digest import block_digests
 
 from .recorded_read import RecordedRead, make_pool
 

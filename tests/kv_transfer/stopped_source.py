@@ -15,10 +15,10 @@ from pdserve.kv_transfer.connector import BlockConnector, PoolMemory
 
 def make_connector(name: str) -> BlockConnector:
     if name == "nixl":
-        from pdserve.kv_transfer.nixl import NixlConnector
+        from pdserve.kv_transfer.nixl.nixl import NixlConnector
 
         return NixlConnector()
-    from pdserve.kv_transfer.tcp import TcpConnector
+    from pdserve.kv_transfer.tcp.tcp import TcpConnector
 
     return TcpConnector()
 

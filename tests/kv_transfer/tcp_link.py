@@ -6,10 +6,10 @@ import ssl
 from dataclasses import replace
 from typing import Any
 
-from pdserve.common.tls import TlsIdentity
+from pdserve.common.security.tls import TlsIdentity
 from pdserve.kv_transfer.connector import PoolMemory
-from pdserve.kv_transfer.tcp import TcpConnector
-from pdserve.kv_transfer.tcp_settings import TcpAddress, TcpSettings
+from pdserve.kv_transfer.tcp.tcp import TcpConnector
+from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
 
 from .contract_link import WINDOW_BLOCKS
 from .fault_link import FaultLink

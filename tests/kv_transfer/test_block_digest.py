@@ -9,11 +9,11 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from pdserve.common.errors import TransferFailed
-from pdserve.common.worker_settings import KvDigestName
+from pdserve.common.settings.worker_settings import KvDigestName
 from pdserve.kv_transfer.block_digest import GMAC, KEY_BYTES, XXH3, XXH3_64, Gmac
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
-from pdserve.kv_transfer.digest import block_digests, matching
-from pdserve.kv_transfer.digest_rule import DigestRule
+from pdserve.kv_transfer.pull.digest import block_digests, matching
+from pdserve.kv_transfer.pull.digest_rule import DigestRule
 
 KEY = bytes(range(KEY_BYTES))
 BLOCK = memoryview(bytes(range(256)) * 64)

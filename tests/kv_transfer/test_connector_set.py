@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.worker_settings import WorkerSettings
+from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.kv_transfer.connector import BlockConnector, PoolMemory
 from pdserve.kv_transfer.connector_set import AVOID_S, ConnectorSet
 from pdserve.kv_transfer.make_connectors import make_connectors

@@ -12,9 +12,9 @@ from pdserve.common.errors import InternalError, TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.block_runs import block_runs
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
-from pdserve.kv_transfer.digest import block_digests
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.read_queue import LEGAL_MOVES, QUICK_S, SLOW_S, QueuedRead, ReadQueue, ReadState, Window
+from pdserve.kv_transfer.pull.digest import block_digests
+from pdserve.kv_transfer.pull.read_queue import LEGAL_MOVES, QUICK_S, SLOW_S, QueuedRead, ReadQueue, ReadState, Window
 
 from .recorded_read import PATIENCE_S, RecordedRead, make_pool
 

@@ -10,9 +10,9 @@ import pytest
 from fuzz_cases import Fuzzer
 
 from pdserve.kv_transfer.connector import ReadOutcome
-from pdserve.kv_transfer.tcp import TcpConnector
-from pdserve.kv_transfer.tcp_frames import ReadAnswer, ReadRequest
-from pdserve.kv_transfer.tcp_settings import TcpAddress
+from pdserve.kv_transfer.tcp.tcp import TcpConnector
+from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
+from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress
 
 from .hostile_source import HostileSource
 from .recorded_read import BLOCK_BYTES, NUM_BLOCKS, PATIENCE_S, Transfer, make_pool, same_bytes, start_read

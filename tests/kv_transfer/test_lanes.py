@@ -10,12 +10,12 @@ import pytest
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.lanes import LaneLimits, PeerLanes, ReadCounters
-from pdserve.kv_transfer.nixl_agent import AgentRead, ReadStatus, Region
-from pdserve.kv_transfer.nixl_peer import NixlPeer
-from pdserve.kv_transfer.nixl_settings import HELLO_BYTES, NixlAddress, NixlSettings
-from pdserve.kv_transfer.nixl_wire import NixlWire
-from pdserve.kv_transfer.wire import Wire, WireBroken
+from pdserve.kv_transfer.nixl.nixl_agent import AgentRead, ReadStatus, Region
+from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer
+from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress, NixlSettings
+from pdserve.kv_transfer.nixl.nixl_wire import NixlWire
+from pdserve.kv_transfer.pull.lanes import LaneLimits, PeerLanes, ReadCounters
+from pdserve.kv_transfer.pull.wire import Wire, WireBroken
 
 from .recorded_read import PATIENCE_S, RecordedRead, make_pool
 

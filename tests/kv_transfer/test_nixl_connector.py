@@ -11,9 +11,9 @@ pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", e
 
 from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.kv_transfer.connector import PoolMemory, ReadOutcome
-from pdserve.kv_transfer.nixl import NixlConnector
-from pdserve.kv_transfer.nixl_agent import UcxAgent
-from pdserve.kv_transfer.nixl_settings import NixlSettings
+from pdserve.kv_transfer.nixl.nixl import NixlConnector
+from pdserve.kv_transfer.nixl.nixl_agent import UcxAgent
+from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
 
 from .connector_contract import ConnectorContract
 from .contract_link import Link

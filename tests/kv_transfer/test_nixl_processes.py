@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
 
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
-from pdserve.kv_transfer.nixl import NixlConnector
-from pdserve.kv_transfer.nixl_settings import NixlAddress, NixlSettings
+from pdserve.kv_transfer.nixl.nixl import NixlConnector
+from pdserve.kv_transfer.nixl.nixl_settings import NixlAddress, NixlSettings
 
 from .recorded_read import PATIENCE_S, make_pool, start_read
 from .source_process import BLOCK_BYTES, NUM_BLOCKS, SignalOnLanding, SourceProcess

@@ -13,11 +13,11 @@ from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.lanes import LaneLimits
-from pdserve.kv_transfer.nixl_settings import NixlSettings
-from pdserve.kv_transfer.peer_lives import MAX_WORKERS, PeerLives
-from pdserve.kv_transfer.read_desk import ReadDesk
-from pdserve.kv_transfer.wire import Wire
+from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
+from pdserve.kv_transfer.pull.lanes import LaneLimits
+from pdserve.kv_transfer.pull.peer_lives import MAX_WORKERS, PeerLives
+from pdserve.kv_transfer.pull.read_desk import ReadDesk
+from pdserve.kv_transfer.pull.wire import Wire
 
 from .recorded_read import PATIENCE_S, RecordedRead, Transfer, make_pool, start_read
 
@@ -226,8 +226,8 @@ def test_connectors_forget_lives_that_are_over() -> None:
 def test_agents_of_peers_that_rest_are_destroyed_and_made_again() -> None:
     """Over real NIXL."""
     pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
-    from pdserve.kv_transfer.nixl import NixlConnector
-    from pdserve.kv_transfer.nixl_agent import Agent, UcxAgent
+    from pdserve.kv_transfer.nixl.nixl import NixlConnector
+    from pdserve.kv_transfer.nixl.nixl_agent import Agent, UcxAgent
 
     alive: set[str] = set()
     changed = threading.Condition()

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pdserve.kv_transfer.resolver import resolve
-from pdserve.kv_transfer.tcp_stream import StreamBroken, dial
+from pdserve.kv_transfer.tcp.tcp_stream import StreamBroken, dial
 
 TIMEOUT_S = 0.2
 

@@ -10,8 +10,8 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOutcome
-from pdserve.kv_transfer.tcp import TcpConnector
-from pdserve.kv_transfer.tcp_settings import TcpAddress, TcpSettings
+from pdserve.kv_transfer.tcp.tcp import TcpConnector
+from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
 
 from .conftest import connector_threads
 from .contract_link import WINDOW_BLOCKS

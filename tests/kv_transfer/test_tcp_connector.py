@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tls_authority import Authority
 
-from pdserve.common.tls import TlsIdentity
+from pdserve.common.security.tls import TlsIdentity
 from pdserve.kv_transfer.connector import PoolMemory
 
 from .connector_contract import ConnectorContract, TokenContract

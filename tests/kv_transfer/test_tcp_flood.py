@@ -11,15 +11,15 @@ from collections.abc import Iterator
 import pytest
 from tls_authority import Authority
 
-from pdserve.common.tls import TlsIdentity
+from pdserve.common.security.tls import TlsIdentity
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.grant_book import Refusal
-from pdserve.kv_transfer.tcp import TcpConnector
-from pdserve.kv_transfer.tcp_connections import SourceConnections, network_of
-from pdserve.kv_transfer.tcp_frames import ReadAnswer, ReadRequest
-from pdserve.kv_transfer.tcp_settings import TcpAddress, TcpSettings
-from pdserve.kv_transfer.tcp_stream import TcpStream
+from pdserve.kv_transfer.pull.grant_book import Refusal
+from pdserve.kv_transfer.tcp.tcp import TcpConnector
+from pdserve.kv_transfer.tcp.tcp_connections import SourceConnections, network_of
+from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
+from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
+from pdserve.kv_transfer.tcp.tcp_stream import TcpStream
 
 from .recorded_read import BLOCK_BYTES, NUM_BLOCKS, PATIENCE_S, Transfer, make_pool, same_bytes, start_read
 from .tcp_link import small_settings

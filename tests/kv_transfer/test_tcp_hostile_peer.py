@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.kv_transfer.connector import ReadOutcome
-from pdserve.kv_transfer.grant_book import Refusal
-from pdserve.kv_transfer.tcp import TcpConnector
-from pdserve.kv_transfer.tcp_frames import ReadAnswer, ReadRequest
-from pdserve.kv_transfer.tcp_settings import TcpAddress
+from pdserve.kv_transfer.pull.grant_book import Refusal
+from pdserve.kv_transfer.tcp.tcp import TcpConnector
+from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
+from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress
 
 from .recorded_read import BLOCK_BYTES, NUM_BLOCKS, PATIENCE_S, Transfer, make_pool, same_bytes, start_read
 from .tcp_link import small_settings

@@ -10,9 +10,9 @@ import pytest
 
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
-from pdserve.kv_transfer.grant_book import Refusal
-from pdserve.kv_transfer.tcp import TcpConnector
-from pdserve.kv_transfer.tcp_frames import ReadAnswer, ReadRequest
+from pdserve.kv_transfer.pull.grant_book import Refusal
+from pdserve.kv_transfer.tcp.tcp import TcpConnector
+from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
 
 from .hostile_source import HostileSource, Script, honest_answer
 from .recorded_read import BLOCK_BYTES, PATIENCE_S, RecordedRead, make_pool, start_read

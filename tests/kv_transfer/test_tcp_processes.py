@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pdserve.kv_transfer.connector import PoolMemory, ReadOutcome
-from pdserve.kv_transfer.tcp import TcpConnector
-from pdserve.kv_transfer.tcp_settings import TcpSettings
+from pdserve.kv_transfer.tcp.tcp import TcpConnector
+from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 
 from .recorded_read import make_pool, start_read
 from .source_process import BLOCK_BYTES, NUM_BLOCKS, SignalOnLanding, SourceProcess

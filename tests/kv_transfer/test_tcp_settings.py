@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import ConfigError, TransferFailed
-from pdserve.kv_transfer.tcp_settings import TcpAddress, TcpSettings, is_plain_host
+from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings, is_plain_host
 
 
 @pytest.mark.parametrize(

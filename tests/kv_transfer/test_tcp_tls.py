@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from tls_authority import HOST, Authority, role_uri
 
-from pdserve.common.tls import TlsIdentity
-from pdserve.common.tls_roles import ServiceRole
+from pdserve.common.security.tls import TlsIdentity
+from pdserve.common.security.tls_roles import ServiceRole
 from pdserve.kv_transfer.connector import ReadOutcome
-from pdserve.kv_transfer.tcp import TcpConnector
-from pdserve.kv_transfer.tcp_frames import ReadAnswer, ReadRequest
-from pdserve.kv_transfer.tcp_settings import TcpAddress
+from pdserve.kv_transfer.tcp.tcp import TcpConnector
+from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
+from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress
 
 from .fault_link import FaultLink
 from .recorded_read import BLOCK_BYTES, NUM_BLOCKS, PATIENCE_S, Transfer, make_pool, same_bytes, start_read

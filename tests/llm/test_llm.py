@@ -14,7 +14,7 @@ from logits_plugins import installed
 from oracle import Oracle
 
 from pdserve.common.errors import InternalError, InvalidRequest
-from pdserve.engine.logits_processors import LogitsProcessors
+from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.llm import LLM, NamedLogitsProcessor, RequestOutputKind
 
 OTHER_MESSAGES = [{"role": "user", "content": "Who counted the boats?"}]

@@ -12,8 +12,8 @@ import pytest
 from checkpoints import VOCAB_SIZE
 from tokenizers import Tokenizer
 
-from pdserve.common.engine_types import EngineCoreRequest
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.llm import LLM, BeamSearchParams, SamplingParams
 
 GOOD = "The miller"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.worker_settings import DecodeSettings
-from pdserve.engine.loaded_model import load_model
+from pdserve.common.settings.worker_settings import DecodeSettings
+from pdserve.engine.runner.loaded_model import load_model
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from engine_harness import Answer, Harness, harnesses, make_real_engine  # noqa:
 from logits_plugins import installed
 from pretend_device import CUDA, DEVICE, PretendTensor, pretended_device, usable
 
-from pdserve.common.pooling_params import PoolingParams
-from pdserve.common.sampling_params import NamedLogitsProcessor
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.sampling_params import NamedLogitsProcessor
 
 PROMPTS = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in (1, 15, 16, 17, 40, 100)]
 PARAMETERS = [

@@ -8,11 +8,10 @@ from fuzz_cases import Fuzzer
 from loop_watch import LOOP_S
 
 from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
-from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import BlocksChange
 from pdserve.common.protocol_version import PROTOCOL_VERSION
-from pdserve.common.registry import (
+from pdserve.common.registry.registry import (
     RECORD_FIELDS,
     NumberedChange,
     RecordSigner,
@@ -22,6 +21,7 @@ from pdserve.common.registry import (
     read_record,
     read_worker_id,
 )
+from pdserve.common.security.derived_key import DeploymentKey
 
 pytestmark = [pytest.mark.fuzz(share=0.5), pytest.mark.timeout(0)]
 

@@ -16,10 +16,10 @@ from redis import exceptions
 from redis_server import RedisServer
 from registry_world import World, eventually, lines, settled
 
-from pdserve.common.redis_connection import make_redis
-from pdserve.common.redis_url import parse_redis_url
-from pdserve.common.settings import load_settings
-from pdserve.common.worker_settings import DecodeSettings
+from pdserve.common.registry.redis_connection import make_redis
+from pdserve.common.registry.redis_url import parse_redis_url
+from pdserve.common.settings.settings import load_settings
+from pdserve.common.settings.worker_settings import DecodeSettings
 
 PASSWORD = "s3cret/with@odd:signs"
 COMMANDS = [

@@ -14,11 +14,11 @@ import grpc.aio
 import pytest
 from registry_world import World, eventually, lines
 
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
-from pdserve.common.derived_key import DeploymentKey
-from pdserve.common.registry import RecordSigner
-from pdserve.common.rpc import bind, make_channel, make_server
-from pdserve.router import redis_directory
+from pdserve.common.net.rpc import bind, make_channel, make_server
+from pdserve.common.registry.registry import RecordSigner
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.router.workers import redis_directory
 
 WATCH = "/pdserve.v1.WorkerService/Watch"
 LOOKS_S = 1.3

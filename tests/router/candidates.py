@@ -8,8 +8,8 @@ from fake_worker import LAYOUT
 
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.protocol_version import PROTOCOL_VERSION
-from pdserve.router.placement import Candidate
-from pdserve.router.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
+from pdserve.router.placement.placement import Candidate
+from pdserve.router.workers.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
 
 
 def worker(

@@ -14,8 +14,8 @@ import grpc.aio
 import httpx
 import pytest
 
-from pdserve.common.public_server import make_public_channel
-from pdserve.common.router_settings import RouterSettings
+from pdserve.common.net.public_server import make_public_channel
+from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -43,7 +43,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def fingerprint(model_folder: Path) -> str:
-    from pdserve.common.fingerprint import tokenizer_fingerprint
+    from pdserve.common.security.fingerprint import tokenizer_fingerprint
 
     return tokenizer_fingerprint(model_folder)
 

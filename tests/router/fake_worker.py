@@ -15,16 +15,16 @@ import grpc.aio
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from pdserve.common.call_guard import CallGuard
-from pdserve.common.call_proof import CallVerifier
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
-from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.protocol_version import PROTOCOL_VERSION
-from pdserve.common.rpc import bind, make_server
-from pdserve.common.tls import ServerTls
-from pdserve.common.watch_proof import WatchAnswer
-from pdserve.common.wire import layout_to_wire
+from pdserve.common.request.wire import layout_to_wire
+from pdserve.common.security.call_guard import CallGuard
+from pdserve.common.security.call_proof import CallVerifier
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.tls import ServerTls
+from pdserve.common.security.watch_proof import WatchAnswer
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, worker_pb2
 from pdserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from pdserve.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server

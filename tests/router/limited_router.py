@@ -11,8 +11,8 @@ from pathlib import Path
 
 import uvloop
 
-from pdserve.common.descriptors import raise_descriptor_limit
-from pdserve.common.router_settings import RouterSettings
+from pdserve.common.address.descriptors import raise_descriptor_limit
+from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 
 

@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from pdserve.common.api_key_file import UNLIMITED, KeyLimits
 from pdserve.common.errors import Draining, InvalidRequest, Overloaded, WorkerLost
-from pdserve.router.admission import MAX_OVERTAKES, Admission
-from pdserve.router.capacity import Capacity, Limits
-from pdserve.router.client import ANYBODY
-from pdserve.router.client import Client as Caller
-from pdserve.router.place import Cost
+from pdserve.common.settings.api_key_file import UNLIMITED, KeyLimits
+from pdserve.router.admission.admission import MAX_OVERTAKES, Admission
+from pdserve.router.admission.capacity import Capacity, Limits
+from pdserve.router.admission.place import Cost
+from pdserve.router.tenants.client import ANYBODY
+from pdserve.router.tenants.client import Client as Caller
 
 
 class Clock:

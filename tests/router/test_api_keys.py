@@ -10,13 +10,13 @@ import os
 import grpc
 import pytest
 
-from pdserve.common.api_key_file import key_hash, new_key, read_keys
 from pdserve.common.errors import ConfigError, Unauthenticated
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.settings import load_settings
-from pdserve.router import failed_attempts
-from pdserve.router.api_keys import ApiKeys
-from pdserve.router.failed_attempts import FailedAttempts, network_of, peer_address
+from pdserve.common.settings.api_key_file import key_hash, new_key, read_keys
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.settings import load_settings
+from pdserve.router.tenants import failed_attempts
+from pdserve.router.tenants.api_keys import ApiKeys
+from pdserve.router.tenants.failed_attempts import FailedAttempts, network_of, peer_address
 from pdserve.v1 import inference_pb2
 
 ALICE, ALICE_NEXT, BOB, OPERATOR = (f"{name}-0123456789abcdef" for name in ("alice", "next", "bob", "operator"))
@@ -226,7 +226,7 @@ def test_addresses():
 
 
 async def test_both_front_ends_take_keys_of_the_file_and_follow_it(cluster, keys_file, monkeypatch):
-    monkeypatch.setattr("pdserve.router.api_keys.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("pdserve.router.tenants.api_keys.LOOK_EVERY_S", 0.01)
     await cluster.start(api_keys_file=str(keys_file))
     body = {"prompt": "hello", "max_tokens": 1}
 

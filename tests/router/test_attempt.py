@@ -29,7 +29,6 @@ from fake_worker import (
 )
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.errors import (
     DigestMismatch,
     Draining,
@@ -40,15 +39,16 @@ from pdserve.common.errors import (
     TransferFailed,
     WorkerLost,
 )
-from pdserve.common.prepared_request import PreparedRequest
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.timeline import Timeline
-from pdserve.router import attempt as attempt_module
-from pdserve.router.attempt import Attempt
-from pdserve.router.attempt_failure import backoff_s
-from pdserve.router.attempt_state import EDGES, AttemptState, IllegalMove, moved
-from pdserve.router.legs import Admitted
-from pdserve.router.placement import Placement
+from pdserve.router.attempts import attempt as attempt_module
+from pdserve.router.attempts.attempt import Attempt
+from pdserve.router.attempts.attempt_failure import backoff_s
+from pdserve.router.attempts.attempt_state import EDGES, AttemptState, IllegalMove, moved
+from pdserve.router.attempts.legs import Admitted
+from pdserve.router.placement.placement import Placement
 
 
 def refuse(error):
@@ -338,7 +338,7 @@ async def test_what_follows_a_failed_transfer(cluster, policy, local_prefill, se
 
 
 async def test_never_local_without_prefill_says_so(cluster, monkeypatch):
-    monkeypatch.setattr("pdserve.router.request_run.WAIT_FOR_WORKER_S", 0.1)
+    monkeypatch.setattr("pdserve.router.requests.request_run.WAIT_FOR_WORKER_S", 0.1)
     await cluster.start(prefill=0, local_prefill="never")
     response = await cluster.complete()
     assert response.status_code == 503

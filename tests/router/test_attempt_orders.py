@@ -8,18 +8,18 @@ from itertools import combinations
 import pytest
 from candidates import worker
 
-from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import TransferFailed, WorkerLost
-from pdserve.common.prepared_request import PreparedRequest
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.timeline import Timeline
-from pdserve.router import attempt as attempt_module
-from pdserve.router.attempt import Attempt
-from pdserve.router.attempt_failure import AttemptFailed
-from pdserve.router.attempt_state import EDGES, AttemptState
-from pdserve.router.legs import Admitted, Computed, Ended, Landed, LegFailed, Outputs
-from pdserve.router.placement import Placement
-from pdserve.router.worker import WorkerRole
+from pdserve.router.attempts import attempt as attempt_module
+from pdserve.router.attempts.attempt import Attempt
+from pdserve.router.attempts.attempt_failure import AttemptFailed
+from pdserve.router.attempts.attempt_state import EDGES, AttemptState
+from pdserve.router.attempts.legs import Admitted, Computed, Ended, Landed, LegFailed, Outputs
+from pdserve.router.placement.placement import Placement
+from pdserve.router.workers.worker import WorkerRole
 from pdserve.text.output_processor import PositionGap
 
 DIGEST = b"d" * 16

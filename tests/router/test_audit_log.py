@@ -14,13 +14,13 @@ import pytest
 from fake_worker import ADMITTED, forever, play
 from otlp_receiver import otlp_receiver
 
-from pdserve.common.api_key_file import key_hash
 from pdserve.common.errors import ConfigError
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.settings import load_settings
-from pdserve.router import audit_log
-from pdserve.router.audit_log import AuditLog
-from pdserve.router.client import Client
+from pdserve.common.settings.api_key_file import key_hash
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.settings import load_settings
+from pdserve.router.tenants import audit_log
+from pdserve.router.tenants.audit_log import AuditLog
+from pdserve.router.tenants.client import Client
 from pdserve.v1 import inference_pb2, request_pb2
 
 SECRET_TEXT = "tell nobody of this"
@@ -182,7 +182,7 @@ def test_it_may_go_to_standard_error(capsys):
 
 
 async def test_counters_by_key_are_for_operators(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr("pdserve.router.api_keys.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("pdserve.router.tenants.api_keys.LOOK_EVERY_S", 0.01)
     file = keys_file(tmp_path, alice="", bob="", ops='role = "operator"')
     await cluster.start(api_keys_file=str(file))
     await complete(cluster, "alice")

@@ -15,9 +15,9 @@ from fake_worker import (
     said,
 )
 
-from pdserve.common.api_key_file import key_hash
 from pdserve.common.errors import Overloaded
-from pdserve.common.router_settings import RouterSettings
+from pdserve.common.settings.api_key_file import key_hash
+from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 from pdserve.v1 import inference_pb2, request_pb2
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from fake_worker import Call, FakeWorker, decode_outputs, said, token
 
-from pdserve.common.rpc import ERROR_CODE_KEY
+from pdserve.common.net.rpc import ERROR_CODE_KEY
 from pdserve.v1 import inference_pb2, request_pb2
 
 MAX_TOKENS = 250

@@ -11,7 +11,7 @@ from fake_worker import ADMITTED, decode_outputs, forever, play
 
 from pdserve.common import errors
 from pdserve.common.errors import BY_CODE, InvalidRequest, NeedsPrefill, PdServeError
-from pdserve.router.client_error import as_client_sees
+from pdserve.router.requests.client_error import as_client_sees
 from pdserve.v1 import inference_pb2, request_pb2
 
 INTERNALS = (

@@ -14,8 +14,8 @@ from otlp_receiver import otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.common.errors import Draining, InvalidRequest, Overloaded
-from pdserve.common.rpc import ERROR_CODE_KEY
-from pdserve.router import embedding as embedding_module
+from pdserve.common.net.rpc import ERROR_CODE_KEY
+from pdserve.router.requests import embedding as embedding_module
 from pdserve.v1 import inference_pb2, prefill_pb2, request_pb2
 
 DEFAULT = request_pb2.PoolingParams()

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from pdserve.router.fair_threads import FairThreads
+from pdserve.router.admission.fair_threads import FairThreads
 
 
 class Clock:

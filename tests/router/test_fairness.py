@@ -10,14 +10,14 @@ from collections import Counter, deque
 
 import pytest
 
-from pdserve.common.api_key_file import KeyLimits
 from pdserve.common.errors import InvalidRequest, Overloaded
-from pdserve.router.admission import MAX_OVERTAKES, PLACES_PER_FREE, Admission
-from pdserve.router.capacity import Capacity, Limits
-from pdserve.router.client import Client
-from pdserve.router.fair_queue import FairQueue
-from pdserve.router.place import Cost, Place
-from pdserve.router.token_bucket import TokenBucket
+from pdserve.common.settings.api_key_file import KeyLimits
+from pdserve.router.admission.admission import MAX_OVERTAKES, PLACES_PER_FREE, Admission
+from pdserve.router.admission.capacity import Capacity, Limits
+from pdserve.router.admission.fair_queue import FairQueue
+from pdserve.router.admission.place import Cost, Place
+from pdserve.router.tenants.client import Client
+from pdserve.router.tenants.token_bucket import TokenBucket
 
 
 def client(tenant, **limits):

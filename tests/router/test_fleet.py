@@ -12,11 +12,11 @@ from fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
 
 from pdserve.common.background_task import RESTARTS
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
-from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import WorkerLost
 from pdserve.common.protocol_version import PROTOCOL_VERSION
-from pdserve.router import watched_address
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.router.workers import watched_address
 
 
 def free_port():
@@ -89,7 +89,7 @@ async def test_prefill_and_decode_are_introduced_to_each_other(cluster):
 
 async def test_a_worker_whose_tick_stands_still_is_dead_until_it_moves(cluster, monkeypatch):
     monkeypatch.setattr(watched_address, "TICK_STILL_S", 0.6)
-    monkeypatch.setattr("pdserve.router.fleet.TICK_STILL_S", 0.6)
+    monkeypatch.setattr("pdserve.router.workers.fleet.TICK_STILL_S", 0.6)
     await cluster.start(prefill=0, decode=1)
     wedged = cluster.of("decode")
     wedged.scripts = [play(forever)]
@@ -109,7 +109,7 @@ async def test_a_worker_whose_tick_stands_still_is_dead_until_it_moves(cluster, 
 
 
 async def test_a_worker_that_broke_a_call_is_not_asked_again_while_its_watch_has_not_noticed(cluster, monkeypatch):
-    monkeypatch.setattr("pdserve.router.request_run.WAIT_FOR_WORKER_S", 0.3)
+    monkeypatch.setattr("pdserve.router.requests.request_run.WAIT_FOR_WORKER_S", 0.3)
     await cluster.start(prefill=0, decode=1)
     broken = cluster.of("decode")
     broken.scripts = [play(ADMITTED, WorkerLost("the engine has failed"))]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from tls_authority import Authority
 
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
-from pdserve.router.fleet import Fleet
-from pdserve.router.watched_address import Expected
-from pdserve.router.worker import WorkerRole
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.router.workers.fleet import Fleet
+from pdserve.router.workers.watched_address import Expected
+from pdserve.router.workers.worker import WorkerRole
 
 EXPECTED = Expected(key=DEVELOPMENT_KEY, tokenizer_fingerprint="")
 FAR = "10.0.0.7:50052"

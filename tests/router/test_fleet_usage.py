@@ -10,17 +10,17 @@ import pytest
 from fake_worker import ADMITTED, forever, play
 from redis_server import RedisServer, redis_server
 
-from pdserve.common.api_key_file import KeyLimits, key_hash
-from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import Overloaded
-from pdserve.common.redis_connection import make_redis
-from pdserve.common.redis_url import parse_redis_url
-from pdserve.common.router_settings import RouterSettings
-from pdserve.router import fleet_usage
-from pdserve.router.client import Client
-from pdserve.router.fleet_usage import FleetUsage
+from pdserve.common.registry.redis_connection import make_redis
+from pdserve.common.registry.redis_url import parse_redis_url
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.settings.api_key_file import KeyLimits, key_hash
+from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
-from pdserve.router.tenant_account import TenantAccounts
+from pdserve.router.tenants import fleet_usage
+from pdserve.router.tenants.client import Client
+from pdserve.router.tenants.fleet_usage import FleetUsage
+from pdserve.router.tenants.tenant_account import TenantAccounts
 
 KEY = DeploymentKey(b"0123456789abcdef")
 
@@ -156,7 +156,7 @@ async def test_routers_without_number_are_not_read(server, routers):
 async def test_without_redis_each_router_holds_its_own_limits(server, caplog, monkeypatch):
     monkeypatch.setattr(fleet_usage, "BEAT_S", 0.02)
     monkeypatch.setattr(fleet_usage, "LEASE_S", 0.2)
-    monkeypatch.setattr("pdserve.common.redis_connection.OPERATION_S", 0.3)
+    monkeypatch.setattr("pdserve.common.registry.redis_connection.OPERATION_S", 0.3)
     loop = asyncio.get_running_loop()
     here, there = Router(server), Router(server)
     for router in (here, there):

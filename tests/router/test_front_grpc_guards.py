@@ -13,10 +13,11 @@ import pytest
 from grpc_health.v1 import health_pb2
 from process_memory import resident_bytes
 
-from pdserve.common import open_calls
 from pdserve.common.errors import BodyTooLarge, Overloaded
-from pdserve.common.rpc import ERROR_CODE_KEY, from_rpc_error
-from pdserve.router import client_bodies, failed_attempts
+from pdserve.common.net import open_calls
+from pdserve.common.net.rpc import ERROR_CODE_KEY, from_rpc_error
+from pdserve.router.bodies import client_bodies
+from pdserve.router.tenants import failed_attempts
 from pdserve.v1 import inference_pb2
 
 GENERATE = "/pdserve.v1.InferenceService/Generate"

@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pdserve.common.errors import Overloaded
-from pdserve.common.rpc import ERROR_CODE_KEY, RETRY_AFTER_KEY
-from pdserve.router import generation
+from pdserve.common.net.rpc import ERROR_CODE_KEY, RETRY_AFTER_KEY
+from pdserve.router.requests import generation
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 

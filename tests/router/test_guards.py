@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.common.errors import Unauthenticated
-from pdserve.common.router_settings import RouterSettings
-from pdserve.router.api_keys import ApiKeys
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.router.tenants.api_keys import ApiKeys
 
 
 @pytest.mark.parametrize(

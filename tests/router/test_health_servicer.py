@@ -6,7 +6,7 @@ import asyncio
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from pdserve.router.health_servicer import HealthServicer
+from pdserve.router.grpc_front.health_servicer import HealthServicer
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 

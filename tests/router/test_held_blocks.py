@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from fake_worker import FakeWorker
 
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
-from pdserve.router.fleet import Fleet
-from pdserve.router.prefix_index import PrefixIndex
-from pdserve.router.watched_address import Expected
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.router.placement.prefix_index import PrefixIndex
+from pdserve.router.workers.fleet import Fleet
+from pdserve.router.workers.watched_address import Expected
 
 A, B, C = (letter * 8 for letter in (b"a", b"b", b"c"))
 

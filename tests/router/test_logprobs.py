@@ -10,7 +10,7 @@ import openai
 import pytest
 from fake_worker import ADMITTED, LANDED, PREFILL_ADMITTED, RELEASED, decode_outputs, first, play, token, tokens
 
-from pdserve.common.rpc import ERROR_CODE_KEY, ERROR_FIELD_KEY
+from pdserve.common.net.rpc import ERROR_CODE_KEY, ERROR_FIELD_KEY
 from pdserve.v1 import inference_pb2, request_pb2
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -67,7 +67,7 @@ async def test_an_answer_too_long_for_a_message_is_refused_as_such(served, monke
         )
 
     with monkeypatch.context() as smaller:
-        smaller.setattr("pdserve.router.front_grpc.MAX_MESSAGE_BYTES", 200)
+        smaller.setattr("pdserve.router.grpc_front.front_grpc.MAX_MESSAGE_BYTES", 200)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             _ = [response async for response in ask()]
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -8,9 +8,9 @@ import pytest
 from fake_worker import EOS, SPECIAL, said, tokens
 from openai import AsyncOpenAI
 
-from pdserve.router.echo import Echo
-from pdserve.router.openai_neutral import NEUTRAL, REASONS
-from pdserve.router.openai_protocol import ChatBody, CompletionBody
+from pdserve.router.openai.echo import Echo
+from pdserve.router.openai.openai_neutral import NEUTRAL, REASONS
+from pdserve.router.openai.openai_protocol import ChatBody, CompletionBody
 from pdserve.text.prompt import TextInput
 from pdserve.text.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import candidates
 from prometheus_client import CollectorRegistry, Counter
 
-from pdserve.router.placed_legs import KEPT_S, PlacedLegs
+from pdserve.router.telemetry.placed_legs import KEPT_S, PlacedLegs
 
 
 class Legs:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.common.protocol_version import PROTOCOL_VERSION
-from pdserve.router import worker as worker_module
-from pdserve.router.placement import POLICIES, Placement, Rules, Wish, choose, estimate, partners, place
-from pdserve.router.worker import Share, WorkerLoad, WorkerRole, WorkerState
+from pdserve.router.placement.placement import POLICIES, Placement, Rules, Wish, choose, estimate, partners, place
+from pdserve.router.workers import worker as worker_module
+from pdserve.router.workers.worker import Share, WorkerLoad, WorkerRole, WorkerState
 
 P1, P2 = worker("p1", "prefill"), worker("p2", "prefill", num_waiting_tokens=160)
 D1, D2 = worker("d1", blocks_in_use=1), worker("d2", blocks_in_use=4)

@@ -9,13 +9,13 @@ import pytest
 from fake_worker import ADMITTED, decode_outputs, decode_well, play, said
 
 from pdserve.common.errors import WorkerLost
-from pdserve.common.sampling_params import SamplingParams
-from pdserve.common.structured_outputs import StructuredOutputsParams
-from pdserve.router import poison
-from pdserve.router.attempt_failure import AttemptFailed
-from pdserve.router.client import Client
-from pdserve.router.poison import Casualties, Company, PoisonList
-from pdserve.router.worker import WorkerLoad
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.router.attempts import poison
+from pdserve.router.attempts.attempt_failure import AttemptFailed
+from pdserve.router.attempts.poison import Casualties, Company, PoisonList
+from pdserve.router.tenants.client import Client
+from pdserve.router.workers.worker import WorkerLoad
 
 ALICE, BOB = Client(tenant="a", key_name="alice"), Client(tenant="b", key_name="bob")
 COSTLY = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.router.prefix_index import SPECULATIVE_S, PrefixIndex, WorkerKey
+from pdserve.router.placement.prefix_index import SPECULATIVE_S, PrefixIndex, WorkerKey
 
 WORKERS: list[WorkerKey] = [("a", 1), ("b", 2), ("c", 3), ("a", 4)]
 

@@ -10,9 +10,9 @@ from worst_bodies import field, varint
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.wire_size import MAX_FIELDS, verify_num_fields
-from pdserve.router import json_size
-from pdserve.router.json_size import MAX_CONTAINERS, verify_num_values
-from pdserve.router.unknown_fields import refuse_unknown_fields
+from pdserve.router.bodies import json_size
+from pdserve.router.bodies.json_size import MAX_CONTAINERS, verify_num_values
+from pdserve.router.bodies.unknown_fields import refuse_unknown_fields
 from pdserve.v1 import inference_pb2, request_pb2
 
 GENERATE = inference_pb2.GenerateRequest

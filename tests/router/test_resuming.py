@@ -21,9 +21,9 @@ from fake_worker import (
 )
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.errors import Draining, Evicted, InternalError, TransferFailed, WorkerLost
-from pdserve.router.attempt import Attempt
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.router.attempts.attempt import Attempt
 from pdserve.v1 import request_pb2
 
 
@@ -132,7 +132,7 @@ async def test_evictions_are_no_failed_attempts(cluster):
 
 
 async def test_evictions_without_end_end_with_their_error(cluster, monkeypatch):
-    monkeypatch.setattr("pdserve.router.request_run.MAX_EVICTIONS", 2)
+    monkeypatch.setattr("pdserve.router.requests.request_run.MAX_EVICTIONS", 2)
     await cluster.start(prefill=0)
     decode_scripts(cluster, *[play(ADMITTED, Evicted("no room"))] * 9)
     response = await cluster.complete(max_tokens=9)

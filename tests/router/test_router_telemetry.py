@@ -13,7 +13,7 @@ from otlp_receiver import otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.common.errors import Evicted, InternalError
-from pdserve.common.router_settings import RouterSettings
+from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.v1 import inference_pb2, request_pb2
 
 SAMPLED = 1

@@ -10,15 +10,15 @@ from candidates import seen, worker
 from fake_worker import ADMITTED, LAYOUT, decode_well, needs_prefill, play, said, tokens
 
 from pdserve.common import timeline as moments
-from pdserve.common.api_key_file import key_hash
 from pdserve.common.block_hash import BlockHasher, placement_hash
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.errors import Evicted
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.settings.api_key_file import key_hash
 from pdserve.common.timeline import Timeline
-from pdserve.router.placement import Placement, Rules, Wish, place
-from pdserve.router.routing_decision import LeftOut, RoutingDecision, RoutingLog, views
-from pdserve.router.transfer_bandwidth import DEFAULT_BYTES_PER_S, TransferBandwidth
-from pdserve.router.worker import WorkerRole
+from pdserve.router.placement.placement import Placement, Rules, Wish, place
+from pdserve.router.placement.routing_decision import LeftOut, RoutingDecision, RoutingLog, views
+from pdserve.router.placement.transfer_bandwidth import DEFAULT_BYTES_PER_S, TransferBandwidth
+from pdserve.router.workers.worker import WorkerRole
 
 LONG = "a_sentence_that_fills_some_blocks_of_sixteen_tokens,_and_the_same_for_all"
 

@@ -14,8 +14,8 @@ import pytest
 from fake_worker import ADMITTED, FakeWorker, decode_outputs, decode_well, forever, play, said
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.http_server import listening_socket
-from pdserve.common.router_settings import RouterSettings
+from pdserve.common.net.http_server import listening_socket
+from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 
 
@@ -90,7 +90,7 @@ async def test_streams_that_outlast_the_drain_end_with_an_error(cluster):
 ROUTER = """
     import asyncio, sys
     from pathlib import Path
-    from pdserve.common.router_settings import RouterSettings
+    from pdserve.common.settings.router_settings import RouterSettings
     from pdserve.router.service import run_router
 
     settings = RouterSettings(port=0, grpc_port=0, decode=(sys.argv[2],), drain_s=5.0)

@@ -13,11 +13,11 @@ from fake_worker import ADMITTED, TEXT, decode_outputs, forever, play, said, tok
 from signed_channel import signed
 
 from pdserve.common.errors import DeadlineExceeded, Draining, Overloaded, WorkerLost
-from pdserve.common.prepared_request import PreparedRequest
-from pdserve.common.rpc import ERROR_CODE_KEY, make_channel
-from pdserve.common.sampling_params import SamplingParams
-from pdserve.router.legs import SessionLeg
-from pdserve.router.session import StreamingSession
+from pdserve.common.net.rpc import ERROR_CODE_KEY, make_channel
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.router.attempts.legs import SessionLeg
+from pdserve.router.requests.session import StreamingSession
 from pdserve.v1 import inference_pb2, request_pb2
 
 

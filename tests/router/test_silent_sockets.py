@@ -13,8 +13,8 @@ import grpc
 import httpx
 import pytest
 
-from pdserve.common.http_connection import HEADER_TIMEOUT_S
-from pdserve.common.public_server import make_public_channel
+from pdserve.common.net.http_connection import HEADER_TIMEOUT_S
+from pdserve.common.net.public_server import make_public_channel
 from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 

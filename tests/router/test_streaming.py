@@ -20,9 +20,9 @@ from fake_worker import (
 from process_memory import MemoryWatch
 
 from pdserve.common.errors import Cancelled, InternalError, InvalidRequest, TransferFailed
-from pdserve.common.router_settings import RouterSettings
-from pdserve.router import generation
-from pdserve.router.client_stream import ClientStream
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.router.requests import generation
+from pdserve.router.requests.client_stream import ClientStream
 from pdserve.text.request_output import CompletionOutput, Logprob
 
 PATHS = {

@@ -15,9 +15,9 @@ from tls_authority import IssuedFiles
 
 from pdserve.cli.grpc_client import GrpcClient
 from pdserve.common.errors import WorkerLost
-from pdserve.common.public_server import make_public_channel
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.tls import TlsFile, load_client
+from pdserve.common.net.public_server import make_public_channel
+from pdserve.common.security.tls import TlsFile, load_client
+from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub

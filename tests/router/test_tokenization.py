@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from fake_worker import EOS, MAX_MODEL_LEN, SPECIAL, said, tokens
 
-from pdserve.common.api_key_file import key_hash
-from pdserve.router.preparation import Preparation
-from pdserve.router.tokenization_http import MAX_TOKENS, max_text_bytes
+from pdserve.common.settings.api_key_file import key_hash
+from pdserve.router.http_front.tokenization_http import MAX_TOKENS, max_text_bytes
+from pdserve.router.requests.preparation import Preparation
 from pdserve.text.tokenizer import Tokenizer
 
 MAX_TEXT_BYTES = max_text_bytes(131_072)
@@ -156,7 +156,7 @@ async def test_no_generation_waits_for_it(quick, held):
 
 
 async def test_who_would_wait_behind_too_many_is_refused(quick, held, monkeypatch):
-    monkeypatch.setattr("pdserve.router.preparation.MAX_ASIDE", 2)
+    monkeypatch.setattr("pdserve.router.requests.preparation.MAX_ASIDE", 2)
     asking = [detokenize(quick, 1) for _ in range(5)]
     await until(lambda: sum(task.done() for task in asking) == 2)
     refused = [task.result() for task in asking if task.done()]
@@ -194,7 +194,7 @@ async def test_nothing_is_done_for_who_has_waited_too_long(cluster, held):
 
 
 async def test_one_tenant_cannot_hold_the_thread_beside(cluster, held, monkeypatch, tmp_path):
-    monkeypatch.setattr("pdserve.router.preparation.MAX_ASIDE", 4)
+    monkeypatch.setattr("pdserve.router.requests.preparation.MAX_ASIDE", 4)
     file = tmp_path / "keys.toml"
     file.write_text(
         "".join(f'[[keys]]\nname = "{name}"\nsha256 = "{key_hash(name)}"\n' for name in ("greedy", "quiet"))

@@ -9,8 +9,8 @@ import pytest
 from fake_worker import ADMITTED, decode_outputs
 
 from pdserve.common.timeline import Timeline
-from pdserve.router.openai_tool_answer import ToolAnswer
-from pdserve.router.request_run import Usage
+from pdserve.router.openai.openai_tool_answer import ToolAnswer
+from pdserve.router.requests.request_run import Usage
 from pdserve.text.request_output import CompletionOutput
 from pdserve.v1 import inference_pb2, request_pb2
 

@@ -20,11 +20,11 @@ from loop_watch import LOOP_S, LoopWatch
 from tokenizers import Tokenizer as Backend
 from worst_bodies import Worst
 
-from pdserve.common.fingerprint import tokenizer_fingerprint
-from pdserve.common.rpc import ERROR_CODE_KEY
-from pdserve.router.front_http import HttpFront
-from pdserve.router.request_limits import MAX_EMBEDDING_NUMBERS
-from pdserve.router.routing_decision import LOG_LENGTH, RoutingLog
+from pdserve.common.net.rpc import ERROR_CODE_KEY
+from pdserve.common.security.fingerprint import tokenizer_fingerprint
+from pdserve.router.http_front.front_http import HttpFront
+from pdserve.router.placement.routing_decision import LOG_LENGTH, RoutingLog
+from pdserve.router.requests.request_limits import MAX_EMBEDDING_NUMBERS
 from pdserve.v1 import inference_pb2, prefill_pb2
 
 MAX_GROWN_BYTES = 64 << 20

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import InternalError
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.engine_types import FinishReason, LogprobsLists
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.text.output_processor import OutputProcessor, PositionConflict, PositionGap
 from pdserve.text.request_output import CompletionOutput
 from pdserve.text.tokenizer import Tokenizer

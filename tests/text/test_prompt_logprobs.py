@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.common.engine_types import LogprobsLists
 from pdserve.common.errors import InternalError
+from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.text.prompt_logprobs import PromptLogprobsLedger
 
 

@@ -14,19 +14,19 @@ from transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID, ReceiverOwner, SourceO
 
 from pdserve.common.errors import PdServeError
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.role_guard import CallerRoles
-from pdserve.common.rpc import bind, make_channel, make_server
-from pdserve.kv_transfer import attach_client, attach_servicer
-from pdserve.kv_transfer.attach_client import Receiving, attach
-from pdserve.kv_transfer.attach_servicer import AttachServicer, answer_parts
+from pdserve.common.net.rpc import bind, make_channel, make_server
+from pdserve.common.security.role_guard import CallerRoles
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.digest import block_digests
-from pdserve.kv_transfer.digest_rule import DigestRule
+from pdserve.kv_transfer.control import attach_client, attach_servicer
+from pdserve.kv_transfer.control.attach_client import Receiving, attach
+from pdserve.kv_transfer.control.attach_servicer import AttachServicer, answer_parts
+from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
+from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, LeaseLimits, SourceResult, SourceTransfer
+from pdserve.kv_transfer.control.source_transfers import SourceTransfers
 from pdserve.kv_transfer.local import LocalConnector, LocalNetwork
-from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
-from pdserve.kv_transfer.source_transfer import ExpectedTransfer, LeaseLimits, SourceResult, SourceTransfer
-from pdserve.kv_transfer.source_transfers import SourceTransfers
+from pdserve.kv_transfer.pull.digest import block_digests
+from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.v1 import kv_source_pb2_grpc
 
 NUM_BLOCKS, BLOCK_BYTES = 16, 64

@@ -11,11 +11,11 @@ import pytest
 from transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID
 
 from pdserve.common.errors import LayoutMismatch, TransferFailed
-from pdserve.common.wire import layout_to_wire
-from pdserve.kv_transfer import attach_servicer
+from pdserve.common.request.wire import layout_to_wire
 from pdserve.kv_transfer.block_digest import GMAC, XXH3_64
-from pdserve.kv_transfer.source_transfer import PeerId, PublishedRange, SourceResult
-from pdserve.kv_transfer.transfer_state import ReceiverState, SourceState
+from pdserve.kv_transfer.control import attach_servicer
+from pdserve.kv_transfer.control.source_transfer import PeerId, PublishedRange, SourceResult
+from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc
 
 from .conftest import GRACE_S, LAYOUT, NUM_BLOCKS, SOURCE_EPOCH, TICK_STALLED_S
@@ -305,7 +305,7 @@ async def test_a_receiver_that_leaves_ends_the_lease_after_the_grace(rig: Any, u
 async def test_many_streams_that_leave_at_any_moment_leave_no_lease_behind(rig: Any, until: Any) -> None:
     made = []
     for number in range(40):
-        from pdserve.kv_transfer.source_transfer import ExpectedTransfer
+        from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer
 
         transfer_id = bytes([number]) * 16
         made.append(

@@ -9,12 +9,12 @@ import pytest
 from tls_authority import Authority, role_uri
 
 from pdserve.common.errors import PermissionDenied
-from pdserve.common.role_guard import CallerRoles, RoleGuard
-from pdserve.common.rpc import abort_with, bind, make_channel, make_server
-from pdserve.common.tls_roles import ServiceRole
-from pdserve.kv_transfer.attach_servicer import AttachServicer
+from pdserve.common.net.rpc import abort_with, bind, make_channel, make_server
+from pdserve.common.security.role_guard import CallerRoles, RoleGuard
+from pdserve.common.security.tls_roles import ServiceRole
 from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.transfer_state import ReceiverState
+from pdserve.kv_transfer.control.attach_servicer import AttachServicer
+from pdserve.kv_transfer.control.transfer_state import ReceiverState
 from pdserve.v1 import kv_source_pb2_grpc
 
 from .conftest import LAYOUT, SOURCE_EPOCH

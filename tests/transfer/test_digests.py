@@ -9,9 +9,9 @@ import pytest
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import GMAC, XXH3, XXH3_64, BlockDigest, Gmac
-from pdserve.kv_transfer.digest import block_digests
-from pdserve.kv_transfer.digest_rule import DigestRule
-from pdserve.kv_transfer.transfer_state import ReceiverState, SourceState
+from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
+from pdserve.kv_transfer.pull.digest import block_digests
+from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.v1 import kv_source_pb2
 
 from .conftest import NUM_BLOCKS, sub_key

@@ -13,11 +13,11 @@ from loop_watch import LOOP_S, LoopWatch
 from transfer_fakes import DIGEST, FakeConnector, FakeRead
 
 from pdserve.common.errors import InternalError, TransferFailed
-from pdserve.kv_transfer.attach_servicer import AttachServicer
 from pdserve.kv_transfer.block_digest import GMAC, BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.transfer_state import ReceiverState
+from pdserve.kv_transfer.control.attach_servicer import AttachServicer
+from pdserve.kv_transfer.control.transfer_state import ReceiverState
 from pdserve.v1 import kv_source_pb2, request_pb2
 
 from .conftest import ATTACH_TIMEOUT_S, GRACE_S, REATTACH_EVERY_S, TICK_STALLED_S

@@ -8,12 +8,12 @@ import pytest
 from transfer_fakes import DIGEST, FakeConnector, ReceiverEnd, ReceiverOwner, source_ref
 
 from pdserve.common.errors import TransferFailed, WorkerLost
-from pdserve.kv_transfer import receiver_transfer
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer
-from pdserve.kv_transfer.transfer_state import ReceiverState
+from pdserve.kv_transfer.control import receiver_transfer
+from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer
+from pdserve.kv_transfer.control.transfer_state import ReceiverState
 
 
 class Bench:

@@ -8,8 +8,8 @@ import pytest
 from transfer_fakes import DIGEST, LIMITS, FakeConnector, SourceEnd, SourceOwner, expected
 
 from pdserve.common.errors import Draining, InternalError
-from pdserve.kv_transfer.source_transfer import LeaseLimits, SourceResult, SourceTransfer
-from pdserve.kv_transfer.transfer_state import SourceState
+from pdserve.kv_transfer.control.source_transfer import LeaseLimits, SourceResult, SourceTransfer
+from pdserve.kv_transfer.control.transfer_state import SourceState
 
 RESULT = SourceResult(22, (5,))
 FINISHED = ("finished", 22, (5,), DIGEST)

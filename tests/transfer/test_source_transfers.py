@@ -17,10 +17,10 @@ from transfer_fakes import (
 )
 
 from pdserve.common.errors import Draining, TransferFailed
-from pdserve.kv_transfer import source_transfers
-from pdserve.kv_transfer.source_transfer import LeaseLimits, PeerId
-from pdserve.kv_transfer.source_transfers import SourceTransfers
-from pdserve.kv_transfer.transfer_state import SourceState
+from pdserve.kv_transfer.control import source_transfers
+from pdserve.kv_transfer.control.source_transfer import LeaseLimits, PeerId
+from pdserve.kv_transfer.control.source_transfers import SourceTransfers
+from pdserve.kv_transfer.control.transfer_state import SourceState
 
 
 def make(limits: LeaseLimits = LIMITS) -> tuple[SourceTransfers, SourceOwner]:

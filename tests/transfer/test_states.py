@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from pdserve.kv_transfer.transfer_state import (
+from pdserve.kv_transfer.control.transfer_state import (
     RECEIVER_MOVES,
     SOURCE_MOVES,
     IllegalTransferMove,

@@ -7,7 +7,7 @@ import time
 import pytest
 from transfer_fakes import make_view
 
-from pdserve.kv_transfer.transfer_view import NUM_ENDED, TransferLog, without_addresses
+from pdserve.kv_transfer.control.transfer_view import NUM_ENDED, TransferLog, without_addresses
 
 
 def test_the_last_ended_ones_are_kept_and_their_age_told() -> None:

@@ -16,26 +16,26 @@ from hash_model import VOCAB_SIZE, HashModel, make_hash_cache
 from signed_channel import signed
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.derived_key import DATA_PLANE
-from pdserve.common.engine_types import EngineCoreRequest, FinishReason
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.role_guard import CallerRoles
-from pdserve.common.rpc import bind, make_channel, make_server
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.net.rpc import bind, make_channel, make_server
+from pdserve.common.request.engine_types import EngineCoreRequest, FinishReason
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.security.derived_key import DATA_PLANE
+from pdserve.common.security.role_guard import CallerRoles
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.output_stream import OutputStream
-from pdserve.kv_transfer.attach_client import Receiving
-from pdserve.kv_transfer.attach_servicer import AttachServicer
 from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.digest_rule import DigestRule
+from pdserve.kv_transfer.control.attach_client import Receiving
+from pdserve.kv_transfer.control.attach_servicer import AttachServicer
+from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
+from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, LeaseLimits, PeerId, SourceTransfer
+from pdserve.kv_transfer.control.source_transfers import SourceTransfers
 from pdserve.kv_transfer.local import LocalConnector, LocalNetwork
-from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
-from pdserve.kv_transfer.source_transfer import ExpectedTransfer, LeaseLimits, PeerId, SourceTransfer
-from pdserve.kv_transfer.source_transfers import SourceTransfers
+from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.kv_transfer.staged_pool import StagedPool, host_memory
-from pdserve.kv_transfer.tcp import TcpConnector
-from pdserve.kv_transfer.tcp_settings import TcpSettings
+from pdserve.kv_transfer.tcp.tcp import TcpConnector
+from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 from pdserve.v1 import kv_source_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.seam_adapter import SeamAdapter

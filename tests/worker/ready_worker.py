@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from pdserve.common.worker_settings import DecodeSettings
+from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.decode.service import run_decode
 from pdserve.worker.identity import WorkerIdentity
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 from pdserve.common.held_blocks import MAX_HASHES, BlocksChange, apply_change
-from pdserve.router.prefix_index import PrefixIndex
+from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.worker.cached_blocks import CachedBlocks
 
 WORKER = ("decode-1", 7)

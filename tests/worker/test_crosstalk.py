@@ -15,8 +15,8 @@ import pytest
 from hash_model import greedy_answer
 
 from pdserve.common.errors import PdServeError, TransferFailed
-from pdserve.kv_transfer import lanes
-from pdserve.kv_transfer.source_transfer import SourceTransfer
+from pdserve.kv_transfer.control.source_transfer import SourceTransfer
+from pdserve.kv_transfer.pull import lanes
 
 NUM_PROMPTS = 40
 NUM_ROUNDS = 50

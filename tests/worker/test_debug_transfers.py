@@ -14,8 +14,8 @@ from hash_model import greedy_answer
 from prometheus_client import CollectorRegistry
 
 from pdserve.common.errors import TransferFailed
-from pdserve.common.metrics import exposition
-from pdserve.kv_transfer.transfer_view import TransfersPage, TransferView
+from pdserve.common.telemetry.metrics import exposition
+from pdserve.kv_transfer.control.transfer_view import TransfersPage, TransferView
 from pdserve.worker.identity import Role
 from pdserve.worker.worker_metrics import WorkerMetrics
 

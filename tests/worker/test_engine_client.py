@@ -12,7 +12,6 @@ import pytest
 from engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
 from hash_model import greedy_answer
 
-from pdserve.common.engine_types import EngineCoreOutput, FinishReason
 from pdserve.common.errors import (
     DeadlineExceeded,
     Draining,
@@ -22,8 +21,9 @@ from pdserve.common.errors import (
     Overloaded,
     WorkerLost,
 )
+from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason
 from pdserve.engine.output_stream import OutputStream
-from pdserve.engine.remote_kv import HoldReturned, ReceiveInto
+from pdserve.engine.scheduler.remote_kv import HoldReturned, ReceiveInto
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_request import engine_request_id
 

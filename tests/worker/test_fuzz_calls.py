@@ -22,18 +22,18 @@ from loop_watch import LOOP_S, LoopWatch
 from message_changes import MessageChanges, fields_named
 from worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair
 
+from pdserve.common.address.peer_address import verify_peer_address
 from pdserve.common.block_hash import DIGEST_BYTES, BlockHasher
-from pdserve.common.call_proof import CallSigner
-from pdserve.common.deployment_key import is_loopback
 from pdserve.common.errors import PdServeError
-from pdserve.common.peer_address import verify_peer_address
+from pdserve.common.net.rpc import ERROR_CODE_KEY, bind, make_server
+from pdserve.common.net.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION, Method
 from pdserve.common.peer_message import max_request_bytes
-from pdserve.common.rpc import ERROR_CODE_KEY, bind, make_server
-from pdserve.common.sampling_params import SamplingParams
-from pdserve.common.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION, Method
-from pdserve.common.structured_outputs import StructuredOutputsParams
-from pdserve.common.watch_proof import WatchChallenge
-from pdserve.kv_transfer.attach_servicer import answer_parts
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.common.security.call_proof import CallSigner
+from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.security.watch_proof import WatchChallenge
+from pdserve.kv_transfer.control.attach_servicer import answer_parts
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
 from pdserve.worker.worker import TICK_STILL_S, Worker
 
@@ -287,7 +287,7 @@ class Hostile:
         return list(await asyncio.gather(*calls))
 
     def _open(self, transfer_id: bytes, request_digest: bytes) -> kv_source_pb2.Open:
-        from pdserve.common.wire import layout_to_wire
+        from pdserve.common.request.wire import layout_to_wire
 
         p = self.pair.p
         return kv_source_pb2.Open(

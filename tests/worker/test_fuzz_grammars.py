@@ -22,9 +22,9 @@ from loop_watch import LOOP_S, LoopWatch
 from random_forms import RandomForms
 from worker_pair import Pair, prepared, running_pair
 
-from pdserve.common.rpc import ERROR_CODE_KEY
-from pdserve.common.sampling_params import SamplingParams
-from pdserve.common.service_channel import GENERATE
+from pdserve.common.net.rpc import ERROR_CODE_KEY
+from pdserve.common.net.service_channel import GENERATE
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import decode_pb2, request_pb2
 from pdserve.worker.worker import Worker

@@ -11,7 +11,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
-from pdserve.common.engine_types import (
+from pdserve.common.errors import Draining, TransferFailed
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.request.engine_types import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,
@@ -19,15 +21,13 @@ from pdserve.common.engine_types import (
     FinishReason,
     SchedulerStats,
 )
-from pdserve.common.errors import Draining, TransferFailed
-from pdserve.common.kv_layout import KvLayout
-from pdserve.common.pooling_params import PoolingParams
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.trace_headers import TRACEPARENT
+from pdserve.common.telemetry.tracing import Tracing, make_sampler
 from pdserve.common.timeline import to_unix_ns
-from pdserve.common.trace_headers import TRACEPARENT
-from pdserve.common.tracing import Tracing, make_sampler
 from pdserve.engine.request import Request
-from pdserve.kv_transfer.source_transfer import PeerId
+from pdserve.kv_transfer.control.source_transfer import PeerId
 from pdserve.worker.identity import Role
 from pdserve.worker.leg_record import Leg, LegRecord
 from pdserve.worker.leg_spans import trace_leg

@@ -14,18 +14,18 @@ import pytest
 from signed_channel import signed
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.errors import Draining
-from pdserve.common.prepared_request import PreparedRequest
-from pdserve.common.rpc import ERROR_CODE_KEY, make_channel
-from pdserve.common.sampling_params import SamplingParams
-from pdserve.common.service_channel import GENERATE, PREFILL
-from pdserve.common.wire import prepared_to_wire
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.net.rpc import ERROR_CODE_KEY, make_channel
+from pdserve.common.net.service_channel import GENERATE, PREFILL
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.wire import prepared_to_wire
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.decode import service as decode_service
-from pdserve.engine.loaded_model import load_model
+from pdserve.engine.runner.loaded_model import load_model
+from pdserve.kv_transfer.control.transfer_state import ReceiverState
 from pdserve.kv_transfer.make_connectors import make_connectors
-from pdserve.kv_transfer.transfer_state import ReceiverState
 from pdserve.prefill import service as prefill_service
 from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.worker.identity import Role

@@ -11,8 +11,8 @@ import pytest
 from transfer_fakes import make_view
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.metrics import CONTENT_TYPE
-from pdserve.kv_transfer.transfer_view import TransferLog
+from pdserve.common.telemetry.metrics import CONTENT_TYPE
+from pdserve.kv_transfer.control.transfer_view import TransferLog
 from pdserve.worker.metrics_server import Health, MetricsServer
 
 

@@ -10,10 +10,10 @@ import grpc.aio
 import pytest
 from tls_authority import Authority
 
-from pdserve.common.call_proof import CallSigner
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.address.peer_address import grpc_target
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.peer_address import grpc_target
+from pdserve.common.security.call_proof import CallSigner
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.worker.peer_channels import MAX_IDLE_PEERS, PeerChannels
 
 SIGNER = CallSigner(DEVELOPMENT_KEY)

@@ -11,9 +11,9 @@ import pytest
 from hash_model import greedy_answer
 from transfer_fakes import expected
 
-from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import Evicted, InvalidRequest, TransferFailed
-from pdserve.kv_transfer.transfer_state import ReceiverState, SourceState
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
 
 PROMPTS = [[(n * 7 + i) % 60 for i in range(n)] for n in (1, 3, 4, 5, 16, 23, 60, 100)]
 

@@ -17,10 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair
 
 from pdserve.common.block_hash import BlockHasher, placement_hash
-from pdserve.common.call_proof import CallSigner
-from pdserve.common.derived_key import DeploymentKey
-from pdserve.common.rpc import ERROR_CODE_KEY
-from pdserve.common.service_channel import (
+from pdserve.common.net.rpc import ERROR_CODE_KEY
+from pdserve.common.net.service_channel import (
     ATTACH,
     EMBED,
     END_SEQUENCES,
@@ -30,7 +28,9 @@ from pdserve.common.service_channel import (
     SESSION,
     Method,
 )
-from pdserve.common.watch_proof import WatchChallenge
+from pdserve.common.security.call_proof import CallSigner
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
 from pdserve.worker.worker import Worker
 

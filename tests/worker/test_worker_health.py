@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
-from pdserve.common.rpc import make_channel
-from pdserve.common.worker_settings import DecodeSettings
+from pdserve.common.net.rpc import make_channel
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.decode.service import add_servicers
-from pdserve.engine.loaded_model import load_model
+from pdserve.engine.runner.loaded_model import load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.worker import worker as worker_module
 from pdserve.worker.identity import Role

@@ -17,12 +17,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from pdserve.cli.child_report import LoadReport
 from pdserve.cli.worker_child import ChildPlan, WorkerChild
-from pdserve.common.deployment_key import new_deployment_key, resolve_deployment_key
-from pdserve.common.descriptors import raise_descriptor_limit
+from pdserve.common.address.descriptors import raise_descriptor_limit
 from pdserve.common.errors import ConfigError
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.settings import ENV_PREFIX, from_toml, load_settings
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.security.deployment_key import new_deployment_key, resolve_deployment_key
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.settings import ENV_PREFIX, from_toml, load_settings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.router.service import run_router
 
 log = logging.getLogger(__name__)

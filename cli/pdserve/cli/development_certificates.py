@@ -1,7 +1,7 @@
 """Certificates for development and for small deployments: two authorities, and a certificate for each kind of service.
 
     services-ca.pem      vouches for services; its key signs no other kind of certificate
-    router.pem, prefill.pem, decode.pem      a role each (`common/tls_roles.py`)
+    router.pem, prefill.pem, decode.pem      a role each (`common/security/tls_roles.py`)
     clients-ca.pem       what clients trust
     front.pem            the router's front ends, for clients
     pdserve.toml         settings that name all of these
@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.tls_roles import RoleName, ServiceRole, role_names
+from pdserve.common.security.tls_roles import RoleName, ServiceRole, role_names
 
 TRUST_DOMAIN = "pdserve.internal"
 MAX_DAYS = 36_500

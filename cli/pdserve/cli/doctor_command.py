@@ -25,9 +25,9 @@ from pdserve.cli.doctor.redis_check import RedisCheck
 from pdserve.cli.doctor.report import make_report, show, show_summary
 from pdserve.cli.doctor.tls_check import TlsCheck
 from pdserve.common.errors import ConfigError
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.settings import load_settings
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.settings import load_settings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 
 Role = Literal["prefill", "decode", "router"]
 _SETTINGS: dict[Role, type[PrefillSettings | DecodeSettings | RouterSettings]] = {

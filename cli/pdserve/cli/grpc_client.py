@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from pdserve.common.engine_types import FinishReason
 from pdserve.common.errors import WorkerLost
-from pdserve.common.public_server import make_public_channel
-from pdserve.common.rpc import failed_to_shake_hands, from_rpc_error
+from pdserve.common.net.public_server import make_public_channel
+from pdserve.common.net.rpc import failed_to_shake_hands, from_rpc_error
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.request.wire import finish_reason_from_wire, moments_from_wire
+from pdserve.common.security.tls import ClientTls
 from pdserve.common.timeline import Timeline
-from pdserve.common.tls import ClientTls
-from pdserve.common.wire import finish_reason_from_wire, moments_from_wire
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from pdserve.common.api_key_file import Role, is_name, key_hash, new_key
 from pdserve.common.errors import ConfigError
+from pdserve.common.settings.api_key_file import Role, is_name, key_hash, new_key
 
 
 def make_key(name: str, tenant: str | None, role: Role) -> None:

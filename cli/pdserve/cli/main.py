@@ -96,9 +96,9 @@ def up(
     from pdserve.cli.greeting import Greeting
     from pdserve.cli.service_commands import parse_assignments
     from pdserve.cli.visible_secrets import warn_of_secrets
-    from pdserve.common.logging_setup import configure_logging
-    from pdserve.common.router_settings import RouterSettings
-    from pdserve.common.settings import load_settings
+    from pdserve.common.settings.router_settings import RouterSettings
+    from pdserve.common.settings.settings import load_settings
+    from pdserve.common.telemetry.logging_setup import configure_logging
     from pdserve.models.model_folder import model_folder
 
     configure_logging("router", "info" if verbose else "warning")
@@ -168,7 +168,7 @@ def router(
 def _worker(role: Literal["prefill", "decode"], set_: list[str] | None, config: Path | None, **flags: Any) -> None:
     from pdserve.cli.service_commands import ReportedFailure, parse_assignments, serve_worker
     from pdserve.cli.visible_secrets import warn_of_secrets
-    from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+    from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 
     report_fd, lifeline_fd = flags.pop("report_fd"), flags.pop("lifeline_fd")
     kind = PrefillSettings if role == "prefill" else DecodeSettings
@@ -282,7 +282,7 @@ def generate(
 def _way_to(url: str, ca_file: str | None, cert_file: str | None, key_file: str | None) -> Callable[[], GrpcClient]:
     """Raises: ConfigError for files that cannot be used."""
     from pdserve.cli.grpc_client import GrpcClient
-    from pdserve.common.tls import TlsFile, load_client
+    from pdserve.common.security.tls import TlsFile, load_client
 
     files = {"--ca-file": ca_file, "--cert-file": cert_file, "--key-file": key_file}
     ca, certificate, key = (TlsFile(flag, path) if path else None for flag, path in files.items())

@@ -18,12 +18,12 @@ from pdserve.cli.child_report import (
     ReportPipe,
     follow_lifeline,
 )
-from pdserve.common.descriptors import raise_descriptor_limit
+from pdserve.common.address.descriptors import raise_descriptor_limit
 from pdserve.common.errors import ConfigError
-from pdserve.common.logging_setup import configure_logging
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.settings import SERVICES, load_settings
-from pdserve.common.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.settings import SERVICES, load_settings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.telemetry.logging_setup import configure_logging
 from pdserve.models.model_folder import model_folder
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def _serve_worker(
         from pdserve.prefill.service import run_prefill as run
     else:
         from pdserve.decode.service import run_decode as run  # type: ignore[assignment]
-    from pdserve.engine.loaded_model import LoadProgress
+    from pdserve.engine.runner.loaded_model import LoadProgress
     from pdserve.worker.identity import WorkerIdentity
 
     follow_lifeline(lifeline_fd)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from pdserve.common.settings import ENV_PREFIX, SECRETS
+from pdserve.common.settings.settings import ENV_PREFIX, SECRETS
 
 _URLS = ("redis", "otlp")
 

@@ -10,17 +10,17 @@ from typing import Any
 import grpc
 
 from pdserve.common import timeline
-from pdserve.common.deployment_key import is_loopback
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.address.peer_address import verify_peer_address, verify_worker_id
 from pdserve.common.errors import Draining, InvalidRequest, NeedsPrefill, PdServeError, TransferFailed, WorkerLost
-from pdserve.common.peer_address import verify_peer_address, verify_worker_id
-from pdserve.common.prepared_request import PreparedRequest, verify_request_id
-from pdserve.common.rpc import metadata_of
-from pdserve.common.sampling_params import MAX_SEQUENCES
-from pdserve.common.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
+from pdserve.common.net.rpc import metadata_of
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.request.prepared_request import PreparedRequest, verify_request_id
+from pdserve.common.request.sampling_params import MAX_SEQUENCES
+from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
+from pdserve.common.security.deployment_key import is_loopback
 from pdserve.decode.session_servicer import LOCAL_MOMENTS, SessionServicer
 from pdserve.engine.output_stream import OutputStream
-from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
+from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from pdserve.worker.engine_request import engine_request_id, make_engine_request
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import grpc
 
-from pdserve.common.worker_settings import DecodeSettings
+from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.decode.decode_servicer import DecodeServicer
-from pdserve.engine.loaded_model import LoadProgress
+from pdserve.engine.runner.loaded_model import LoadProgress
 from pdserve.v1 import decode_pb2_grpc
 from pdserve.worker.identity import Role, WorkerIdentity
 from pdserve.worker.worker import Worker

@@ -12,13 +12,13 @@ import grpc
 import msgspec
 
 from pdserve.common import timeline
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
 from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, InvalidRequest, Overloaded, PromptTooLong
 from pdserve.common.first_done import first_of
-from pdserve.common.rpc import metadata_of
-from pdserve.common.trace_headers import valid_trace_headers
-from pdserve.common.wire import moments_to_wire, outputs_to_wire, sampling_from_wire
-from pdserve.common.worker_settings import DecodeSettings
+from pdserve.common.net.rpc import metadata_of
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
+from pdserve.common.request.trace_headers import valid_trace_headers
+from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, sampling_from_wire
+from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.output_stream import OutputStream
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from pdserve.worker.engine_request import make_engine_request

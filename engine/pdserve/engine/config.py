@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.common.service_settings import SchedulingPolicy
+from pdserve.common.settings.service_settings import SchedulingPolicy
 
 
 @dataclass(frozen=True, slots=True)

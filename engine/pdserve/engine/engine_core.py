@@ -9,16 +9,16 @@ import msgspec
 from torch import Tensor
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
 from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
-from pdserve.common.sampling_params import SamplingParams, verify_token_ids
+from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
+from pdserve.common.request.sampling_params import SamplingParams, verify_token_ids
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.grammar_compiler import GrammarCompiler
-from pdserve.engine.logits_processors import LogitsProcessors
-from pdserve.engine.model_runner import MASK_WAIT_S, DecoderModel, ModelRunner
-from pdserve.engine.remote_kv import IntoEngine, KVConnector, NoTransfers, ReceiveFailed, SourceFinished
 from pdserve.engine.request import Request
-from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.runner.model_runner import MASK_WAIT_S, DecoderModel, ModelRunner
+from pdserve.engine.sampling.logits_processors import LogitsProcessors
+from pdserve.engine.scheduler.remote_kv import IntoEngine, KVConnector, NoTransfers, ReceiveFailed, SourceFinished
+from pdserve.engine.scheduler.scheduler import Scheduler
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 
 
 def _verify_turn(params: SamplingParams) -> None:

@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 import torch
 
-from pdserve.common.engine_types import EngineCoreOutputs
 from pdserve.common.errors import WorkerLost
+from pdserve.common.request.engine_types import EngineCoreOutputs
 from pdserve.engine.engine_core import EngineCore
 
 log = logging.getLogger(__name__)

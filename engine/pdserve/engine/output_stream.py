@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from pdserve.common.engine_types import EngineCoreOutput, LogprobsLists
 from pdserve.common.errors import PdServeError, from_code
+from pdserve.common.request.engine_types import EngineCoreOutput, LogprobsLists
 
 
 class OutputStream:

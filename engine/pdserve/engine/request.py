@@ -7,7 +7,7 @@ import itertools
 import time
 from typing import TYPE_CHECKING
 
-from pdserve.common.engine_types import (
+from pdserve.common.request.engine_types import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreRequest,
@@ -17,7 +17,7 @@ from pdserve.common.engine_types import (
 )
 
 if TYPE_CHECKING:
-    from pdserve.engine.grammar import Grammar
+    from pdserve.engine.structured_outputs.grammar import Grammar
 
 _arrivals = itertools.count()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from pdserve.common.engine_types import LogprobsLists
 from pdserve.common.errors import PdServeError
+from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.request import Request
 
 NO_TOKEN = -1

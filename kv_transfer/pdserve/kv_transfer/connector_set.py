@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from pdserve.common.errors import ConfigError
 from pdserve.kv_transfer.connector import BlockConnector, Grant, PoolMemory
-from pdserve.kv_transfer.peer_lives import PeerLives
+from pdserve.kv_transfer.pull.peer_lives import PeerLives
 
 log = logging.getLogger(__name__)
 

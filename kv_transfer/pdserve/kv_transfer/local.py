@@ -10,10 +10,10 @@ from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.grant_book import GrantBook, Refusal, Sending
-from pdserve.kv_transfer.lanes import LaneLimits, ReadCounters
-from pdserve.kv_transfer.read_desk import ReadDesk
-from pdserve.kv_transfer.wire import WireBroken
+from pdserve.kv_transfer.pull.grant_book import GrantBook, Refusal, Sending
+from pdserve.kv_transfer.pull.lanes import LaneLimits, ReadCounters
+from pdserve.kv_transfer.pull.read_desk import ReadDesk
+from pdserve.kv_transfer.pull.wire import WireBroken
 
 _IDLE_CLOSE_S = 60.0
 _FENCE_AFTER_S = 1.0

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.tls import TlsIdentity
-from pdserve.common.worker_settings import WorkerSettings
+from pdserve.common.security.tls import TlsIdentity
+from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.nixl import NixlConnector
-from pdserve.kv_transfer.nixl_agent import why_no_nixl
-from pdserve.kv_transfer.tcp import TcpConnector
-from pdserve.kv_transfer.tcp_settings import TcpSettings
+from pdserve.kv_transfer.nixl.nixl import NixlConnector
+from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
+from pdserve.kv_transfer.tcp.tcp import TcpConnector
+from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Offline Python API: `LLM` for batches, `AsyncLLM` for streams, one engine in this process. Knows no network."""
 
-from pdserve.common.pooling_params import PoolingParams
-from pdserve.common.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
-from pdserve.common.structured_outputs import StructuredOutputsParams
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.llm.async_llm import AsyncLLM
 from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from pdserve.llm.embedding_output import EmbeddingOutput, EmbeddingRequestOutput

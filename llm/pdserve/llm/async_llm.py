@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError, WorkerLost, from_code
-from pdserve.common.pooling_params import PoolingParams
-from pdserve.common.sampling_params import RequestOutputKind, SamplingParams
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.sampling_params import RequestOutputKind, SamplingParams
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_thread import EngineThread
 from pdserve.engine.output_stream import OutputStream

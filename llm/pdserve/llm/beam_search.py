@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InternalError, InvalidRequest
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 
 MAX_LENGTH_PENALTY = 32.0
 """Of either sign: a length to a higher power may be no number any more."""

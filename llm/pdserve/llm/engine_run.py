@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InternalError
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.output_stream import engine_error
 

@@ -14,8 +14,8 @@ import msgspec
 import torch
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.pooling_params import PoolingParams
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.engine_core import EngineCore
 from pdserve.llm.beam_search import Beam, BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence, BeamStep
 from pdserve.llm.embedding_output import EmbeddingRequestOutput

@@ -9,13 +9,13 @@ from typing import Literal, TypedDict
 import msgspec
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.errors import ConfigError
-from pdserve.common.worker_settings import WorkerSettings
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.grammar_compiler import GrammarCompiler
-from pdserve.engine.loaded_model import load_model, model_folder
-from pdserve.engine.logits_processors import LogitsProcessors
+from pdserve.engine.runner.loaded_model import load_model, model_folder
+from pdserve.engine.sampling.logits_processors import LogitsProcessors
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.text.tokenizer import Tokenizer
 
 

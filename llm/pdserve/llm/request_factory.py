@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InternalError, InvalidRequest
-from pdserve.common.pooling_params import PoolingParams
-from pdserve.common.request_metrics import RequestMetrics, unix_s
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.telemetry.request_metrics import RequestMetrics, unix_s
 from pdserve.llm.beam_search import BeamSearchParams, BeamStep
 from pdserve.llm.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
 from pdserve.llm.local_engine import LocalEngine

@@ -8,14 +8,14 @@ from typing import Any
 import grpc
 
 from pdserve.common import timeline
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.address.peer_address import verify_worker_id
 from pdserve.common.errors import InternalError, InvalidRequest
-from pdserve.common.peer_address import verify_worker_id
-from pdserve.common.prepared_request import PreparedRequest
-from pdserve.common.rpc import metadata_of
-from pdserve.common.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
-from pdserve.kv_transfer.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
-from pdserve.kv_transfer.transfer_state import SourceState
+from pdserve.common.net.rpc import metadata_of
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
+from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
+from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
 from pdserve.worker.engine_request import make_engine_request
 from pdserve.worker.worker import Worker

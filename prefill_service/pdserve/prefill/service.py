@@ -7,8 +7,8 @@ from pathlib import Path
 
 import grpc
 
-from pdserve.common.worker_settings import PrefillSettings
-from pdserve.engine.loaded_model import LoadProgress
+from pdserve.common.settings.worker_settings import PrefillSettings
+from pdserve.engine.runner.loaded_model import LoadProgress
 from pdserve.prefill.prefill_servicer import PrefillServicer
 from pdserve.v1 import prefill_pb2_grpc
 from pdserve.worker.identity import Role, WorkerIdentity

@@ -9,29 +9,29 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+from pdserve.common.address.descriptors import default_max_connections
+from pdserve.common.address.host_address import host_and_port
 from pdserve.common.background_task import background_task
-from pdserve.common.connection_gate import ConnectionLimits
-from pdserve.common.deployment_key import is_loopback
-from pdserve.common.descriptors import default_max_connections
 from pdserve.common.first_done import first_done
-from pdserve.common.host_address import host_and_port
-from pdserve.common.http_server import HttpServer, listening_socket
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.rpc import bind
-from pdserve.common.settings import describe
-from pdserve.common.tls import ServerTls
-from pdserve.common.tls_renewal import TlsRenewal
-from pdserve.router.client_bodies import ClientBodies, model_len_of
-from pdserve.router.fleet import Fleet
-from pdserve.router.fleet_usage import make_fleet_usage
-from pdserve.router.front_grpc import GrpcFront
-from pdserve.router.front_http import HttpFront
-from pdserve.router.inference import Inference
-from pdserve.router.metrics_http import MetricsHttp
-from pdserve.router.prefix_index import PrefixIndex
-from pdserve.router.preparation import Preparation
-from pdserve.router.redis_directory import make_directory
-from pdserve.router.watched_address import Expected
+from pdserve.common.net.connection_gate import ConnectionLimits
+from pdserve.common.net.http_server import HttpServer, listening_socket
+from pdserve.common.net.rpc import bind
+from pdserve.common.net.tls_renewal import TlsRenewal
+from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.security.tls import ServerTls
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.settings import describe
+from pdserve.router.bodies.client_bodies import ClientBodies, model_len_of
+from pdserve.router.grpc_front.front_grpc import GrpcFront
+from pdserve.router.http_front.front_http import HttpFront
+from pdserve.router.http_front.metrics_http import MetricsHttp
+from pdserve.router.placement.prefix_index import PrefixIndex
+from pdserve.router.requests.inference import Inference
+from pdserve.router.requests.preparation import Preparation
+from pdserve.router.tenants.fleet_usage import make_fleet_usage
+from pdserve.router.workers.fleet import Fleet
+from pdserve.router.workers.redis_directory import make_directory
+from pdserve.router.workers.watched_address import Expected
 from pdserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.text.request_output import CompletionOutput
 
 

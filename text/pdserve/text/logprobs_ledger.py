@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.common.engine_types import LogprobsLists
+from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.text.request_output import CompletionOutput, Logprob
 from pdserve.text.tokenizer import Tokenizer
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.common.engine_types import FinishReason, LogprobsLists
 from pdserve.common.errors import InternalError
-from pdserve.common.request_metrics import RequestMetrics
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.engine_types import FinishReason, LogprobsLists
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.telemetry.request_metrics import RequestMetrics
 from pdserve.text.detokenizer import IncrementalDetokenizer, NoDetokenizer
 from pdserve.text.logprobs_ledger import LogprobsLedger
 from pdserve.text.prompt_logprobs import PromptLogprobsLedger

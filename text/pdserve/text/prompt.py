@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pdserve.common.errors import InvalidRequest, PromptTooLong
-from pdserve.common.sampling_params import verify_token_ids
+from pdserve.common.request.sampling_params import verify_token_ids
 from pdserve.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16

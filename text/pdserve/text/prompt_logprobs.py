@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from pdserve.common.engine_types import LogprobsLists
 from pdserve.common.errors import InternalError
+from pdserve.common.request.engine_types import LogprobsLists
 
 C = TypeVar("C")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdserve.common.request_metrics import RequestMetrics
+from pdserve.common.telemetry.request_metrics import RequestMetrics
 
 
 class Logprob(msgspec.Struct, kw_only=True):

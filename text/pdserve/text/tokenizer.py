@@ -10,8 +10,8 @@ import msgspec
 from tokenizers import Tokenizer as Backend
 
 from pdserve.common.errors import ConfigError, InvalidRequest
-from pdserve.common.fingerprint import tokenizer_fingerprint
 from pdserve.common.json_file import read_regular_file
+from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.text.chat_template import ChatTemplate
 from pdserve.text.detokenizer import ByteDetokenizer, IncrementalDetokenizer, WindowDetokenizer
 from pdserve.text.literal_specials import LiteralSpecials

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 
 from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.common.json_file import MAX_JSON_BYTES, MAX_TOKENIZER_CONFIG_BYTES, read_json_object, read_text_file
-from pdserve.common.sampling_params import SamplingParams
+from pdserve.common.request.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from pdserve.common.engine_types import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-    SchedulerStats,
-    StreamingUpdate,
-)
 from pdserve.common.errors import (
     DeadlineExceeded,
     Draining,
@@ -22,11 +14,19 @@ from pdserve.common.errors import (
     PdServeError,
     WorkerLost,
 )
+from pdserve.common.request.engine_types import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    SchedulerStats,
+    StreamingUpdate,
+)
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_thread import ENGINE_FAILED, EngineThread
 from pdserve.engine.output_stream import OutputStream
-from pdserve.engine.remote_kv import IntoEngine
 from pdserve.engine.request import Request
+from pdserve.engine.scheduler.remote_kv import IntoEngine
 from pdserve.worker.cached_blocks import CachedBlocks
 from pdserve.worker.prefill_rate import PrefillRate
 

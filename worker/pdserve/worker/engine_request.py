@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from pdserve.common.engine_types import EngineCoreRequest
-from pdserve.common.prepared_request import PreparedRequest
+from pdserve.common.request.engine_types import EngineCoreRequest
+from pdserve.common.request.prepared_request import PreparedRequest
 
 
 def engine_request_id(request_id: str, attempt: int, index: int) -> str:

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from pdserve.common.kv_layout import KvLayout
-from pdserve.kv_transfer.source_transfer import PeerId
+from pdserve.kv_transfer.control.source_transfer import PeerId
 
 
 class Role(enum.Enum):

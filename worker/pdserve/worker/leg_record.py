@@ -12,10 +12,15 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal, NamedTuple
 
-from pdserve.common.engine_types import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import Cancelled, InternalError, PdServeError
+from pdserve.common.request.engine_types import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreRequest,
+)
 from pdserve.engine.request import Request
-from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer
+from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer
 
 Leg = Literal["prefill", "decode"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pdserve.common.telemetry.tracing import Attribute, Event, Tracing
 from pdserve.common.timeline import to_unix_ns
-from pdserve.common.tracing import Attribute, Event, Tracing
 from pdserve.worker.leg_record import LegRecord
 
 

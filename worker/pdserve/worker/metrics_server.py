@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdserve.common.connection_gate import ConnectionLimits
-from pdserve.common.deployment_key import is_loopback
-from pdserve.common.health_probe import answer_live, probe_response
-from pdserve.common.http_server import HttpServer, listening_socket
-from pdserve.common.metrics import CONTENT_TYPE
-from pdserve.kv_transfer.transfer_view import TransfersPage
+from pdserve.common.net.connection_gate import ConnectionLimits
+from pdserve.common.net.health_probe import answer_live, probe_response
+from pdserve.common.net.http_server import HttpServer, listening_socket
+from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.telemetry.metrics import CONTENT_TYPE
+from pdserve.kv_transfer.control.transfer_view import TransfersPage
 
 _KEEP_ALIVE_S = 75.0
 _GRACE_S = 1.0

@@ -7,14 +7,14 @@ from collections import OrderedDict
 
 import grpc
 
-from pdserve.common.call_proof import CallSigner
-from pdserve.common.deployment_key import is_loopback
+from pdserve.common.address.peer_address import verify_peer_address
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import WorkerKey
-from pdserve.common.peer_address import verify_peer_address
-from pdserve.common.rpc import make_channel
-from pdserve.common.service_channel import ServiceChannel
-from pdserve.common.tls import ClientTls
+from pdserve.common.net.rpc import make_channel
+from pdserve.common.net.service_channel import ServiceChannel
+from pdserve.common.security.call_proof import CallSigner
+from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.security.tls import ClientTls
 
 MAX_RECEIVED_BYTES = 2 << 20
 """Of one message of a peer: the digests and locations of 65,536 blocks take 0.9 MB."""

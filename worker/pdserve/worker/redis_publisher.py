@@ -16,12 +16,11 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.exceptions import WatchError
 
-from pdserve.common.circuit_breaker import FIRST_WAIT_S, CircuitBreaker
-from pdserve.common.derived_key import DeploymentKey
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import BlocksChange
 from pdserve.common.protocol_version import PROTOCOL_VERSION
-from pdserve.common.redis_connection import (
+from pdserve.common.registry.circuit_breaker import FIRST_WAIT_S, CircuitBreaker
+from pdserve.common.registry.redis_connection import (
     REDIS_ERRORS,
     concerns_keys,
     error_kind,
@@ -29,8 +28,8 @@ from pdserve.common.redis_connection import (
     heed_cancellation,
     make_redis,
 )
-from pdserve.common.redis_url import parse_redis_url
-from pdserve.common.registry import (
+from pdserve.common.registry.redis_url import parse_redis_url
+from pdserve.common.registry.registry import (
     BEAT_S,
     BLOCKS_TTL_S,
     EVENTS_KEPT,
@@ -45,7 +44,8 @@ from pdserve.common.registry import (
     read_change,
     read_record,
 )
-from pdserve.common.worker_settings import WorkerSettings
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.worker.cached_blocks import BlocksFollower, CachedBlocks
 from pdserve.worker.identity import WorkerIdentity
 

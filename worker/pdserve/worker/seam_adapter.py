@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from pdserve.common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
-from pdserve.common.service_channel import ServiceChannel
-from pdserve.engine.block_pool import BlockHold
+from pdserve.common.net.service_channel import ServiceChannel
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.engine.kv_cache.block_pool import BlockHold
 from pdserve.engine.output_stream import engine_error
-from pdserve.engine.remote_kv import (
+from pdserve.engine.scheduler.remote_kv import (
     HoldReturned,
     Landed,
     Missed,
@@ -31,15 +31,15 @@ from pdserve.engine.remote_kv import (
     StopReceiving,
     Want,
 )
-from pdserve.kv_transfer.attach_client import Receiving, attach
 from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.digest import block_digests
-from pdserve.kv_transfer.receiver_transfer import ReceiverTransfer, SourceRef
-from pdserve.kv_transfer.source_transfer import SourceResult, SourceTransfer
+from pdserve.kv_transfer.control.attach_client import Receiving, attach
+from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
+from pdserve.kv_transfer.control.source_transfer import SourceResult, SourceTransfer
+from pdserve.kv_transfer.control.transfer_view import TransferLog, TransfersPage, receiver_view, source_view
+from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.kv_transfer.staged_pool import StagedPool
-from pdserve.kv_transfer.transfer_view import TransferLog, TransfersPage, receiver_view, source_view
 from pdserve.worker.engine_client import EngineClient
 
 log = logging.getLogger(__name__)

@@ -17,33 +17,33 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pdserve.common.address.host_address import host_and_port
 from pdserve.common.background_task import background_task
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.call_guard import CallGuard
-from pdserve.common.call_proof import CallSigner, CallVerifier
-from pdserve.common.derived_key import DATA_PLANE, DeploymentKey
-from pdserve.common.engine_types import EngineCoreRequest
 from pdserve.common.errors import Draining
 from pdserve.common.first_done import first_done
-from pdserve.common.health_probe import LIVE_SERVICE, READY_SERVICES
-from pdserve.common.host_address import host_and_port
+from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
+from pdserve.common.net.rpc import abort_with, bind, make_server
 from pdserve.common.peer_message import max_request_bytes
-from pdserve.common.prepared_request import PreparedRequest
-from pdserve.common.role_guard import CallerRoles, RoleGuard
-from pdserve.common.rpc import abort_with, bind, make_server
-from pdserve.common.tls import TlsIdentity
-from pdserve.common.wire import prepared_from_wire
-from pdserve.common.worker_settings import WorkerSettings
+from pdserve.common.request.engine_types import EngineCoreRequest
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.wire import prepared_from_wire
+from pdserve.common.security.call_guard import CallGuard
+from pdserve.common.security.call_proof import CallSigner, CallVerifier
+from pdserve.common.security.derived_key import DATA_PLANE, DeploymentKey
+from pdserve.common.security.role_guard import CallerRoles, RoleGuard
+from pdserve.common.security.tls import TlsIdentity
+from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.loaded_model import LoadedModel
-from pdserve.engine.logits_processors import LogitsProcessors
-from pdserve.engine.sampler import SAMPLER_VERSION
-from pdserve.kv_transfer.attach_client import Receiving
-from pdserve.kv_transfer.attach_servicer import AttachServicer
+from pdserve.engine.runner.loaded_model import LoadedModel
+from pdserve.engine.sampling.logits_processors import LogitsProcessors
+from pdserve.engine.sampling.sampler import SAMPLER_VERSION
 from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.digest_rule import DigestRule
-from pdserve.kv_transfer.source_transfer import LeaseLimits, PeerId
-from pdserve.kv_transfer.source_transfers import SourceTransfers
+from pdserve.kv_transfer.control.attach_client import Receiving
+from pdserve.kv_transfer.control.attach_servicer import AttachServicer
+from pdserve.kv_transfer.control.source_transfer import LeaseLimits, PeerId
+from pdserve.kv_transfer.control.source_transfers import SourceTransfers
+from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.kv_transfer.staged_pool import StagedPool, host_memory
 from pdserve.v1 import kv_source_pb2_grpc, request_pb2, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from pdserve.common.metrics import LATENCY_BUCKETS_S
+from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import WorkerIdentity
 from pdserve.worker.leg_record import LegRecord

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pdserve.common.background_task import background_task
 from pdserve.common.first_done import first_done
-from pdserve.common.settings import describe
-from pdserve.common.tls_renewal import TlsRenewal
-from pdserve.common.worker_settings import WorkerSettings
-from pdserve.engine.loaded_model import LoadProgress, load_model
+from pdserve.common.net.tls_renewal import TlsRenewal
+from pdserve.common.settings.settings import describe
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine.runner.loaded_model import LoadProgress, load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.worker.identity import Role, WorkerIdentity
 from pdserve.worker.worker import AddServicers, Worker

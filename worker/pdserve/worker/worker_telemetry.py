@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from pdserve.common.circuit_breaker import CircuitBreaker
-from pdserve.common.engine_types import EngineCoreRequest
-from pdserve.common.loop_lag import LoopLag
-from pdserve.common.metrics import Exposition, RedisCollector, TlsCollector, make_registry
-from pdserve.common.telemetry import make_telemetry
-from pdserve.common.tls_renewal import PeerKind
-from pdserve.common.trace_headers import valid_trace_headers
-from pdserve.common.worker_settings import WorkerSettings
+from pdserve.common.net.loop_lag import LoopLag
+from pdserve.common.net.tls_renewal import PeerKind
+from pdserve.common.registry.circuit_breaker import CircuitBreaker
+from pdserve.common.request.engine_types import EngineCoreRequest
+from pdserve.common.request.trace_headers import valid_trace_headers
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.common.telemetry.metrics import Exposition, RedisCollector, TlsCollector, make_registry
+from pdserve.common.telemetry.telemetry import make_telemetry
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import WorkerIdentity
 from pdserve.worker.leg_record import Leg, LegRecord

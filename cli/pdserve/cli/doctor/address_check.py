@@ -12,12 +12,12 @@ from functools import partial
 
 from pdserve.cli.doctor.background import in_background
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
-from pdserve.common.deployment_key import host_of, is_loopback
+from pdserve.common.address.host_address import is_wildcard
 from pdserve.common.errors import ConfigError
-from pdserve.common.host_address import is_wildcard
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.tls import ClientTls, tls_problem
-from pdserve.common.worker_settings import WorkerSettings
+from pdserve.common.security.deployment_key import host_of, is_loopback
+from pdserve.common.security.tls import ClientTls, tls_problem
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.worker_settings import WorkerSettings
 
 CONNECT_S = 2.0
 ANSWER_S = 12.0

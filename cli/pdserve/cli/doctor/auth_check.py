@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
-from pdserve.common.api_key_file import KeyEntry, read_keys
-from pdserve.common.deployment_key import is_loopback
 from pdserve.common.errors import ConfigError
-from pdserve.common.router_settings import RouterSettings
+from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.settings.api_key_file import KeyEntry, read_keys
+from pdserve.common.settings.router_settings import RouterSettings
 
 EXPIRES_SOON = datetime.timedelta(days=14)
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH

@@ -6,9 +6,9 @@ import resource
 from dataclasses import dataclass
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
-from pdserve.common.descriptors import ENOUGH_DESCRIPTORS, KEPT_BACK
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.worker_settings import WorkerSettings
+from pdserve.common.address.descriptors import ENOUGH_DESCRIPTORS, KEPT_BACK
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.worker_settings import WorkerSettings
 
 FEW_DESCRIPTORS = 4096
 _ADVICE = "raise the hard limit: `ulimit -Hn`, `LimitNOFILE=` of systemd, `ulimits: nofile` of a container"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from pdserve.cli.doctor.child_process import ChildBroke, child
 from pdserve.cli.doctor.finding import Finding, failed, ok
-from pdserve.common.worker_settings import WorkerSettings
-from pdserve.engine.cuda_view import CudaView
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine.runner.cuda_view import CudaView
 
 LOOK_S = 50.0
 _NEEDED = "install a torch with CUDA and the driver it needs (`nvidia-smi` shows it), or set device=cpu"
@@ -22,7 +22,7 @@ def look_at_gpus() -> CudaView:
     """In a child: a driver may hang, and a CUDA context would cost this process memory. Raises: NoView."""
 
     async def look() -> CudaView:
-        async with asyncio.timeout(LOOK_S), child("pdserve.engine.cuda_devices") as probe:
+        async with asyncio.timeout(LOOK_S), child("pdserve.engine.runner.cuda_devices") as probe:
             return await probe.answer(CudaView)
 
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.cli.doctor.secret_file import exposed
 from pdserve.common.errors import ConfigError
-from pdserve.common.service_settings import ServiceSettings
+from pdserve.common.settings.service_settings import ServiceSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.cli.doctor.gpu_check import NoView, gpu_index, look_at_gpus
 from pdserve.cli.doctor.machine_memory import free_memory
 from pdserve.common.errors import PdServeError
-from pdserve.common.worker_settings import WorkerSettings
+from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.models.model_folder import model_folder
 
 TIGHT_SHARE = 0.9
@@ -27,7 +27,7 @@ class MemoryCheck:
 
     def run(self) -> list[Finding]:
         """As `Check.run`."""
-        from pdserve.engine.memory_needs import memory_needs  # which imports torch
+        from pdserve.engine.runner.memory_needs import memory_needs  # which imports torch
 
         settings = self.settings
         try:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.common.errors import InvalidRequest, PdServeError
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.worker_settings import WorkerSettings
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.models.model_folder import model_folder
 from pdserve.text.tokenizer import Tokenizer
 
@@ -61,7 +61,7 @@ def _text_side(folder: Path) -> tuple[Tokenizer | None, list[Finding]]:
 
 def _weights(folder: Path, settings: WorkerSettings, tokenizer: Tokenizer | None) -> list[Finding]:
     # torch takes seconds to import, and a router's doctor does without
-    from pdserve.engine.memory_needs import weight_bytes
+    from pdserve.engine.runner.memory_needs import weight_bytes
     from pdserve.models.config import ModelConfig
 
     try:

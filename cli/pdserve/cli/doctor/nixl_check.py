@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from pdserve.cli.doctor.child_process import ChildBroke, child
 from pdserve.cli.doctor.finding import Finding, Verdict, failed, ok, warning
-from pdserve.common.deployment_key import is_loopback
-from pdserve.common.worker_settings import WorkerSettings
-from pdserve.kv_transfer.nixl_probe import NixlView, ReadView
-from pdserve.kv_transfer.ucx_transports import UcxTransport
+from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.kv_transfer.nixl.nixl_probe import NixlView, ReadView
+from pdserve.kv_transfer.nixl.ucx_transports import UcxTransport
 
-_PROBE = "pdserve.kv_transfer.nixl_probe"
+_PROBE = "pdserve.kv_transfer.nixl.nixl_probe"
 _KINDS = ("shared memory", "RDMA", "CUDA IPC", "TCP")
 _INSTALL = "pip install 'pdserve[nixl]'; or set connector=tcp, and nothing looks for it"
 _NO_READ = (

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
-from pdserve.common.deployment_key import is_loopback
+from pdserve.common.address.host_address import host_and_port, overlap
 from pdserve.common.errors import ConfigError
-from pdserve.common.host_address import host_and_port, overlap
-from pdserve.common.http_server import listening_socket
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.worker_settings import WorkerSettings
+from pdserve.common.net.http_server import listening_socket
+from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.worker_settings import WorkerSettings
 
 
 @dataclass(frozen=True, slots=True)

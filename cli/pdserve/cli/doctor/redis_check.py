@@ -14,11 +14,18 @@ from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.cli.doctor.redis_rights import refusals
 from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.common.protocol_version import version_objection
-from pdserve.common.redis_connection import REDIS_ERRORS, error_kind, error_text, make_redis
-from pdserve.common.redis_url import RedisUrl, parse_redis_url
-from pdserve.common.registry import RECORD_FIELDS, Keys, RecordSigner, WorkerRecord, read_record, read_worker_id
-from pdserve.common.service_settings import ServiceSettings
-from pdserve.common.worker_settings import WorkerSettings
+from pdserve.common.registry.redis_connection import REDIS_ERRORS, error_kind, error_text, make_redis
+from pdserve.common.registry.redis_url import RedisUrl, parse_redis_url
+from pdserve.common.registry.registry import (
+    RECORD_FIELDS,
+    Keys,
+    RecordSigner,
+    WorkerRecord,
+    read_record,
+    read_worker_id,
+)
+from pdserve.common.settings.service_settings import ServiceSettings
+from pdserve.common.settings.worker_settings import WorkerSettings
 
 OLDEST = (6, 2)
 _NEWER = f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer"

@@ -7,8 +7,8 @@ import secrets
 from redis import exceptions
 from redis.asyncio import Redis
 
-from pdserve.common.redis_connection import error_text
-from pdserve.common.registry import Keys
+from pdserve.common.registry.redis_connection import error_text
+from pdserve.common.registry.registry import Keys
 
 Command = tuple[str | int, ...]
 

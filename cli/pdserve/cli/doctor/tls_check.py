@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 
 from pdserve.cli.doctor.finding import Finding, ok, warning
 from pdserve.cli.doctor.secret_file import exposed
-from pdserve.common.deployment_key import is_loopback
-from pdserve.common.router_settings import RouterSettings
-from pdserve.common.tls import ServerTls
-from pdserve.common.tls_renewal import SOON_S
-from pdserve.common.worker_settings import WorkerSettings
+from pdserve.common.net.tls_renewal import SOON_S
+from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.security.tls import ServerTls
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.worker_settings import WorkerSettings
 
 _HOW = "certificates, as docs/deploy.md makes them; or keep others from that network"
 

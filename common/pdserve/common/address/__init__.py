@@ -1,0 +1,1 @@
+"""Addresses, URLs and descriptors."""

@@ -1,0 +1,105 @@
+"""`GuardedConnection`: one HTTP connection, closed when its client does not keep up."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from pdserve.common.net.connection_gate import Place
+
+HEADER_TIMEOUT_S = 10.0
+"""Within which a header must be complete, from the connection's or the request's first byte on."""
+BODY_WINDOW_S = 10.0
+MIN_BODY_BYTES_PER_S = 1024
+"""Of a body, over each `BODY_WINDOW_S`."""
+LINGER_S = 5.0
+"""How long the rest of a body is read and dropped after its request was answered."""
+WRITE_STALL_S = 60.0
+"""How long a client may take nothing of what was sent to it."""
+
+
+class GuardedConnection(H11Protocol):
+    """uvicorn's, with limits that it lacks. `look` is called about once a second."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        place: Place,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._place = place
+        self._num_received = 0
+        self._since = 0.0
+        """When the client began to owe what it owes: a header, a part of a body, or that it reads."""
+        self._owes: object = None
+        self._received_then = 0
+        self._unsent = 0
+        self._unsent_since = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
+        self._since = self._unsent_since = self.loop.time()
+        self._owes = h11.IDLE
+        self._place.is_open = True
+        self._place.end = self.transport.abort
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._place.leave()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.timeout_keep_alive_task is not None:
+            # the next request begins
+            self._since, self._owes = self.loop.time(), h11.IDLE
+        self._num_received += len(data)
+        super().data_received(data)
+        if self._owes is h11.IDLE and self.conn.their_state is not h11.IDLE:
+            self._owes = None
+            self._place.serves()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self._place.waits()
+
+    def look(self, now: float) -> None:
+        """Close the connection if its client has owed something for too long. now: the loop's clock."""
+        if self._is_stuck(now):
+            self.transport.abort()
+            return
+        state = self.conn.their_state
+        if state is h11.IDLE:
+            if self.timeout_keep_alive_task is None and now - self._since > HEADER_TIMEOUT_S:
+                self.transport.abort()
+            return
+        answered = self.cycle is not None and self.cycle.response_complete
+        owes = None if state is not h11.SEND_BODY or (self.flow.read_paused and not answered) else (state, answered)
+        if owes != self._owes:
+            self._owes, self._since, self._received_then = owes, now, self._num_received
+            return
+        if owes is None:
+            return
+        if answered:
+            if now - self._since > LINGER_S:
+                self.transport.abort()
+        elif now - self._since >= BODY_WINDOW_S:
+            if self._num_received - self._received_then < MIN_BODY_BYTES_PER_S * (now - self._since):
+                self.transport.abort()
+            self._since, self._received_then = now, self._num_received
+
+    def _is_stuck(self, now: float) -> bool:
+        """Whether nothing of what waits to be sent has gone out for too long."""
+        unsent = self.transport.get_write_buffer_size()
+        if not unsent or unsent < self._unsent:
+            self._unsent_since = now
+        self._unsent = unsent
+        return now - self._unsent_since > WRITE_STALL_S

@@ -1,0 +1,171 @@
+"""`make_public_server`: a gRPC server for strangers. Nothing of a call is read before its caller is known.
+
+Servers between services are made in `common/net/rpc.py`; their keepalive, which ends leases within seconds, would cut off
+clients that stand still for a moment, and their messages are larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.net.body_budget import BodyBudget
+from pdserve.common.net.open_calls import OpenCalls, behaviour_of
+from pdserve.common.net.rpc import MAX_MESSAGE_BYTES, ErrorInterceptor
+from pdserve.common.security.tls import ClientTls
+
+MAX_CONCURRENT_RPCS = 4096
+MAX_STREAMS_PER_CONNECTION = 1024
+_SERVICE = "/pdserve."
+_IDENTITY_ONLY = 1
+"""A bit set of gRPC's compression algorithms."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Authenticate = Callable[[Context], Awaitable[None]]
+"""Looks at a call's metadata and peer. Raises: Unauthenticated."""
+Decode = Callable[[bytes, Callable[[bytes], Any]], Awaitable[Any]]
+"""A message's bytes and what parses them -> the message. Raises: InvalidRequest."""
+
+_CLIENT_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+]
+
+
+def _options(max_request_bytes: int, max_connections: int) -> list[tuple[str, int]]:
+    return [
+        *_CLIENT_KEEPALIVE,
+        # half as much again is received, so that the refusal can carry our code; beyond that the channel refuses
+        ("grpc.max_receive_message_length", max_request_bytes + max_request_bytes // 2),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
+        ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        # clients connect again unseen; a stranger's connection takes a place for no longer
+        ("grpc.max_connection_idle_ms", 60_000),
+        # streams of an aged connection go on; new calls use a new connection
+        ("grpc.max_connection_age_ms", 3_600_000),
+        ("grpc.http2.max_ping_strikes", 2),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.server_handshake_timeout_ms", 5000),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def make_public_server(
+    authenticate: Authenticate,
+    decode: Decode,
+    budget: BodyBudget,
+    *,
+    max_request_bytes: int,
+    max_connections: int,
+    read_timeout_s: float,
+) -> grpc.aio.Server:
+    """A server whose handlers may raise `PdServeError`.
+
+    authenticate: called before any message of a call is read; not for health and reflection.
+    decode: makes messages of bytes, in a thread where that takes long. budget: for messages being read.
+    max_request_bytes: of a message. max_connections: more are closed at once. read_timeout_s: within which a call that
+    has one message must have sent it.
+    """
+    public = _PublicInterceptor(authenticate, decode, budget, max_request_bytes, read_timeout_s)
+    return grpc.aio.server(
+        interceptors=[ErrorInterceptor(), public],
+        options=_options(max_request_bytes, max_connections),
+        maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
+    )
+
+
+def make_public_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
+    """A client's channel to a public server at `host:port`. tls: None speaks in the clear."""
+    options = [
+        *_CLIENT_KEEPALIVE,
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
+    name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name is not None else []
+    return grpc.aio.secure_channel(address, credentials, options=[*options, *name])
+
+
+class _PublicInterceptor(grpc.aio.ServerInterceptor):
+    """Turns each handler into one that reads by itself: gRPC would read a unary request before any code of ours runs."""
+
+    def __init__(
+        self,
+        authenticate: Authenticate,
+        decode: Decode,
+        budget: BodyBudget,
+        max_request_bytes: int,
+        read_timeout_s: float,
+    ) -> None:
+        self._authenticate = authenticate
+        self._decode = decode
+        self._max_request_bytes = max_request_bytes
+        self._read_timeout_s = read_timeout_s
+        self._budget = budget
+        self._open_calls = OpenCalls(max_request_bytes, budget.max_bytes)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        if not handler_call_details.method.startswith(_SERVICE):
+            return self._open_calls.bounded(handler)
+        return self._guarded(handler)
+
+    def _guarded(self, handler: Any) -> Any:
+        """The same handler, which knows its caller before it reads, within the limit and the budget."""
+        parse = handler.request_deserializer
+
+        async def first(requests: AsyncIterator[bytes]) -> Any:
+            async with self._budget.room(self._max_request_bytes) as room:
+                raw = await room.read(anext(requests, None), self._read_timeout_s)
+                return await self._message(raw, parse)
+
+        async def each(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            # a session may rest between two messages: no room is held for the next
+            async for raw in requests:
+                yield await self._message(raw, parse)
+
+        answer = behaviour_of(handler)
+        if handler.response_streaming:
+
+            async def stream(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+                await self._authenticate(context)
+                asked = each(requests) if handler.request_streaming else await first(requests)
+                async for response in answer(asked, context):
+                    yield response
+
+            return grpc.stream_stream_rpc_method_handler(stream, response_serializer=_serializer(handler))
+
+        async def unary(requests: AsyncIterator[bytes], context: Context) -> Any:
+            await self._authenticate(context)
+            return await answer(each(requests) if handler.request_streaming else await first(requests), context)
+
+        return grpc.stream_unary_rpc_method_handler(unary, response_serializer=_serializer(handler))
+
+    async def _message(self, raw: bytes | None, parse: Callable[[bytes], Any]) -> Any:
+        if raw is None:
+            raise InvalidRequest("the call ended without a message")
+        return await self._decode(raw, parse)
+
+
+def _serializer(handler: Any) -> Callable[[Any], bytes]:
+    """A handler may return the bytes of a large message, which it has made in a thread: gRPC would in the event loop."""
+    serialize = handler.response_serializer
+    return lambda response: response if isinstance(response, bytes) else serialize(response)

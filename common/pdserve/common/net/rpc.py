@@ -1,0 +1,275 @@
+"""Every gRPC channel and server is made here, and errors are translated here, in both directions.
+
+Keepalive ends a lease when a peer dies silently. Both sides ping each second, also on idle channels, and break the
+connection 3.5 s after an unanswered ping, so a silent host is noticed within 5 s. A shorter limit takes a busy or
+briefly suspended machine for a dead one; gRPC's defaults notice nothing for minutes, and its servers refuse such pings.
+A process that ends closes its sockets, which its peers notice at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, cast
+
+import grpc
+import grpc.aio
+
+from pdserve.common import errors
+from pdserve.common.address.host_address import host_and_port
+from pdserve.common.address.peer_address import grpc_target
+from pdserve.common.errors import ConfigError, InternalError, PdServeError
+from pdserve.common.net.renewed_channel import RenewedChannel
+from pdserve.common.security.tls import ClientTls, ServerTls
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 << 20
+ERROR_CODE_KEY = "pdserve-error-code"
+ERROR_FIELD_KEY = "pdserve-error-field"
+"""Of an `InvalidRequest`: which field is wrong."""
+RETRY_AFTER_KEY = "pdserve-retry-after-s"
+_TOO_LARGE = "message larger than max"
+"""Stands in the status with which gRPC itself refuses a message."""
+_MAX_DETAILS_BYTES = 2000
+"""Of an error's message: peers may refuse more than 8 KiB of trailing metadata, and gRPC writes a byte as up to three."""
+
+PING_EVERY_MS = 1000
+PING_TIMEOUT_MS = 3500
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", PING_EVERY_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+_IDENTITY_ONLY = 1
+"""A bit set of gRPC's compression algorithms: what is compressed would be inflated before its size is known."""
+_CHANNEL_OPTIONS = [
+    *_KEEPALIVE,
+    # one connection a channel: channels to the same address from one process share no fate
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),
+]
+_SERVER_OPTIONS = [
+    *_KEEPALIVE,
+    ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", 5000),
+]
+
+
+def _limits(max_received_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_received_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ]
+
+
+def make_channel(
+    address: str, tls: ClientTls | None = None, *, max_received_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Channel:
+    """A channel to `host:port` with the keepalive that leases rely on. tls: None speaks in the clear.
+
+    With TLS each call takes the certificates that are current then; calls that run live on (`RenewedChannel`).
+    max_received_bytes: of one message; a larger one ends its call.
+    """
+    options = [*_CHANNEL_OPTIONS, *_limits(max_received_bytes)]
+    if tls is None:
+        return grpc.aio.insecure_channel(grpc_target(address), options=options)
+    return RenewedChannel(tls, lambda generation: _secure_channel(address, generation, options))
+
+
+def _secure_channel(address: str, tls: ClientTls, options: list[tuple[str, int]]) -> grpc.aio.Channel:
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
+    name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name is not None else []
+    return grpc.aio.secure_channel(grpc_target(address), credentials, options=[*options, *name])
+
+
+def make_server(*guards: grpc.aio.ServerInterceptor, max_received_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
+    """A server with the keepalive that leases rely on, whose handlers may raise `PdServeError`.
+
+    guards: what each call passes before its handler, in this order. max_received_bytes: of one message; a larger one is
+    refused before it is received. Compressed messages are refused.
+    """
+    options = [*_SERVER_OPTIONS, *_limits(max_received_bytes)]
+    return grpc.aio.server(interceptors=[ErrorInterceptor(), *guards], options=options)
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None = None) -> int:
+    """Listen on host:port (0 draws a free port) and return the port. tls: None speaks in the clear.
+
+    Raises: ConfigError naming the address, when it is in use or not ours.
+    """
+    address = host_and_port(host, port)
+    try:
+        bound = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, _credentials(tls))
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: in use, or not an address of this machine") from error
+    if bound == 0:
+        raise ConfigError(f"cannot listen on {address}: in use, or not an address of this machine")
+    return bound
+
+
+def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
+    """Each handshake is made with the generation that is current then."""
+    used = tls.current
+
+    def configuration(generation: ServerTls) -> grpc.ServerCertificateConfiguration:
+        pair = (generation.key, generation.certificate)
+        return grpc.ssl_server_certificate_configuration([pair], generation.client_ca)
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        if (current := tls.current) is used:
+            return None
+        used = current
+        return configuration(current)
+
+    # the stubs do not know that None leaves everything as it is
+    fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], renewed)
+    return grpc.dynamic_ssl_server_credentials(configuration(used), fetch, tls.client_ca is not None)
+
+
+def metadata_of(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+    """What the caller sent along, names in lower case."""
+    return {
+        key.lower(): value if isinstance(value, str) else value.decode("ascii", "replace")
+        for key, value in context.invocation_metadata() or ()
+    }
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
+    """What a failed call means here. A status without our code comes from the channel itself, not from a servicer."""
+    code = _metadata_value(error, ERROR_CODE_KEY)
+    message = error.details() or ""
+    if code is not None:
+        rebuilt = errors.from_code(code, message, _metadata_value(error, ERROR_FIELD_KEY))
+        if isinstance(rebuilt, errors.Overloaded):
+            rebuilt.retry_after_s = _retry_after_s(error)
+            rebuilt.by_peer = True
+        return rebuilt
+    match error.code():
+        case grpc.StatusCode.UNAVAILABLE:
+            return errors.WorkerLost(message or "the peer is unreachable")
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return errors.DeadlineExceeded(message or "the call's deadline passed")
+        case grpc.StatusCode.CANCELLED:
+            return errors.Cancelled(message or "the call was cancelled")
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return errors.InvalidRequest(message)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if _TOO_LARGE in message:
+            # the channel's own refusal: another attempt would be refused likewise
+            return errors.BodyTooLarge(message)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return errors.Overloaded(message)
+        case grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:
+            return errors.WorkerLost(f"the call broke: {message}")
+        case _:
+            # no servicer of ours says that without a code of ours
+            return errors.PeerError(f"{error.code().name}: {message}")
+
+
+def failed_to_shake_hands(message: str) -> bool:
+    """Whether a call that never reached its server failed at TLS, as far as gRPC's words tell: no status says it.
+
+    A server that does not like a client's certificate, or hears no TLS, hangs up without a word.
+    """
+    words = ("handshake failed", "verification check failed", "socket closed")
+    return "failed to connect" in message and any(word in message.lower() for word in words)
+
+
+def _retry_after_s(error: grpc.aio.AioRpcError) -> float:
+    try:
+        seconds = float(_metadata_value(error, RETRY_AFTER_KEY) or 1.0)
+    except ValueError:
+        return 1.0
+    return seconds if 0 <= seconds < float("inf") else 1.0
+
+
+def _metadata_value(error: grpc.aio.AioRpcError, key: str) -> str | None:
+    for name, value in error.trailing_metadata() or ():
+        if name == key:
+            return value.decode("ascii", "replace") if isinstance(value, bytes) else value
+    return None
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PdServeError) -> NoReturn:
+    """End the call with the error's status and its code in the trailing metadata."""
+    metadata = [(ERROR_CODE_KEY, error.code)]
+    if isinstance(error, errors.Overloaded):
+        metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
+    if isinstance(error, errors.InvalidRequest) and error.field and error.field.isascii() and error.field.isprintable():
+        metadata.append((ERROR_FIELD_KEY, error.field))
+    details = error.message.encode(errors="replace")[:_MAX_DETAILS_BYTES].decode(errors="ignore")
+    await context.abort(error.grpc_status, details, tuple(metadata))
+    raise AssertionError("abort returned")  # pragma: no cover - abort always raises
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """`PdServeError` from a handler becomes its status; anything else is logged with its traceback and INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        # health and reflection come with grpc and keep their own handlers
+        if handler is None or not handler_call_details.method.startswith("/pdserve."):
+            return handler
+        if handler.response_streaming:
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            behaviour: Any = _translate_stream(handler.stream_stream or handler.unary_stream)
+        else:
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+            behaviour = _translate_unary(handler.stream_unary or handler.unary_unary)
+        return make(
+            behaviour,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+async def _abort_for(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+    """End the call with what a handler raised."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, PdServeError):
+        log.error("a handler failed", exc_info=error)
+        error = InternalError("internal error; the service's log has the details")
+    await abort_with(context, error)
+
+
+def _translate_stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except Exception as error:
+            await _abort_for(context, error)
+
+    return call
+
+
+def _translate_unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behaviour(request, context)
+        except Exception as error:
+            await _abort_for(context, error)
+
+    return call

@@ -1,0 +1,146 @@
+"""`ServiceChannel`: calls to one life of one worker, each with a proof of the deployment key.
+
+A request is serialized once: the proof covers the same bytes that travel. A response that cannot be decoded comes as
+`Undecodable` instead of a traceback in gRPC's own log; `readable` turns it into an error of that peer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from pdserve.common.errors import PeerError
+from pdserve.common.held_blocks import WorkerKey
+from pdserve.common.peer_message import parsed
+from pdserve.common.rate_limited_log import RateLimitedLog
+from pdserve.common.security.call_proof import CallSigner
+from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
+
+Req = TypeVar("Req", bound=Message)
+Res = TypeVar("Res", bound=Message)
+M = TypeVar("M")
+
+_warnings = RateLimitedLog(logging.getLogger(__name__))
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Req, Res]):
+    """One method of a service between routers and workers."""
+
+    path: str
+    request: type[Req]
+    response: type[Res]
+
+
+PREFILL = Method("/pdserve.v1.PrefillService/Prefill", prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent)
+EMBED = Method("/pdserve.v1.PrefillService/Embed", prefill_pb2.PoolingRequest, prefill_pb2.PoolingResponse)
+GENERATE = Method("/pdserve.v1.DecodeService/Generate", decode_pb2.DecodeRequest, decode_pb2.DecodeEvent)
+SESSION = Method("/pdserve.v1.DecodeService/Session", decode_pb2.DecodeTurn, decode_pb2.DecodeEvent)
+END_SEQUENCES = Method(
+    "/pdserve.v1.DecodeService/EndSequences", decode_pb2.EndSequencesRequest, decode_pb2.EndSequencesResponse
+)
+ATTACH = Method("/pdserve.v1.KvSourceService/Attach", kv_source_pb2.AttachRequest, kv_source_pb2.AttachEvent)
+MEET = Method("/pdserve.v1.WorkerService/Meet", worker_pb2.MeetRequest, worker_pb2.MeetResponse)
+
+
+class Undecodable:
+    """What a peer sent in place of a message."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: PeerError) -> None:
+        self.error = error
+
+
+def readable(message: M | Undecodable) -> M:
+    """A response as it was meant. Raises: PeerError, when it could not be decoded; logged once a minute per peer."""
+    if isinstance(message, Undecodable):
+        raise message.error
+    return message
+
+
+def warn_of(peer: str, error: PeerError) -> None:
+    """Once a minute per peer. Its messages may be as hostile as anybody's."""
+    _warnings.warning(peer, "%s; the call fails", error.message)
+
+
+def decoder(response: type[Res], peer: str) -> Callable[[bytes], Res]:
+    """For gRPC: never raises, but may return `Undecodable`, which the caller gives to `readable`."""
+
+    def decode(raw: bytes) -> Res:
+        try:
+            return cast(Res, parsed(f"a {response.DESCRIPTOR.name} from {peer}", response.FromString, raw))
+        except PeerError as error:
+            warn_of(peer, error)
+            return cast(Res, Undecodable(error))
+
+    return decode
+
+
+def as_bytes(message: Message | bytes) -> bytes:
+    """For gRPC: what is serialized already passes as it is."""
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+class ServiceChannel:
+    """`channel`, and how to sign calls to the worker behind it. Several may share a channel."""
+
+    def __init__(self, channel: grpc.aio.Channel, signer: CallSigner, receiver: WorkerKey) -> None:
+        self.channel = channel
+        self._signer = signer
+        self._receiver = receiver
+
+    def unary_unary(
+        self,
+        method: Method[Req, Res],
+        request: Req,
+        *,
+        timeout: float | None = None,
+        metadata: Iterable[tuple[str, str]] = (),
+    ) -> grpc.aio.UnaryUnaryCall[Req, Res]:
+        """Awaited, its result goes through `readable`."""
+        raw, signed = self._sign(method, request.SerializeToString(), metadata)
+        call: Any = self.channel.unary_unary(method.path, None, self._decoder(method))
+        return cast("grpc.aio.UnaryUnaryCall[Req, Res]", call(raw, timeout=timeout, metadata=signed))
+
+    def unary_stream(
+        self,
+        method: Method[Req, Res],
+        request: Req,
+        *,
+        timeout: float | None = None,
+        metadata: Iterable[tuple[str, str]] = (),
+    ) -> grpc.aio.UnaryStreamCall[Req, Res]:
+        """Each message that is read goes through `readable`."""
+        raw, signed = self._sign(method, request.SerializeToString(), metadata)
+        call: Any = self.channel.unary_stream(method.path, None, self._decoder(method))
+        return cast("grpc.aio.UnaryStreamCall[Req, Res]", call(raw, timeout=timeout, metadata=signed))
+
+    def stream_stream(
+        self,
+        method: Method[Req, Res],
+        first: bytes,
+        requests: AsyncIterator[Req | bytes] | None = None,
+        *,
+        metadata: Iterable[tuple[str, str]] = (),
+    ) -> grpc.aio.StreamStreamCall[Req, Res]:
+        """first: the serialized message with which the caller begins `requests`, or that it writes first: it is signed.
+
+        Each message that is read goes through `readable`.
+        """
+        _, signed = self._sign(method, first, metadata)
+        call: Any = self.channel.stream_stream(method.path, as_bytes, self._decoder(method))
+        return cast("grpc.aio.StreamStreamCall[Req, Res]", call(requests, metadata=signed))
+
+    def _sign(
+        self, method: Method[Any, Any], raw: bytes, metadata: Iterable[tuple[str, str]]
+    ) -> tuple[bytes, tuple[tuple[str, str | bytes], ...]]:
+        return raw, (*metadata, *self._signer.metadata(method.path, self._receiver, raw))
+
+    def _decoder(self, method: Method[Any, Res]) -> Callable[[bytes], Res]:
+        return decoder(method.response, f"worker {self._receiver[0]}")

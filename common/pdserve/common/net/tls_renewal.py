@@ -1,0 +1,135 @@
+"""`TlsRenewal`: certificates, keys and CAs are read again when their files change, without a restart.
+
+Files are looked at each `POLL_S`. Once they have stayed the same for one more look, so that half of a new pair is not tried,
+they are loaded with every check of the start and take over for new connections; those that are open live on. Files that
+cannot be used are told of once, and what was there before goes on being used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Generic, Literal, TypeVar
+
+from pdserve.common.errors import ConfigError
+from pdserve.common.security.tls import ServerTls, TlsIdentity
+from pdserve.common.settings.service_settings import ServiceSettings
+
+log = logging.getLogger(__name__)
+
+POLL_S = 2.0
+SOON_S = 14 * 86400.0
+"""A certificate that is valid no longer than this is a warning."""
+
+T = TypeVar("T")
+PeerKind = Literal["services", "clients"]
+_Signature = tuple[tuple[int, int, int] | None, ...]
+_SERVICE_FILES = ("tls_cert_file", "tls_key_file", "tls_ca_file")
+_FRONT_FILES = ("front_tls_cert_file", "front_tls_key_file", "front_tls_client_ca_file")
+
+
+@dataclass(slots=True)
+class _Source(Generic[T]):
+    """Files, and what they were loaded into."""
+
+    peers: PeerKind
+    paths: tuple[str, ...]
+    server: ServerTls
+    load: Callable[[], T | None]
+    renew: Callable[[T], None]
+    """Lets what was loaded take over."""
+    used: _Signature = field(init=False)
+    """Of the files that were loaded, or refused, last."""
+    seen: _Signature = field(init=False)
+    """Of the files at the last look."""
+
+    def __post_init__(self) -> None:
+        self.used = self.seen = _signature(self.paths)
+
+    @property
+    def valid_until(self) -> float:
+        return self.server.current.valid_until
+
+    def look(self) -> None:
+        """Load what has changed and stayed so since the last look."""
+        seen, self.seen = self.seen, _signature(self.paths)
+        if self.seen == self.used or self.seen != seen:
+            return
+        try:
+            loaded = self.load()
+        except ConfigError as error:
+            self.used = self.seen
+            log.error("the new certificate for %s cannot be used, the old one stays: %s", self.peers, error.message)
+            return
+        if loaded is not None and _signature(self.paths) == self.seen:  # else they have changed meanwhile
+            self.renew(loaded)
+            self.used = self.seen
+            self.tell("was read again and is valid")
+
+    def tell(self, what: str) -> None:
+        """Log how long the certificate is valid."""
+        left_s = self.valid_until - time.time()
+        level = logging.WARNING if left_s < SOON_S else logging.INFO
+        until = datetime.fromtimestamp(self.valid_until, UTC)
+        log.log(
+            level, "the certificate for %s, %s, %s until %s, for %.1f days",
+            self.peers, self.paths[0], what, f"{until:%F %T} UTC", left_s / 86400,
+        )  # fmt: skip
+
+
+class TlsRenewal:
+    """Of one service. `run` is a background task."""
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        identity: TlsIdentity | None,
+        front: ServerTls | None = None,
+        load_front: Callable[[], ServerTls | None] | None = None,
+    ) -> None:
+        """identity: what `settings.tls()` has returned. front: what `load_front` has."""
+        self._sources: list[_Source[Any]] = []
+        if identity is not None:
+            paths = _paths(settings, _SERVICE_FILES)
+            self._sources.append(_Source("services", paths, identity.server, settings.tls, identity.renew))
+        if front is not None and load_front is not None:
+            paths = _paths(settings, _FRONT_FILES)
+            self._sources.append(_Source("clients", paths, front, load_front, front.renew))
+
+    def expiries(self) -> dict[PeerKind, float]:
+        """To whom a certificate is shown, and its last second, in Unix time."""
+        return {source.peers: source.valid_until for source in self._sources}
+
+    def tell(self) -> None:
+        """Log how long each certificate is valid."""
+        for source in self._sources:
+            source.tell("is valid")
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while self._sources:
+            await asyncio.sleep(POLL_S)
+            for source in self._sources:
+                await asyncio.to_thread(source.look)
+
+
+def _paths(settings: ServiceSettings, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(path for name in names if (path := getattr(settings, name, None)) is not None)
+
+
+def _signature(paths: Sequence[str]) -> _Signature:
+    """What changes when a file is written or another takes its name; None for one that is not there."""
+    return tuple(_file_signature(path) for path in paths)
+
+
+def _file_signature(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)  # noqa: PTH116 - follows the links of mounted secrets
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,0 +1,1 @@
+"""Requests as services exchange them: parameters, outputs, wire forms."""

@@ -1,0 +1,243 @@
+"""What crosses the two queues of an engine: requests in, outputs out. Plain values, no torch, no network."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.sampling_params import SamplingParams
+
+
+class FinishReason(enum.IntEnum):
+    """Why a sequence ended; the four that a client can see."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class LoRARequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Which adapter to use on top of the model's weights."""
+
+    lora_name: str
+    lora_int_id: int
+    """Above 0, unique among adapters."""
+
+
+class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """A prompt, and one or more sequences that an engine is asked to continue it with.
+
+    request_id is `request.attempt.index`: unique per attempt, so that a late event can never meet a later life.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams = SamplingParams()
+    """Means nothing where `pooling_params` is given."""
+    pooling_params: PoolingParams | None = None
+    """The prompt's embedding is asked for and no token: the request ends with its prompt."""
+    output_token_ids: list[int] = []
+    """Output that the sequence has from earlier attempts: it is computed with the prompt, and counts as output."""
+    eos_token_ids: tuple[int, ...] = ()
+    arrival_time: float = 0.0
+    """`time.monotonic()` of this process when the request came in, seconds."""
+    block_hashes: list[bytes] = []
+    """Keyed chained hashes of the full blocks of prompt and earlier output, 16 bytes each."""
+    hash_root: bytes = b""
+    """What the first block's hash is chained to; decides which cache entries this request may meet."""
+    remote_prefill: bool = False
+    """KV comes from another worker: the request waits in `WAITING_FOR_REMOTE_KVS` until it has landed."""
+    transfer_source: bool = False
+    """A transfer will read this request's blocks: they are published as they become final and pinned while wanted."""
+    wanted_from: int | None = None
+    """Source side, when the transfer is wanted already: the first block index the receiver lacks."""
+    resumable: bool = False
+    """A session: the end of a turn is not its end; it waits in `WAITING_FOR_STREAMING_REQ` for a `StreamingUpdate`."""
+    prefill_here: bool = False
+    """Prefill in this engine whatever the length: no prefill worker lives."""
+    local_prefill_tokens: int | None = None
+    """Up to so many uncached tokens prefilling here pays, by the router's estimate; None: its choice stands."""
+    priority: int = 0
+    """Lower runs first, where the engine's `scheduling_policy` is `priority`."""
+    tenant: bytes = b""
+    """Whose request it is, opaque: what waits for a resource of the engine takes turns by it."""
+    cache_salt: str | None = None
+    """As the client gave it; its effect is in `hash_root`."""
+    index: int = 0
+    """Which of the request's sequences this is; enters the noise."""
+    n: int = 1
+    """Sequences that continue this prompt, from `index` on: it is computed once, then each goes its own way."""
+    trace_headers: dict[str, str] = {}
+    client_request_id: str = ""
+    """What the client calls it, for spans."""
+    mm_features: list[bytes] | None = None
+    prompt_embeds: bytes | None = None
+    lora_request: LoRARequest | None = None
+    data_parallel_rank: int | None = None
+    client_index: int = 0
+    current_wave: int = 0
+    deadline: float = 0.0
+    """`time.monotonic()` of this process at which the request has failed, seconds; 0: none."""
+
+    def verify_supported(self) -> None:
+        """The last six have their place, but no engine can serve them yet. Raises: InvalidRequest when one is set."""
+        for name, default in _NOT_BUILT.items():
+            if getattr(self, name) != default:
+                raise InvalidRequest(f"{name} is set, and this engine does not support it", name)
+        if self.resumable and (self.remote_prefill or self.transfer_source):
+            raise InvalidRequest("resumable is set, but KV of a session is never transferred", "resumable")
+        if self.resumable and self.pooling_params is not None:
+            raise InvalidRequest("resumable is set, but an embedding ends with its prompt", "resumable")
+        if self.resumable and self.n > 1:
+            raise InvalidRequest(f"n is {self.n}, but a session has one sequence", "n")
+
+
+_NOT_BUILT: dict[str, int | None] = {
+    "mm_features": None,
+    "prompt_embeds": None,
+    "lora_request": None,
+    "data_parallel_rank": None,
+    "client_index": 0,
+    "current_wave": 0,
+}
+
+
+class StreamingUpdate(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """More input for a session that waits for it, and how far its next turn goes."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    """Follow everything that the session has so far, its output included."""
+    sampling_params: SamplingParams
+    """Of this turn alone: `max_tokens`, penalties and positions count from its first output token."""
+    arrival_time: float = 0.0
+    """`time.monotonic()` of this process, seconds."""
+
+
+class EngineCoreEventType(enum.IntEnum):
+    """What happened to a sequence in the scheduler."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class EngineCoreEvent(msgspec.Struct, array_like=True, gc=False):
+    """One of them, and when."""
+
+    type: EngineCoreEventType
+    timestamp: float
+    """`time.monotonic()` seconds of the engine's process."""
+
+
+class LogprobsLists(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Log-probabilities of a run of tokens, by the logits as the model gave them. One entry a token in each list."""
+
+    logprob_token_ids: list[list[int]]
+    """The sampled token, then the most likely ones, best first."""
+    logprobs: list[list[float]]
+    """Of these."""
+    sampled_token_ranks: list[int]
+    """1 is the most likely."""
+
+    def __len__(self) -> int:
+        return len(self.sampled_token_ranks)
+
+    def part(self, start: int, end: int | None = None) -> LogprobsLists:
+        """Of some of the tokens."""
+        place = slice(start, end)
+        return LogprobsLists(self.logprob_token_ids[place], self.logprobs[place], self.sampled_token_ranks[place])
+
+    def followed_by(self, then: LogprobsLists) -> LogprobsLists:
+        """Of two runs, one after the other."""
+        return LogprobsLists(
+            self.logprob_token_ids + then.logprob_token_ids,
+            self.logprobs + then.logprobs,
+            self.sampled_token_ranks + then.sampled_token_ranks,
+        )
+
+
+class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """What one step did for one sequence."""
+
+    request_id: str
+    """As the request was called that the sequence belongs to."""
+    new_token_ids: list[int] = []
+    first_position: int = 0
+    """Output position of the first new token; position 0 is the first token after the prompt."""
+    finish_reason: FinishReason | None = None
+    awaits_input: bool = False
+    """With a finish reason: it ended a turn; the session goes on."""
+    stop_reason: int | str | None = None
+    """The stop token id or string that ended it; None for EOS, length, abort and error."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that needed no computing here."""
+    prefills_locally: bool = False
+    """Receiving side: the cache has so much that the rest is computed here; nothing is awaited from the source."""
+    transfer_unwanted: bool = False
+    """Source side: it ended before anybody wanted its blocks; nobody holds them any more."""
+    error_code: str = ""
+    error_message: str = ""
+    moments: dict[str, float] = {}
+    """Moments of `common/timeline.py` that this output completes, `time.monotonic()` seconds of this process."""
+    prefill_chunks: list[tuple[float, int]] = []
+    """With the first output: when each chunk of the prompt was computed, `time.monotonic()` seconds, and its tokens."""
+    new_logprobs: LogprobsLists | None = None
+    """Of the new tokens, where the request asks for them."""
+    prompt_logprobs: LogprobsLists | None = None
+    """With the first token: of every prompt token but the first, where the request asks for them."""
+    num_preemptions: int = 0
+    """How often the sequence lost its blocks, so far."""
+    events: list[EngineCoreEvent] = []
+    """What the scheduler did with it since its last output."""
+    trace_headers: dict[str, str] = {}
+    """Those of its request, with the last output."""
+    pooling_output: list[float] | None = None
+    """The prompt's embedding, in the last output of a request with `pooling_params`."""
+    index: int = 0
+    """Which of the request's sequences."""
+    error_field: str = ""
+    """What an `InvalidRequest` is about."""
+
+
+class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """The engine at the end of a step."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_remote_kv_reqs: int = 0
+    num_blocks_total: int = 0
+    num_blocks_free: int = 0
+    num_blocks_cached: int = 0
+    num_blocks_in_use: int = 0
+    num_blocks_quarantined: int = 0
+    num_preemptions: int = 0
+    num_waiting_tokens: int = 0
+    """Prompt tokens still to compute, waiting and running."""
+    num_computed_prompt_tokens: int = 0
+    """Prompt tokens computed here since start."""
+    prefill_s: float = 0.0
+    """Time of the steps that computed them, seconds."""
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_added_reqs: int = 0
+    """Requests that the scheduler has taken in since start."""
+
+
+class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """Everything one step has to say."""
+
+    outputs: list[EngineCoreOutput] = []
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    blocks_stored: list[bytes] = []
+    """Hashes of blocks that the prefix cache knows since this step."""
+    blocks_removed: list[bytes] = []
+    """Hashes of blocks that it knows no more."""

@@ -1,0 +1,290 @@
+"""`SamplingParams`: what a client may ask of the sampler, with vLLM's names and defaults."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
+
+GREEDY_TEMPERATURE = 1e-5
+"""At or below this temperature the most likely token is taken."""
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+"""A bias beyond it counts as this much, as in vLLM."""
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_PENALTY = 2.0
+MAX_LOGPROBS = 20
+MAX_SEQUENCES = 16
+"""Of one request, `n` or `best_of`: each is a row of every step, and up to a block more than it shares."""
+MAX_LOGITS_PROCESSORS = 8
+MAX_LOGITS_PROCESSOR_NAME_CHARS = 128
+MAX_LOGITS_PROCESSOR_ARGS_BYTES = 4096
+"""As JSON."""
+MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
+MAX_MAX_TOKENS = 2**32 - 1
+"""These three are what the wire can carry."""
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each item of a stream holds."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new."""
+    FINAL_ONLY = 2
+    """There is one item, at the end."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class NamedLogitsProcessor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A logits processor that is installed at the server, and what it is told."""
+
+    name: str
+    args: dict[str, Any] = {}
+    """JSON values; what they mean is the processor's."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """How output tokens are chosen and where they end.
+
+    Source: the names, meanings and defaults are those of vLLM's `SamplingParams`, so far as a field is here.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Smallest set of most likely tokens whose probability reaches this; in (0, 1]."""
+    top_k: int = 0
+    """Only this many most likely tokens; 0 or -1 is all."""
+    min_p: float = 0.0
+    """Only tokens at least this likely relative to the most likely; in [0, 1]."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that is in the output; from -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit once for each time it is in the output; from -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of tokens in prompt or output; above 0."""
+    logit_bias: dict[int, float] = {}
+    """Token id -> what is added to its logit, from -100 to 100."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens are sampled; None is all."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that are not to be generated."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """`bad_words` as the router's tokenizer spells them: the last token of a sequence is not sampled after the others."""
+    seed: int | None = None
+    """Noise is a function of (seed, sequence index, output position)."""
+    max_tokens: int = 16
+    """Output tokens at most; at least 1."""
+    min_tokens: int = 0
+    """EOS and stop token ids are not sampled before this many output tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; applied where text is made, in the router."""
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """Whether a tokenizer that sets spaces between tokens does so between special ones too."""
+    logprobs: int | None = None
+    """With each token its log-probability and those of so many most likely ones; at most 20, None for none."""
+    prompt_logprobs: int | None = None
+    """Likewise of every prompt token but the first; the prompt is then computed whole, cached or not."""
+    detokenize: bool = True
+    """Whether tokens are made text; without it there are token ids alone, and no stop strings."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each item of a stream holds; of no meaning to an engine."""
+    logits_processors: tuple[NamedLogitsProcessor, ...] = ()
+    """Plug-ins of the server that change this sequence's logits, in this order."""
+    n: int = 1
+    """So many sequences continue the prompt, each with noise of its own; at most 16."""
+    best_of: int | None = None
+    """So many are made, and the n with the highest cumulative log-probability answered; None is n. Engines know only n."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output must have; None for any."""
+
+    def __post_init__(self) -> None:
+        stop: object = self.stop
+        if isinstance(stop, str):
+            # one stop string, as users of other engines write it
+            msgspec.structs.force_setattr(self, "stop", (stop,))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are made."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature <= GREEDY_TEMPERATURE
+
+    def verify(self, vocab_size: int | None = None, max_logprobs: int = MAX_LOGPROBS, *, form: bool = True) -> None:
+        """Raise `InvalidRequest` naming the field, its value and its limit.
+
+        vocab_size: when known, token ids are held against it. max_logprobs: an engine gives more than it gives clients.
+        form: False where `structured_outputs` is known to be verified, which takes time in proportion to its size.
+        """
+        _require_finite("temperature", self.temperature)
+        _require(0 <= self.temperature <= 100, "temperature", self.temperature, "from 0 to 100")
+        _require_finite("top_p", self.top_p)
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(
+            -1 <= self.top_k <= MAX_TOP_K, "top_k", self.top_k, f"-1 or 0 (all), or positive and at most {MAX_TOP_K}"
+        )
+        _require_finite("min_p", self.min_p)
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        if self.seed is not None:
+            _require(-MAX_SEED - 1 <= self.seed <= MAX_SEED, "seed", self.seed, "a signed 64-bit integer")
+        _require(
+            1 <= self.max_tokens <= MAX_MAX_TOKENS,
+            "max_tokens",
+            self.max_tokens,
+            f"at least 1 and at most {MAX_MAX_TOKENS}",
+        )
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        _require(
+            self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
+        )
+        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
+        for text in self.stop:
+            _require(
+                0 < len(text) <= MAX_STOP_STRING_CHARS, "stop", text[:40], f"1 to {MAX_STOP_STRING_CHARS} characters"
+            )
+        _require(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            len(self.stop_token_ids),
+            f"at most {MAX_STOP_TOKEN_IDS} ids",
+        )
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop needs detokenize to be true: stop strings are found in text", "stop")
+        self._verify_penalties()
+        self._verify_token_rules()
+        self._verify_logits_processors()
+        if self.logprobs is not None:
+            _require(0 <= self.logprobs <= max_logprobs, "logprobs", self.logprobs, f"from 0 to {max_logprobs}")
+        if (asked := self.prompt_logprobs) is not None:
+            _require(0 <= asked <= max_logprobs, "prompt_logprobs", asked, f"from 0 to {max_logprobs}")
+        self.verify_sequences()
+        if form and self.structured_outputs is not None:
+            self.structured_outputs.verify()
+        if vocab_size is not None:
+            allowed = self.allowed_token_ids or ()
+            _require(len(allowed) <= vocab_size, "allowed_token_ids", len(allowed), f"at most {vocab_size} tokens")
+            verify_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+            verify_token_ids("allowed_token_ids", allowed, vocab_size)
+            verify_token_ids("bad_words", [t for sequence in self.bad_words_token_ids for t in sequence], vocab_size)
+            unknown = [token_id for token_id in self.logit_bias if not 0 <= token_id < vocab_size]
+            if unknown:
+                raise InvalidRequest(
+                    f"logit_bias has token id {unknown[0]}, outside the vocabulary of {vocab_size} tokens "
+                    f"(0 to {vocab_size - 1})",
+                    "logit_bias",
+                )
+
+    def verify_sequences(self) -> None:
+        """`n` and `best_of`, before anything is made for so many. Raises: InvalidRequest."""
+        _require(1 <= self.n <= MAX_SEQUENCES, "n", self.n, f"from 1 to {MAX_SEQUENCES}")
+        if self.best_of is not None:
+            limit = f"at least n ({self.n}) and at most {MAX_SEQUENCES}"
+            _require(self.n <= self.best_of <= MAX_SEQUENCES, "best_of", self.best_of, limit)
+
+    def _verify_penalties(self) -> None:
+        for field in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, field)
+            _require_finite(field, value)
+            _require(-MAX_PENALTY <= value <= MAX_PENALTY, field, value, f"from {-MAX_PENALTY:g} to {MAX_PENALTY:g}")
+        _require_finite("repetition_penalty", self.repetition_penalty)
+        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
+
+    def _verify_token_rules(self) -> None:
+        _require(
+            len(self.logit_bias) <= MAX_LOGIT_BIASES,
+            "logit_bias",
+            len(self.logit_bias),
+            f"at most {MAX_LOGIT_BIASES} tokens",
+        )
+        for token_id, bias in self.logit_bias.items():
+            if not abs(bias) <= MAX_LOGIT_BIAS:  # NaN too
+                limit = f"from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+                raise InvalidRequest(f"logit_bias[{token_id}] must be {limit}, not {bias!r}", "logit_bias")
+        if self.allowed_token_ids is not None:
+            _require(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "at least one token, or absent")
+        self.verify_bad_words()
+        _require(all(self.bad_words_token_ids), "bad_words_token_ids", (), "sequences of at least one token")
+
+    def _verify_logits_processors(self) -> None:
+        asked = self.logits_processors
+        _require(
+            len(asked) <= MAX_LOGITS_PROCESSORS, "logits_processors", len(asked), f"at most {MAX_LOGITS_PROCESSORS}"
+        )
+        for place, one in enumerate(asked):
+            if not 0 < len(one.name) <= MAX_LOGITS_PROCESSOR_NAME_CHARS:
+                raise InvalidRequest(
+                    f"logits_processors[{place}].name must be 1 to {MAX_LOGITS_PROCESSOR_NAME_CHARS} characters, "
+                    f"not {one.name[:40]!r}",
+                    "logits_processors",
+                )
+            try:
+                num_bytes = len(msgspec.json.encode(one.args))
+            except (TypeError, msgspec.MsgspecError, RecursionError) as error:
+                raise InvalidRequest(
+                    f"logits_processors[{place}].args must be JSON values: {error}", "logits_processors"
+                ) from error
+            if num_bytes > MAX_LOGITS_PROCESSOR_ARGS_BYTES:
+                raise InvalidRequest(
+                    f"logits_processors[{place}].args must be at most {MAX_LOGITS_PROCESSOR_ARGS_BYTES} bytes of JSON, "
+                    f"not {num_bytes}",
+                    "logits_processors",
+                )
+
+    def verify_bad_words(self) -> None:
+        """Their number and lengths, before they are tokenized. Raises: InvalidRequest."""
+        _require(
+            len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", len(self.bad_words), f"at most {MAX_BAD_WORDS} texts"
+        )
+        for word in self.bad_words:
+            _require(
+                0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words", word[:40], f"1 to {MAX_BAD_WORD_CHARS} characters"
+            )
+
+
+def clamped_logit_bias(logit_bias: Mapping[int, float]) -> dict[int, float]:
+    """Biases held to the range that counts; NaN stays, for `verify` to refuse."""
+    return {
+        token_id: min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, bias)) if bias == bias else bias
+        for token_id, bias in logit_bias.items()
+    }
+
+
+def verify_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise `InvalidRequest` naming the first id outside `[0, vocab_size)` and its place."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        place, token_id = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
+        raise InvalidRequest(
+            f"{field}[{place}] is {token_id}, outside the vocabulary of {vocab_size} tokens (0 to {vocab_size - 1})",
+            field,
+        )
+
+
+def _require(ok: bool, field: str, value: object, limit: str) -> None:
+    if not ok:
+        raise InvalidRequest(f"{field} must be {limit}, not {value!r}", field)
+
+
+def _require_finite(field: str, value: float) -> None:
+    _require(math.isfinite(value), field, value, "a finite number")

@@ -1,0 +1,1 @@
+"""Keys, proofs between services, certificates and roles."""

@@ -1,0 +1,1 @@
+"""Settings of services: files, environment, flags, and their checks."""

@@ -1,0 +1,214 @@
+"""`RouterSettings`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pdserve.common.errors import ConfigError
+from pdserve.common.net.rpc import MAX_MESSAGE_BYTES
+from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.security.tls import ServerTls, load_front
+from pdserve.common.settings.api_key_file import is_name, read_keys, verify_plain_keys
+from pdserve.common.settings.service_settings import SchedulingPolicy, ServiceSettings
+
+_LEAST_REQUEST_BYTES = 1024
+
+
+class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
+    """The router and its two front ends."""
+
+    section: ClassVar[str] = "router"
+
+    port: int = 8000
+    """OpenAI HTTP."""
+    grpc_port: int = 50051
+    metrics_port: int = 0
+    """HTTP for `/metrics`; 0 draws a free one."""
+    metrics_host: str | None = None
+    """Where it is served, in the clear, where it is not `host`; with TLS and a host beyond loopback: 127.0.0.1."""
+    prefill: tuple[str, ...] = ()
+    """host:port of prefill workers."""
+    decode: tuple[str, ...] = ()
+    """host:port of decode workers."""
+    model_name: str | None = None
+    """What clients call the model; default: the folder's name."""
+    local_prefill: Literal["never", "auto", "always"] = "auto"
+    """Whether decode may prefill at all; `auto`: when it is sooner, no prefill worker lives, or the transfer failed."""
+    policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"
+    """How a worker is chosen among those that can serve a request."""
+    on_kv_failure: Literal["local", "remote", "fail"] = "local"
+    """What the next attempt is after a transfer failed."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """In what order requests get a place, as on the workers: by `priority`, or by arrival alone."""
+    max_attempts: int = 3
+    request_timeout_s: float = 600.0
+    """Deadline of a request whose client gave none."""
+    max_queued_requests: int = 1024
+    """Requests that wait in the router for a place; more are refused at once."""
+    max_running_requests: int | None = None
+    """Requests that workers serve at once; default: the sequences and prompt blocks that the live ones can hold."""
+    queue_timeout_s: float = 30.0
+    """How long a request waits for a place; refused at once when it would be longer."""
+    max_requests_per_key: int | None = None
+    """Sequences of one tenant in the router at once, where its key has no `max_sequences`; default: no limit."""
+    max_request_bytes: int | None = None
+    """Bytes of one request, a JSON body or a gRPC message; default: 1 MiB, and 8 bytes per token of the model's length."""
+    max_body_bytes_in_flight: int | None = None
+    """Bytes of requests in reading at the same time, outside of admission; default: 64 MiB, or 16 requests at the limit."""
+    max_connections: int | None = None
+    """Connections of each front end at a time; default: half of the descriptors beyond 128, at most 8192."""
+    max_connections_per_address: int | None = None
+    """HTTP connections from one IPv4 address or one /64 of IPv6; default: half of `max_connections`."""
+    max_answer_bytes: int = 32 << 20
+    """Of an answer that is not streamed, counted as 256 bytes per log-probability and 4 per token beside its text."""
+    trust_client_trace_headers: bool | None = None
+    """Whether a client's `traceparent` is taken over, with its sampling, or only linked; default: of clients that show an
+    API key or a certificate, and of all where neither is asked for on loopback."""
+    max_unread_bytes: int = 1 << 20
+    """Text that a client has not read, at most, before its request is cancelled."""
+    api_keys: tuple[str, ...] | None = None
+    """When given, both front ends want one of them as bearer token; each of at least 16 characters is a tenant of its own."""
+    api_keys_file: str | None = None
+    """TOML file with the hashes of API keys, their tenants, roles and limits, in place of `api_keys`; read again when it
+    changes."""
+    no_auth: bool = False
+    """Listen beyond loopback though clients need neither an API key nor a certificate."""
+    audit_log: str | None = None
+    """Where one JSON line for each client request goes: a path, or `stderr`; default: nowhere."""
+    shared_prefix_cache: tuple[str, ...] = ()
+    """Tenants that share cached prefixes: groups of their names, joined by `+`, or `*` for all; default: none do."""
+    parse_special: bool = True
+    """Special tokens that stand in clients' chat messages count as such; False: they are plain text."""
+    front_tls_cert_file: str | None = None
+    """PEM certificate of both front ends, for clients; needs `front_tls_key_file`."""
+    front_tls_key_file: str | None = None
+    front_tls_client_ca_file: str | None = None
+    """PEM certificates of the CA that signed those of clients; when given, clients must show one."""
+    drain_s: float = 30.0
+
+    def addresses(self) -> list[str]:
+        return [self.host, *self.prefill, *self.decode]
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether clients need an API key."""
+        return self.api_keys is not None or self.api_keys_file is not None
+
+    def cache_groups(self) -> dict[str, str]:
+        """Tenant -> name of the group that shares its cached prefixes; "*" stands for all tenants. Raises: ConfigError."""
+        groups: dict[str, str] = {}
+        for group in self.shared_prefix_cache:
+            for tenant in group.split("+"):
+                if group != "*" and not is_name(tenant):
+                    raise ConfigError(
+                        f"shared_prefix_cache has {group!r}: names of tenants, joined by +, or * for all are needed"
+                    )
+                if tenant in groups:
+                    raise ConfigError(f"shared_prefix_cache names {tenant!r} more than once")
+                groups[tenant] = group
+        if "*" in groups and len(groups) > 1:
+            raise ConfigError("shared_prefix_cache has *, which is all tenants, beside other groups")
+        return groups
+
+    def front_tls(self) -> ServerTls | None:
+        """What both front ends show to clients; None without TLS. Reads the files. Raises: ConfigError."""
+        certificate, key = (self._tls_file(name) for name in ("front_tls_cert_file", "front_tls_key_file"))
+        if certificate and key:
+            return load_front(certificate, key, self._tls_file("front_tls_client_ca_file"))
+        self._verify_none_given("front_tls_cert_file", "front_tls_key_file", "front_tls_client_ca_file")
+        return None
+
+    def trusts_trace_headers(self) -> bool | None:
+        """Whether every client's trace context is trusted; None: that of clients with an API key."""
+        if self.trust_client_trace_headers is not None:
+            return self.trust_client_trace_headers
+        if self.front_tls_client_ca_file is not None:
+            return True
+        return None if self.asks_for_keys else is_loopback(self.host)
+
+    @property
+    def metrics_at(self) -> str:
+        """The host for `/metrics`, which knows no TLS: beyond loopback only where a setting says so."""
+        hides = self.front_tls_cert_file is not None and not self.insecure and not is_loopback(self.host)
+        return self.metrics_host or ("127.0.0.1" if hides else self.host)
+
+    def _verify_metrics(self) -> None:
+        """Raises: ConfigError."""
+        if not 0 <= self.metrics_port < 65536:
+            raise ConfigError(f"metrics_port is {self.metrics_port}, 0 to 65535 is needed")
+        may_listen = self.insecure or self.front_tls_cert_file is not None
+        if self.metrics_host is not None and not is_loopback(self.metrics_host) and not may_listen:
+            raise ConfigError(f"metrics_host is {self.metrics_host!r}, which is not loopback: --insecure is needed")
+
+    def _verify_listening(self) -> None:
+        self.front_tls()
+        if not is_loopback(self.host) and not self.insecure and self.front_tls_cert_file is None:
+            raise ConfigError(
+                f"host is {self.host!r}, which is not loopback: front_tls_cert_file and front_tls_key_file are needed, "
+                "or --insecure, behind a proxy with TLS"
+            )
+        authenticates = self.asks_for_keys or self.front_tls_client_ca_file is not None
+        if not is_loopback(self.host) and not authenticates and not self.no_auth:
+            raise ConfigError(
+                f"host is {self.host!r}, which is not loopback, and clients need no API key: api_keys_file or api_keys "
+                "is needed, or --no-auth, where anybody who reaches the router may ask"
+            )
+
+    def _clear_text_addresses(self) -> Iterator[tuple[str, str, str]]:
+        yield from super()._clear_text_addresses()
+        if self.tls_cert_file is None:
+            for setting in ("prefill", "decode"):
+                for address in getattr(self, setting):
+                    yield setting, address, "tls_cert_file with tls_key_file and tls_ca_file"
+
+    def verify(self) -> None:
+        super().verify()
+        for name in ("max_attempts", "max_queued_requests", "max_unread_bytes", "max_answer_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, at least 1 is needed")
+        for name in ("max_running_requests", "max_requests_per_key", "max_connections", "max_connections_per_address"):
+            if (limit := getattr(self, name)) is not None and limit < 1:
+                raise ConfigError(f"{name} is {limit}, at least 1 is needed")
+        self._verify_bytes()
+        self._verify_metrics()
+        self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s")
+        self._verify_keys()
+        if self.audit_log is not None and not self.audit_log.strip():
+            raise ConfigError("audit_log is given but empty: a path or stderr is needed, or leave the setting out")
+        self.cache_groups()
+        for field in ("prefill", "decode"):
+            for address in getattr(self, field):
+                _verify_address(field, address)
+
+    def _verify_keys(self) -> None:
+        """Raises: ConfigError. Keys that are given but cannot be used must never read as none."""
+        if self.api_keys is not None:
+            verify_plain_keys("api_keys", self.api_keys)
+        if self.api_keys_file is not None:
+            if not self.api_keys_file.strip():
+                raise ConfigError("api_keys_file is given but empty: name a file, or leave the setting out")
+            if self.api_keys is not None:
+                raise ConfigError("api_keys and api_keys_file are both given: put the hashes of all keys into the file")
+            read_keys(Path(self.api_keys_file))
+        if self.no_auth and self.asks_for_keys:
+            raise ConfigError("no_auth is true, and API keys are given: one or the other is meant")
+
+    def _verify_bytes(self) -> None:
+        """Raises: ConfigError."""
+        if (limit := self.max_request_bytes) is not None and not _LEAST_REQUEST_BYTES <= limit <= MAX_MESSAGE_BYTES:
+            raise ConfigError(
+                f"max_request_bytes is {limit}, {_LEAST_REQUEST_BYTES} to {MAX_MESSAGE_BYTES} bytes are possible"
+            )
+        in_flight, least = self.max_body_bytes_in_flight, self.max_request_bytes or _LEAST_REQUEST_BYTES
+        if in_flight is not None and in_flight < least:
+            raise ConfigError(
+                f"max_body_bytes_in_flight is {in_flight}, at least one request ({least} bytes) is needed"
+            )
+
+
+def _verify_address(field: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise ConfigError(f"{field} is {address!r}, host:port is needed")

@@ -1,0 +1,185 @@
+"""`ServiceSettings`: what workers and router are set by alike. Frozen, units in names; `common/settings/settings.py` reads them."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pdserve.common.errors import ConfigError
+from pdserve.common.registry.redis_url import parse_redis_url
+from pdserve.common.registry.registry import is_namespace
+from pdserve.common.security.deployment_key import is_loopback, resolve_deployment_key
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.tls import TlsFile, TlsIdentity, load_identity
+from pdserve.common.security.tls_roles import ServiceRole
+
+SamplerName = Literal[
+    "always_on",
+    "always_off",
+    "traceidratio",
+    "parentbased_always_on",
+    "parentbased_always_off",
+    "parentbased_traceidratio",
+]
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+
+class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every service has."""
+
+    section: ClassVar[str] = ""
+
+    model: str = "demo"
+    """A folder with a Hugging Face checkpoint, or `demo` for the bundled model."""
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    insecure: bool = False
+    """Listen and connect beyond loopback without TLS."""
+    tls_cert_file: str | None = None
+    """PEM certificate of this service, for its peers; with `tls_key_file` and `tls_ca_file`: mutual TLS between services."""
+    tls_key_file: str | None = None
+    """Its private key, not encrypted."""
+    tls_ca_file: str | None = None
+    """PEM certificates of the CA that signed those of all services, this one's too; clients need another CA."""
+    tls_roles: Literal["required", "ignore"] = "required"
+    """Whether a service's certificate says what it may do; `ignore`: whoever has one may do all that a router or a worker
+    may."""
+    tls_server_name: str | None = None
+    """The name that workers' certificates are made out to, where that is not the host that peers connect to."""
+    deployment_key: str | None = None
+    """The secret all services share; at least 16 characters, 6 of them different."""
+    deployment_key_file: str | None = None
+    redis: str | None = None
+    """redis://[user:password@]host[:port][/db], or rediss:// for TLS: introduces workers and shares what they hold."""
+    redis_namespace: str = "pdserve"
+    """Begins every key in Redis; deployments that share one Redis need one each."""
+    redis_ca_file: str | None = None
+    """PEM certificates to trust for rediss://; default: the system's."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    otlp: str | None = None
+    """The collector for traces: grpc://host:port or http://host:port; None traces nothing."""
+    otlp_protocol: Literal["grpc", "http/protobuf"] | None = None
+    """What an http:// collector speaks; default: HTTP."""
+    otlp_headers: str = ""
+    """name=value,name=value: sent to the collector with each batch."""
+    otel_service_name: str | None = None
+    """This service in traces; default: pdserve- and its role."""
+    otel_resource_attributes: str = ""
+    """name=value,name=value: attributes of every span of this process."""
+    otel_traces_sampler: SamplerName = "parentbased_always_on"
+    otel_traces_sampler_arg: float = 1.0
+    """The ratio, for samplers that take one."""
+    otel_bsp_schedule_delay_ms: float = 2000.0
+    """How long finished spans wait for others, to be exported together."""
+    otel_sdk_disabled: bool = False
+    """Trace nothing, whatever `otlp` says."""
+
+    def addresses(self) -> list[str]:
+        """Every host this service listens on or is told to connect to."""
+        return [self.host]
+
+    def key(self) -> tuple[DeploymentKey, bool]:
+        """The deployment key, and whether it is the public development key. Raises: ConfigError."""
+        key_file = None if self.deployment_key_file is None else Path(self.deployment_key_file)
+        return resolve_deployment_key(
+            self.deployment_key, key_file, self.addresses(), redis_given=self.redis is not None
+        )
+
+    def tls(self) -> TlsIdentity | None:
+        """Who this service is to other services; None without TLS. Reads the files. Raises: ConfigError."""
+        certificate, key, ca = (self._tls_file(name) for name in ("tls_cert_file", "tls_key_file", "tls_ca_file"))
+        if certificate and key and ca:
+            return load_identity(
+                certificate,
+                key,
+                ca,
+                server_name=self.tls_server_name,
+                own_host=self._own_host(),
+                role=ServiceRole(self.section) if self.tls_roles == "required" else None,
+                worker_id=self._own_worker_id(),
+            )
+        self._verify_none_given("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_server_name")
+        return None
+
+    def _own_worker_id(self) -> str | None:
+        """What a certificate that names one worker must name; None: it must name none."""
+        return None
+
+    def _own_host(self) -> str | None:
+        """What other services connect to; None where they do not. Raises: ConfigError."""
+        return None
+
+    def verify(self) -> None:
+        """Raises: ConfigError naming the setting, its value and what it should be."""
+        self.tls()
+        self._verify_listening()
+        self._verify_redis()
+        self._verify_connecting()
+        if not 1 <= self.otel_bsp_schedule_delay_ms <= 60_000:
+            raise ConfigError(f"otel_bsp_schedule_delay_ms is {self.otel_bsp_schedule_delay_ms}, 1 to 60000 is needed")
+        if not 0 <= self.otel_traces_sampler_arg <= 1:
+            raise ConfigError(f"otel_traces_sampler_arg is {self.otel_traces_sampler_arg}, 0 to 1 is needed")
+
+    def _verify_listening(self) -> None:
+        if not is_loopback(self.host) and not self.insecure and self.tls_cert_file is None:
+            raise ConfigError(
+                f"host is {self.host!r}, which is not loopback: tls_cert_file, tls_key_file and tls_ca_file are needed, "
+                "or --insecure"
+            )
+
+    def _verify_connecting(self) -> None:
+        """What goes to another machine goes over TLS, unless `insecure` says that it need not. Raises: ConfigError."""
+        if self.insecure:
+            return
+        for setting, address, remedy in self._clear_text_addresses():
+            if not is_loopback(address):
+                raise ConfigError(
+                    f"{setting} names {address}, which is not loopback, without TLS: {remedy} is needed, or --insecure"
+                )
+
+    def _clear_text_addresses(self) -> Iterator[tuple[str, str, str]]:
+        """(setting, host or host:port, what would bring TLS) of everything this service connects to without TLS."""
+        if self.redis is not None and not (redis := parse_redis_url(self.redis)).tls:
+            yield "redis", redis.host, "rediss://"
+        if self.otlp is not None and not self.otel_sdk_disabled:
+            endpoint = urlsplit(self.otlp)
+            if endpoint.scheme != "https" and endpoint.hostname:
+                yield "otlp", endpoint.hostname, "https://"
+
+    def _verify_redis(self) -> None:
+        if self.redis is not None:
+            parse_redis_url(self.redis)
+        if not is_namespace(self.redis_namespace):
+            raise ConfigError(
+                f"redis_namespace is {self.redis_namespace!r}, 1 to 64 letters, digits, `_`, `.` or `-` are needed"
+            )
+        if self.redis_ca_file is not None:
+            try:
+                ssl.create_default_context(cafile=self.redis_ca_file)
+            except OSError as error:
+                raise ConfigError(f"redis_ca_file {self.redis_ca_file}: {error.strerror or error}") from error
+
+    def _tls_file(self, name: str) -> TlsFile | None:
+        """The file that this setting names, if it is given."""
+        path: str | None = getattr(self, name)
+        return TlsFile(name, path) if path is not None else None
+
+    def _verify_none_given(self, *names: str) -> None:
+        """For settings that work only together, when not all that are needed were given. Raises: ConfigError."""
+        given = [name for name in names if getattr(self, name) is not None]
+        missing = [
+            name for name in names if name not in given and name.endswith(("_cert_file", "_key_file", "tls_ca_file"))
+        ]
+        if given:
+            raise ConfigError(f"{given[0]} is given, so {' and '.join(missing)} must be, too")
+
+    def _verify_seconds(self, *names: str) -> None:
+        """Raises: ConfigError."""
+        for name in names:
+            if not 0 <= (value := getattr(self, name)) < float("inf"):
+                raise ConfigError(f"{name} is {value}, a number of seconds from 0 on is needed")

@@ -1,0 +1,137 @@
+"""`load_settings`: the settings of a service, from wherever they are given.
+
+Order, later wins: defaults, TOML file, `PDSERVE_<NAME>` in the environment, flags. Unknown keys are refused everywhere.
+In the TOML file top-level keys hold for every service and the tables [router], [prefill] and [decode] for one.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from pdserve.common.address.masked_url import masked_url
+from pdserve.common.errors import ConfigError
+from pdserve.common.registry.redis_url import parse_redis_url
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.service_settings import ServiceSettings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+
+ENV_PREFIX = "PDSERVE_"
+OTEL_VARIABLES = {
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "otlp",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "otlp_protocol",
+    "OTEL_EXPORTER_OTLP_HEADERS": "otlp_headers",
+    "OTEL_SERVICE_NAME": "otel_service_name",
+    "OTEL_RESOURCE_ATTRIBUTES": "otel_resource_attributes",
+    "OTEL_TRACES_SAMPLER": "otel_traces_sampler",
+    "OTEL_TRACES_SAMPLER_ARG": "otel_traces_sampler_arg",
+    "OTEL_BSP_SCHEDULE_DELAY": "otel_bsp_schedule_delay_ms",
+    "OTEL_SDK_DISABLED": "otel_sdk_disabled",
+}
+"""OpenTelemetry's variables and the settings that they are; our own variable comes first."""
+CLIENT_VARIABLES = ("api_key",)
+"""Read by the client commands, so a service that meets them in its environment leaves them alone."""
+_LISTS = ("prefill", "decode", "api_keys", "shared_prefix_cache", "logits_processors")
+_NO_BLANKS = ("api_keys",)
+"""Lists in which a blank entry is an error, and not left out: a key that is missing must not read as one key fewer."""
+SECRETS = ("deployment_key", "api_keys", "otlp_headers")
+"""Never logged, never in a child's command line. URLs with a password in them (`redis`, `otlp`) are shown without it."""
+SERVICES: tuple[type[ServiceSettings], ...] = (RouterSettings, PrefillSettings, DecodeSettings)
+S = TypeVar("S", bound=ServiceSettings)
+
+
+def load_settings(
+    kind: type[S],
+    *,
+    flags: Mapping[str, Any] | None = None,
+    toml: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> S:
+    """Settings of one service. flags: those given; None values count as not given.
+
+    Raises: ConfigError naming the key, its source and what is wrong.
+    """
+    merged: dict[str, Any] = {}
+    for source, values in (
+        (f"{toml}", from_toml(kind, toml)),
+        ("environment", _from_environ(kind, os.environ if environ is None else environ)),
+        ("flags", {name: _parsed(name, value) for name, value in (flags or {}).items() if value is not None}),
+    ):
+        try:
+            msgspec.convert(values, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"settings from {source}: {error}") from error
+        merged |= values
+    settings = msgspec.convert(merged, kind, strict=False)
+    settings.verify()
+    return settings
+
+
+def describe(settings: ServiceSettings) -> str:
+    """The resolved settings for the log, one line, secrets left out."""
+    shown = msgspec.structs.asdict(settings)
+    if settings.redis is not None:
+        shown["redis"] = parse_redis_url(settings.redis)
+    if settings.otlp is not None:
+        shown["otlp"] = masked_url(settings.otlp)
+    return " ".join(f"{name}={'***' if name in SECRETS and value else value}" for name, value in shown.items())
+
+
+def from_toml(kind: type[ServiceSettings], path: Path | None) -> dict[str, Any]:
+    """The settings of one service that a TOML file gives; none without a file. Raises: ConfigError naming the key."""
+    if path is None:
+        return {}
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    sections = {service.section: service for service in SERVICES}
+    known = {name for service in SERVICES for name in service.__struct_fields__}
+    for key, value in content.items():
+        if key not in known and not (key in sections and isinstance(value, dict)):
+            raise ConfigError(f"{path}: unknown key {key!r}")
+        if key in sections and isinstance(value, dict):
+            for name in value:
+                if name not in sections[key].__struct_fields__:
+                    raise ConfigError(f"{path}: unknown key {name!r} in [{key}]")
+    common = {
+        key: value
+        for key, value in content.items()
+        if key in kind.__struct_fields__ and not (key in sections and isinstance(value, dict))
+    }
+    own = content.get(kind.section, {})
+    return common | (own if isinstance(own, dict) else {})
+
+
+def _from_environ(kind: type[ServiceSettings], environ: Mapping[str, str]) -> dict[str, Any]:
+    known = {name for service in SERVICES for name in service.__struct_fields__}
+    values: dict[str, Any] = {}
+    for variable, name in OTEL_VARIABLES.items():
+        # set but empty means unset, and any word but "true" means false: OpenTelemetry's rules
+        if text := environ.get(variable, "").strip():
+            values[name] = text.lower() == "true" if name == "otel_sdk_disabled" else text
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name in CLIENT_VARIABLES:
+            continue
+        if name not in known:
+            raise ConfigError(f"environment: unknown setting {variable}")
+        if name in kind.__struct_fields__:
+            values[name] = _parsed(name, text)
+    return values
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """A list that is given as text has commas between its entries."""
+    if name in _LISTS and isinstance(value, str):
+        return [part for part in map(str.strip, value.split(",")) if part or name in _NO_BLANKS]
+    return value

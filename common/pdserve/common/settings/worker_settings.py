@@ -1,0 +1,198 @@
+"""`WorkerSettings`, and what prefill and decode workers add to them."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pdserve.common.address.host_address import is_wildcard, own_address
+from pdserve.common.errors import ConfigError
+from pdserve.common.registry.registry import is_worker_id
+from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.settings.service_settings import SchedulingPolicy, ServiceSettings
+
+CPU_STEP_TOKENS = 512
+"""On a processor larger steps are no faster, and the blocks of one step move only when it has ended."""
+GPU_STEP_TOKENS = 2048
+"""A GPU needs more in a step to be busy."""
+MAX_STREAM_INTERVAL = 1024
+
+KvDigestName = Literal["auto", "xxh3_64", "gmac"]
+
+
+class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
+    """A prefill or decode worker."""
+
+    port: int = 0
+    """gRPC; 0 draws a free one."""
+    data_port: int = 0
+    """KV blocks over TCP; 0 draws a free one."""
+    metrics_port: int = 0
+    """HTTP for `/metrics` and `/health`; 0 draws a free one."""
+    metrics_host: str | None = None
+    """Where they are served, in the clear, where it is not `host`; with TLS and a host beyond loopback: 127.0.0.1."""
+    advertise_host: str | None = None
+    """What peers should connect to, where it is not `host`; default for a wildcard `host`: this machine's address."""
+    worker_id: str | None = None
+    """Names this worker; default: role, host beyond loopback, port."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:N`. On a GPU the pool needs as much host memory again: blocks are staged there."""
+    block_size: int = 16
+    """Tokens in a KV block; equal on all workers."""
+    num_blocks: int | None = None
+    """KV blocks in the pool; default: what `kv_cache_mib` holds."""
+    kv_cache_mib: int = 256
+    max_model_len: int | None = None
+    """Tokens of prompt and output together; default: the model's own limit."""
+    max_num_batched_tokens: int | None = None
+    """Tokens computed in one step, at most; default: `CPU_STEP_TOKENS` or `GPU_STEP_TOKENS`."""
+    max_num_seqs: int = 64
+    """Sequences in one step, at most."""
+    max_waiting: int | None = None
+    """Requests that wait for a place in a step, or for remote KV; more are refused, and routers place them elsewhere;
+    default: 4 * `max_num_seqs`."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """`priority`: requests with a lower `priority` first, equals in order of arrival; `fcfs`: order of arrival alone."""
+    long_prefill_token_threshold: int = 0
+    """Tokens of one prompt computed in a step, at most; 0: no limit but `max_num_batched_tokens`."""
+    num_threads: int = 1
+    cpu_core: int | None = None
+    """Pin the worker's computing threads to this core (and the following `num_threads - 1`)."""
+    logits_processors: tuple[str, ...] = ()
+    """Entry points of the group `pdserve.logits_processors` that are loaded at start; no other plug-in is imported."""
+    connector: Literal["auto", "nixl", "tcp"] = "auto"
+    """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
+    nixl_plaintext: bool = False
+    """With TLS: KV blocks may move over NIXL, which encrypts nothing. For fabrics that nobody else reaches."""
+    kv_digest: KvDigestName = "auto"
+    """How a block's bytes are verified: `xxh3_64` finds damage, `gmac` forgery too; `auto`: `gmac` with peers beyond loopback
+    to which blocks may travel without TLS, else `xxh3_64`."""
+    max_local_prefill_tokens: int | None = None
+    """Longest uncached prompt that decode prefills itself; default: no limit."""
+    run_ahead_share: float = 0.5
+    """Part of the pool in which prefill may compute transfers that nobody wants yet."""
+    grammar_timeout_s: float = 10.0
+    """For a grammar of `structured_outputs` to be compiled, and before that to get its turn."""
+    grammar_token_s: float = 0.05
+    """Processor time in which a grammar must accept a token and find what may follow; its process is killed after 5 times it."""
+    grammar_request_s: float = 1.0
+    """The same for all tokens of a request's sequences together; 5 ms more for each token."""
+    grammar_memory_mib: int = 2048
+    """Address space that the process of a grammar may take beyond what it begins with."""
+    engine_stuck_exit_s: float = 60.0
+    """A worker whose engine makes no progress for so long writes its threads' stacks and ends with status 1; 0: never."""
+    attach_timeout_s: float = 10.0
+    lease_grace_s: float = 3.0
+    """How long a source keeps blocks after the control stream broke."""
+    lease_max_s: float = 600.0
+    drain_s: float = 30.0
+
+    def addresses(self) -> list[str]:
+        return [self.host, *(host for host in (self.advertise_host, self.metrics_host) if host)]
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens computed in one step, at most."""
+        return self.max_num_batched_tokens or (CPU_STEP_TOKENS if self.device == "cpu" else GPU_STEP_TOKENS)
+
+    @property
+    def waiting_limit(self) -> int:
+        """Requests that may wait."""
+        return 4 * self.max_num_seqs if self.max_waiting is None else self.max_waiting
+
+    @property
+    def peers_host(self) -> str:
+        """What peers should connect to. Raises: ConfigError when a wildcard host leaves that open."""
+        return self.advertise_host or (own_address() if is_wildcard(self.host) else self.host)
+
+    @property
+    def metrics_at(self) -> str:
+        """The host for `/metrics` and `/health`, which know no TLS: beyond loopback only where a setting says so."""
+        hides = self.tls_cert_file is not None and not self.insecure and not is_loopback(self.host)
+        return self.metrics_host or ("127.0.0.1" if hides else self.host)
+
+    def _own_host(self) -> str | None:
+        return self.peers_host
+
+    def _own_worker_id(self) -> str | None:
+        return self.worker_id
+
+    def name(self, port: int) -> str:
+        """The id of a worker that listens on `port`: the one given, else one that no other machine draws."""
+        if self.worker_id is not None:
+            return self.worker_id
+        host = self.peers_host
+        return f"{self.section}-{port}" if is_loopback(host) else f"{self.section}-{host.replace(':', '-')}-{port}"
+
+    def verify(self) -> None:
+        super().verify()
+        if not 0 <= self.metrics_port < 65536:
+            raise ConfigError(f"metrics_port is {self.metrics_port}, 0 to 65535 is needed")
+        may_listen = self.insecure or self.tls_cert_file is not None
+        if self.metrics_host is not None and not is_loopback(self.metrics_host) and not may_listen:
+            raise ConfigError(f"metrics_host is {self.metrics_host!r}, which is not loopback: --insecure is needed")
+        if self.connector == "nixl" and self.tls_cert_file is not None and not self.nixl_plaintext:
+            raise ConfigError(
+                "connector is 'nixl', which encrypts nothing, and TLS is configured: nixl_plaintext=true allows it"
+            )
+        if self.worker_id is not None and not is_worker_id(self.worker_id):
+            raise ConfigError(
+                f"worker_id is {self.worker_id[:200]!r}, 1 to 128 letters, digits, `_`, `.` or `-` are needed"
+            )
+        for name in (
+            "block_size",
+            "kv_cache_mib",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_waiting",
+            "num_threads",
+            "grammar_memory_mib",
+        ):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} is {value}, at least 1 is needed")
+        if self.num_blocks is not None and self.num_blocks < 2:
+            raise ConfigError(f"num_blocks is {self.num_blocks}, at least 2 are needed")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len is {self.max_model_len}, at least 2 are needed: prompt and output")
+        for name in self.logits_processors:
+            if not name.strip() or self.logits_processors.count(name) > 1:
+                raise ConfigError(f"logits_processors has {name!r}, each entry must be a name and stand there once")
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"long_prefill_token_threshold is {self.long_prefill_token_threshold}, at least 0 is needed"
+            )
+        if not 0 < self.run_ahead_share <= 1:
+            raise ConfigError(f"run_ahead_share is {self.run_ahead_share}, above 0 and at most 1 is needed")
+        self._verify_seconds("grammar_timeout_s", "grammar_token_s", "grammar_request_s")
+        if self.engine_stuck_exit_s:
+            self._verify_seconds("engine_stuck_exit_s")
+        self._verify_seconds("attach_timeout_s", "lease_grace_s", "lease_max_s", "drain_s")
+
+
+class PrefillSettings(WorkerSettings, frozen=True, kw_only=True):
+    section: ClassVar[str] = "prefill"
+
+
+class DecodeSettings(WorkerSettings, frozen=True, kw_only=True):
+    section: ClassVar[str] = "decode"
+
+    stream_interval: int = 1
+    """Tokens of a sequence that go to the router as one message, after its first; each message costs both of them more than
+    its tokens do."""
+    max_sessions: int = 64
+    """Streaming sessions open at once; more are refused."""
+    session_idle_timeout_s: float = 60.0
+    """How long a session waits for its client's next turn before it ends."""
+
+    def verify(self) -> None:
+        super().verify()
+        if not 1 <= self.stream_interval <= MAX_STREAM_INTERVAL:
+            raise ConfigError(
+                f"stream_interval is {self.stream_interval}, 1 to {MAX_STREAM_INTERVAL} tokens are possible"
+            )
+        if self.max_sessions < 0:
+            raise ConfigError(f"max_sessions is {self.max_sessions}, at least 0 is needed")
+        if not 0 < self.session_idle_timeout_s < float("inf"):
+            raise ConfigError(
+                f"session_idle_timeout_s is {self.session_idle_timeout_s}, a number of seconds above 0 is needed"
+            )

@@ -1,0 +1,154 @@
+"""What the metrics of every service share: one registry a service, buckets, and the text that Prometheus reads.
+
+Names and meanings are listed in `docs/metrics.md`. Labels come from small fixed sets: never a request id, never a
+client's text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from pdserve.common.background_task import RESTARTS, TASK_NAMES
+from pdserve.common.net.tls_renewal import PeerKind
+from pdserve.common.registry.circuit_breaker import BreakerState, CircuitBreaker
+from pdserve.common.registry.redis_connection import ERROR_KINDS
+from pdserve.common.telemetry.span_counts import ExportCounts
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Phases, TTFT and whole requests: from a hop to a long answer."""
+TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+"""Between two tokens."""
+
+
+class SpanCollector(Collector):
+    """What became of this process's spans; all zero when it does not trace."""
+
+    def __init__(self, counts: ExportCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        spans = CounterMetricFamily("pdserve_spans", "Finished spans, by what became of them.", labels=["outcome"])
+        for outcome in ("exported", "dropped", "failed"):
+            spans.add_metric([outcome], getattr(self._counts, outcome))
+        yield spans
+
+
+class TaskCollector(Collector):
+    """Background tasks of this process that failed."""
+
+    def collect(self) -> Iterable[Metric]:
+        restarts = CounterMetricFamily(
+            "pdserve_background_task_restarts", "Background tasks that failed and were started again.", labels=["task"]
+        )
+        for name in TASK_NAMES:
+            restarts.add_metric([name], RESTARTS[name])
+        yield restarts
+
+
+class RedisCollector(Collector):
+    """How a service gets on with Redis."""
+
+    def __init__(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
+        """events: what had to be told or asked again, by kind, since start."""
+        self._breaker = breaker
+        self._events = events
+
+    def collect(self) -> Iterable[Metric]:
+        up = self._breaker.state is BreakerState.CLOSED
+        yield GaugeMetricFamily("pdserve_redis_up", "1 while Redis can be used.", value=int(up))
+        errors = CounterMetricFamily("pdserve_redis_errors", "Operations that failed, by kind.", labels=["kind"])
+        for kind in (*ERROR_KINDS, "bug"):
+            errors.add_metric([kind], self._breaker.errors[kind])
+        yield errors
+        events = CounterMetricFamily(
+            "pdserve_redis_events", "What was unusable, told again or asked elsewhere.", labels=["kind"]
+        )
+        for kind, count in self._events().items():
+            events.add_metric([kind], count)
+        yield events
+
+
+class TlsCollector(Collector):
+    """How long this service's certificates are valid."""
+
+    def __init__(self, expiries: Callable[[], Mapping[PeerKind, float]]) -> None:
+        """expiries: as `TlsRenewal.expiries`."""
+        self._expiries = expiries
+
+    def collect(self) -> Iterable[Metric]:
+        expiry = GaugeMetricFamily(
+            "pdserve_tls_certificate_expiry_timestamp_seconds",
+            "When a certificate of this service expires, in Unix time.",
+            labels=["peers"],
+        )
+        for peers, valid_until in self._expiries().items():
+            expiry.add_metric([peers], valid_until)
+        yield expiry
+
+
+def make_registry(counts: ExportCounts | None) -> CollectorRegistry:
+    """A registry with what every service has. counts: None when it does not trace."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter and histogram, which nothing of ours reads
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(SpanCollector(counts or ExportCounts()))
+    registry.register(TaskCollector())
+    return registry
+
+
+def exposition(registry: CollectorRegistry) -> bytes:
+    """The metrics as they stand, in Prometheus' text format; their type is `CONTENT_TYPE`."""
+    return generate_latest(registry)
+
+
+class Exposition:
+    """The text of registries, made beside the event loop: it takes milliseconds. Used in one event loop.
+
+    Calls at the same time share one text.
+    """
+
+    def __init__(self, *registries: CollectorRegistry) -> None:
+        self._registries = registries
+        self._making: asyncio.Task[bytes] | None = None
+
+    async def text(self) -> bytes:
+        """As `exposition`, of all registries."""
+        if self._making is None or self._making.done():
+            self._making = asyncio.create_task(self._make())
+        return await asyncio.shield(self._making)
+
+    async def _make(self) -> bytes:
+        seen = [_Seen(registry) for registry in self._registries]
+        return await asyncio.to_thread(lambda: b"".join(generate_latest(each) for each in seen))
+
+
+class _Seen:
+    """A registry whose own collectors, which read what the event loop changes, were asked before."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._safe: list[Collector] = []
+        self._families: list[Metric] = []
+        for collector in list(registry._collector_to_names):
+            if isinstance(collector, MetricWrapperBase | ProcessCollector):
+                self._safe.append(collector)
+            else:
+                self._families += collector.collect()
+
+    def collect(self) -> Iterable[Metric]:
+        for collector in self._safe:
+            yield from collector.collect()
+        yield from self._families

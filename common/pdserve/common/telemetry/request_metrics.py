@@ -1,0 +1,55 @@
+"""`RequestMetrics`: when the engine did what for one request, as offline callers read it."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from pdserve.common.request.engine_types import EngineCoreEventType, EngineCoreOutput
+from pdserve.common.timeline import to_unix_ns
+
+
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """Moments in seconds since 1970, on a clock that never goes back within a process; None where not come to yet."""
+
+    arrival_time: float
+    """When the request was given to the engine."""
+    first_scheduled_time: float | None = None
+    """When it first got a place in a step."""
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    """Of the newest output token so far."""
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds until it got its first place."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    def see(self, output: EngineCoreOutput) -> None:
+        """An output of an engine in this process, as it comes."""
+        for event in output.events:
+            if event.type is EngineCoreEventType.SCHEDULED and self.first_scheduled_time is None:
+                self.first_scheduled_time = unix_s(event.timestamp)
+        if output.new_token_ids:
+            self.last_token_time = unix_s(time.monotonic())
+            if self.first_token_time is None:
+                self.first_token_time = unix_s(output.moments.get("first_token", time.monotonic()))
+        self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
+
+    def end(self) -> None:
+        """Its last output has been seen. Once."""
+        if self.finished_time is None:
+            self.finished_time = unix_s(time.monotonic())
+
+
+def unix_s(monotonic_s: float) -> float:
+    """`time.monotonic()` seconds of this process -> seconds since 1970."""
+    return to_unix_ns(monotonic_s) / 1e9

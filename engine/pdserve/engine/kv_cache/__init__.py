@@ -1,0 +1,1 @@
+"""KV cache blocks: the pool, prefix cache and pins."""

@@ -1,0 +1,250 @@
+"""`KVCacheManager`: the block tables of sequences, and what of them the prefix cache knows.
+
+A sequence's tokens fall into half-open ranges:
+
+    | cached | computed | scheduled now | reserved |
+    0        a          b               c          d
+
+    [0, a)  found in the prefix cache at admission, or received; shared, never written again
+    [a, b)  KV computed by earlier steps
+    [b, c)  KV written by the step being scheduled
+    [c, d)  blocks allocated ahead (whole prompt, rest of the last block)
+
+The manager allocates every block and frees them all at once, in `free`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.engine.kv_cache.block_pool import BlockHold, BlockPool, KVCacheBlock
+from pdserve.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheBlocks:
+    """A run of blocks from the start of a sequence."""
+
+    blocks: tuple[KVCacheBlock, ...]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [block.block_id for block in self.blocks]
+
+
+NO_BLOCKS = KVCacheBlocks(())
+
+
+@dataclass(frozen=True, slots=True)
+class RestingTable:
+    """A block table without references: good for as long as none of its blocks is handed out again."""
+
+    blocks: tuple[KVCacheBlock, ...]
+    lives: tuple[int, ...]
+
+
+class KVCacheManager:
+    """Block tables over one `BlockPool`."""
+
+    def __init__(self, pool: BlockPool, hasher: BlockHasher) -> None:
+        self.pool = pool
+        self.block_size = hasher.block_size
+        self._hasher = hasher
+        self._tables: dict[str, list[KVCacheBlock]] = {}
+        self._num_remembered: dict[str, int] = {}
+        self._idle: OrderedDict[str, Request] = OrderedDict()
+        """Sequences whose blocks may be taken, longest idle first."""
+        self._copies: dict[str, tuple[KVCacheBlock, KVCacheBlock]] = {}
+        """request_id -> (from, to) of a fork whose last block is still to be copied; the first has a reference more."""
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    def get_computed_blocks(self, request: Request, limit_tokens: int) -> KVCacheBlocks:
+        """The longest run of the sequence's full blocks that the cache knows, over at most `limit_tokens` tokens.
+
+        Takes no reference: use the answer before anything else is allocated.
+        """
+        if request.skip_reading_prefix_cache:
+            return NO_BLOCKS
+        found = []
+        for block_hash in request.block_hashes[: limit_tokens // self.block_size]:
+            block = self.pool.find(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return KVCacheBlocks(tuple(found))
+
+    def num_blocks_missing(self, request: Request, num_tokens: int, computed: KVCacheBlocks = NO_BLOCKS) -> int:
+        """Blocks that must come out of the pool so that `num_tokens` tokens have room.
+
+        Cached blocks that nobody uses count as well: touching them takes them out of what is available.
+        """
+        table = self._tables.get(request.request_id)
+        have = len(table) if table is not None else len(computed)
+        revived = 0 if table is not None else sum(block.ref_cnt == 0 for block in computed.blocks)
+        return max(0, -(-num_tokens // self.block_size) - have) + revived
+
+    def allocate_slots(
+        self, request: Request, num_tokens: int, computed: KVCacheBlocks = NO_BLOCKS, keep_free: int = 0
+    ) -> list[int] | None:
+        """Room for the sequence's first `num_tokens` tokens; returns the ids of the blocks added to its table.
+
+        computed: cached blocks to begin with, only at admission.
+        keep_free: blocks that must remain available afterwards.
+        None means that there is no room, though idle sequences have lost theirs; nothing else has changed.
+        """
+        while self.num_blocks_missing(request, num_tokens, computed) + keep_free > self.pool.num_available:
+            if not self._take_from_idle(request):
+                return None
+        self._idle.pop(request.request_id, None)
+        table = self._tables.get(request.request_id)
+        if table is None:
+            self.pool.touch(computed.blocks)
+            table = self._tables[request.request_id] = list(computed.blocks)
+            self._num_remembered[request.request_id] = len(computed)
+            added = table
+        else:
+            added = []
+        new = self.pool.allocate(max(0, -(-num_tokens // self.block_size) - len(table)))
+        table.extend(new)
+        return [block.block_id for block in (added or new)]
+
+    def idle(self, request: Request) -> None:
+        """It computes nothing for a while: it keeps its blocks until others need them or `allocate_slots` is called.
+
+        Who has lost them has no computed tokens any more, but may find them in the prefix cache.
+        """
+        self._idle[request.request_id] = request
+
+    def _take_from_idle(self, taker: Request) -> bool:
+        """Free the blocks of the sequence that has been idle longest; False when there is none but the taker."""
+        for request in self._idle.values():
+            if request is not taker:
+                self.free(request)
+                request.num_computed_tokens = 0
+                return True
+        return False
+
+    def fork(self, request: Request, other: Request) -> bool:
+        """A table for a sequence that goes on where another's prompt ends, with room for its first token.
+
+        Full blocks are shared; a partial last one is copied before the next step computes (`take_copies`).
+        False means that there is no room, and nothing has changed.
+        """
+        while self.pool.num_available < 1:
+            if not self._take_from_idle(request):
+                return False
+        num_full, num_in_last = divmod(request.num_given_tokens, self.block_size)
+        table = self._tables[request.request_id]
+        [own] = self.pool.allocate(1)
+        if num_in_last:
+            self.pool.touch((table[num_full],))
+            self._copies[other.request_id] = (table[num_full], own)
+        self.pool.touch(table[:num_full])
+        self._tables[other.request_id] = [*table[:num_full], own]
+        self._num_remembered[other.request_id] = num_full
+        return True
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """(from, to) block ids that are to be copied before anything is computed or allocated."""
+        copies = [(source.block_id, target.block_id) for source, target in self._copies.values()]
+        for source, _ in self._copies.values():
+            self.pool.release((source,))
+        self._copies.clear()
+        return copies
+
+    def count_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
+        """Prefix cache statistics, once per admission."""
+        self.num_queried_tokens += queried_tokens
+        self.num_hit_tokens += hit_tokens
+
+    def remember_computed(self, request: Request) -> None:
+        """Let the prefix cache know the sequence's full computed blocks; hashes blocks that output has filled."""
+        first = self._num_remembered[request.request_id]
+        full = request.num_computed_tokens // self.block_size
+        if full <= first:
+            return
+        self._extend_hashes(request, full)
+        table = self._tables[request.request_id]
+        for index in range(first, full):
+            self.pool.remember(table[index], request.block_hashes[index])
+        self._num_remembered[request.request_id] = full
+
+    def remember_received(self, request: Request, num_blocks: int) -> None:
+        """Let the prefix cache know the first `num_blocks` blocks, full ones only: their bytes are verified (I3)."""
+        full = min(num_blocks, request.num_given_tokens // self.block_size)
+        table = self._tables[request.request_id]
+        for index in range(self._num_remembered[request.request_id], full):
+            self.pool.remember(table[index], request.block_hashes[index])
+        self._num_remembered[request.request_id] = max(self._num_remembered[request.request_id], full)
+
+    def _extend_hashes(self, request: Request, num_blocks: int) -> None:
+        known = len(request.block_hashes)
+        if known < num_blocks:
+            previous = request.block_hashes[-1] if known else request.core.hash_root
+            tokens = request.token_ids[known * self.block_size : num_blocks * self.block_size]
+            request.block_hashes.extend(self._hasher.extend(previous, tokens))
+
+    def replace(self, request: Request, first_index: int, count: int) -> list[int] | None:
+        """Other blocks in place of `table[first_index : first_index + count]`; the old lose the sequence's reference.
+
+        None when there is no room, and nothing has changed.
+        """
+        while count > self.pool.num_available:
+            if not self._take_from_idle(request):
+                return None
+        table = self._tables[request.request_id]
+        old = table[first_index : first_index + count]
+        table[first_index : first_index + count] = self.pool.allocate(count)
+        self.pool.release(old)
+        return [block.block_id for block in table[first_index : first_index + count]]
+
+    def hold(self, request: Request, first_index: int, end_index: int) -> BlockHold:
+        """A hold on `table[first_index : end_index]`."""
+        return self.pool.hold(self._tables[request.request_id][first_index:end_index])
+
+    def block_ids(self, request: Request) -> list[int]:
+        return [block.block_id for block in self._tables.get(request.request_id, ())]
+
+    def num_blocks(self, request: Request) -> int:
+        return len(self._tables.get(request.request_id, ()))
+
+    def free(self, request: Request) -> None:
+        """Give up the sequence's references; holds keep theirs. Harmless when it has none."""
+        if (copy := self._copies.pop(request.request_id, None)) is not None:
+            self.pool.release(copy[:1])
+        table = self._tables.pop(request.request_id, None)
+        self._idle.pop(request.request_id, None)
+        if table is not None:
+            del self._num_remembered[request.request_id]
+            self.pool.release(table)
+
+    def rest(self, request: Request) -> RestingTable:
+        """Give up the sequence's references, and remember its table in case that it is wanted after all."""
+        blocks = self._tables.pop(request.request_id)
+        del self._num_remembered[request.request_id]
+        table = RestingTable(tuple(blocks), tuple(block.life for block in blocks))
+        self.pool.release(blocks, keep=True)
+        return table
+
+    def revive(self, request: Request, table: RestingTable) -> bool:
+        """Take a resting table back; False when one of its blocks has been handed out since, and nothing has changed."""
+        if any(block.life != life for block, life in zip(table.blocks, table.lives, strict=True)):
+            return False
+        self.pool.touch(table.blocks)
+        self._tables[request.request_id] = list(table.blocks)
+        self._num_remembered[request.request_id] = request.num_computed_tokens // self.block_size
+        return True
+
+    def references(self) -> dict[int, int]:
+        """Block id -> references by block tables and by copies to come; for the pool check."""
+        counts = Counter(source.block_id for source, _ in self._copies.values())
+        for table in self._tables.values():
+            for block in table:
+                counts[block.block_id] += 1
+        return counts

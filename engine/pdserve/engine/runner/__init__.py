@@ -1,0 +1,1 @@
+"""Runs the model on one device: input batch, forward pass, outputs."""

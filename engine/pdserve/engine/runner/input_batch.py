@@ -1,0 +1,128 @@
+"""`InputBatch`: the running sequences as arrays that live from step to step, one row a sequence.
+
+A step's inputs are gathered from them by row numbers in a few array operations, whatever the number of sequences.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.request import Request
+from pdserve.engine.runner.pooler import Pooler
+from pdserve.engine.runner.prompt_logprobs import PromptLogprobsTable
+from pdserve.engine.sampling.logits_plugin_stage import PluginTable
+from pdserve.engine.sampling.logits_processors import LogitsProcessors
+from pdserve.engine.sampling.penalties import PenaltyTable
+from pdserve.engine.sampling.sampler import SamplingMetadata
+from pdserve.engine.sampling.token_rules import TokenRuleTable
+from pdserve.engine.structured_outputs.grammar_masks import GrammarMaskTable
+
+
+class InputBatch:
+    """`max_num_seqs` rows."""
+
+    def __init__(self, config: EngineConfig, vocab_size: int, processors: LogitsProcessors) -> None:
+        rows = config.max_num_seqs
+        self._vocab_size = vocab_size
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self.rows: dict[str, int] = {}
+        """request_id -> row."""
+        self.requests: dict[int, Request] = {}
+        """row -> request."""
+        self.token_ids = np.zeros((rows, config.max_model_len + 1), dtype=np.int64)
+        self.num_tokens = np.zeros(rows, dtype=np.int64)
+        self.num_computed = np.zeros(rows, dtype=np.int64)
+        self.num_prompt = np.zeros(rows, dtype=np.int64)
+        self.block_table = np.zeros((rows, config.blocks_for(config.max_model_len)), dtype=np.int64)
+        self.num_blocks = np.zeros(rows, dtype=np.int64)
+        self._temperature = np.zeros(rows, dtype=np.float32)
+        self._top_p = np.ones(rows, dtype=np.float32)
+        self._top_k = np.full(rows, vocab_size, dtype=np.int64)
+        self._min_p = np.zeros(rows, dtype=np.float32)
+        self._seeds = np.zeros(rows, dtype=np.int64)
+        self._indexes = np.zeros(rows, dtype=np.int64)
+        self.num_sequences = np.ones(rows, dtype=np.int64)
+        """Tokens to sample when the row is next complete: one for each sequence that continues a prompt, then 1."""
+        self._num_logprobs = np.full(rows, -1, dtype=np.int64)
+        self._token_rules = TokenRuleTable(rows, vocab_size)
+        self._penalties = PenaltyTable(rows)
+        self._plugins = PluginTable(processors)
+        self.pooler = Pooler(rows)
+        self.prompt_logprobs = PromptLogprobsTable()
+        self.grammars = GrammarMaskTable(rows, vocab_size)
+
+    def add(self, request: Request, block_ids: list[int]) -> None:
+        """A sequence enters: everything it has is copied into its row."""
+        row = self.rows[request.request_id] = self._free_rows.pop()
+        self.requests[row] = request
+        self.token_ids[row, : request.num_tokens] = request.token_ids
+        self.num_tokens[row] = request.num_tokens
+        self.num_prompt[row] = request.num_prompt_tokens
+        self.num_computed[row] = request.num_computed_tokens
+        self.num_blocks[row] = 0
+        self.add_blocks(request.request_id, block_ids)
+        if request.core.pooling_params is not None:
+            self.pooler.add(row, request.core.pooling_params)
+            return
+        params = request.sampling_params
+        self._temperature[row] = 0.0 if params.greedy else params.temperature
+        self._top_p[row] = params.top_p
+        self._top_k[row] = params.top_k if params.top_k > 0 else self._vocab_size
+        self._min_p[row] = params.min_p
+        self._seeds[row] = params.seed or 0
+        self._indexes[row] = request.index
+        self.num_sequences[row] = request.num_sequences
+        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        if request.collects_prompt_logprobs and params.prompt_logprobs is not None:
+            self.prompt_logprobs.add(row, params.prompt_logprobs)
+        self._token_rules.add(row, request)
+        self._plugins.add(row, params.logits_processors)
+        self._penalties.set(row, params)
+        self.grammars.add(row, request)
+
+    def remove(self, request_id: str) -> None:
+        """A sequence leaves; harmless when it never came."""
+        row = self.rows.pop(request_id, None)
+        if row is not None:
+            del self.requests[row]
+            self._token_rules.remove(row)
+            self._plugins.remove(row)
+            self.pooler.remove(row)
+            self.prompt_logprobs.remove(row)
+            self.grammars.remove(row)
+            self._free_rows.append(row)
+
+    def add_blocks(self, request_id: str, block_ids: list[int]) -> None:
+        row = self.rows[request_id]
+        first = self.num_blocks[row]
+        self.block_table[row, first : first + len(block_ids)] = block_ids
+        self.num_blocks[row] += len(block_ids)
+
+    def append_tokens(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """One new token for each row; a row that stood for several sequences is the first of them from now on."""
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+        self.num_sequences[rows] = 1
+
+    def sampling_metadata(self, rows: NDArray[np.int64], offsets: NDArray[np.int64] | int = 0) -> SamplingMetadata:
+        """The parameters of the rows that are sampled now.
+
+        offsets: added to their indexes, where a row is sampled for several sequences.
+        """
+        num_logprobs = self._num_logprobs[rows]
+        return SamplingMetadata(
+            temperature=self._temperature[rows],
+            top_p=self._top_p[rows],
+            top_k=self._top_k[rows],
+            min_p=self._min_p[rows],
+            seeds=self._seeds[rows],
+            indexes=self._indexes[rows] + offsets,
+            positions=self.num_tokens[rows] - self.num_prompt[rows],
+            token_rules=self._token_rules.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
+            plugins=self._plugins.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
+            penalties=self._penalties.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
+            grammar_mask=self.grammars.of_step(rows),
+            num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
+        )

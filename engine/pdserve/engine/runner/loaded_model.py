@@ -1,0 +1,120 @@
+"""`LoadedModel`: what a worker's settings and its model folder come to: a decoder, a pool, and their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pdserve.common.errors import ConfigError
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.security.fingerprint import model_fingerprint, tokenizer_fingerprint
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
+from pdserve.models.config import ModelConfig
+from pdserve.models.decoder import Decoder
+from pdserve.models.kv_cache import make_kv_cache
+from pdserve.models.loading import LoadProgress, load_decoder
+from pdserve.models.model_folder import model_folder
+
+__all__ = ["LoadProgress", "LoadedModel", "load_model", "model_folder"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Ready to be put behind an engine."""
+
+    decoder: Decoder
+    layout: KvLayout
+    kv_cache: Tensor
+    """`[num_blocks, L, 2, Hkv, bs, D]`"""
+    max_model_len: int
+    tokenizer_fingerprint: str
+    folder: Path
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.kv_cache.shape[0])
+
+    def grammar_compiler(self, settings: WorkerSettings) -> GrammarCompiler | None:
+        """For structured outputs; reads nothing yet. None without a tokenizer."""
+        if not (self.folder / "tokenizer.json").is_file():
+            return None
+        limits = GrammarLimits(
+            compile_s=settings.grammar_timeout_s,
+            token_s=settings.grammar_token_s,
+            kill_s=5 * settings.grammar_token_s,
+            request_s=settings.grammar_request_s,
+            memory_mib=settings.grammar_memory_mib,
+        )
+        vocab_size = self.decoder.config.vocab_size
+        return GrammarCompiler(self.folder, vocab_size, limits, max_processes=settings.max_num_seqs)
+
+    def engine_config(self, settings: WorkerSettings) -> EngineConfig:
+        """The engine's part of the settings, with what the model leaves of them."""
+        return EngineConfig(
+            block_size=settings.block_size,
+            num_blocks=self.num_blocks,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=settings.step_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            scheduling_policy=settings.scheduling_policy,
+            long_prefill_token_threshold=settings.long_prefill_token_threshold,
+            max_local_prefill_tokens=settings.max_local_prefill_tokens,
+            run_ahead_share=settings.run_ahead_share,
+            grammar_timeout_s=settings.grammar_timeout_s,
+        )
+
+
+def load_model(
+    folder: Path, settings: WorkerSettings, progress: Callable[[LoadProgress], None] | None = None
+) -> LoadedModel:
+    """Read weights and make the pool. Raises: ConfigError, UnsupportedModel."""
+    _check_device(settings.device)
+    decoder = load_decoder(folder, dtype=settings.dtype, device=settings.device, progress=progress)
+    config = decoder.config
+    layout = config.kv_layout(settings.block_size, model_fingerprint(folder, config.dtype))
+    num_blocks, max_model_len = pool_size(settings, layout, config)
+    kv_cache = make_kv_cache(layout, num_blocks, settings.device)
+    return LoadedModel(decoder, layout, kv_cache, max_model_len, tokenizer_fingerprint(folder), folder)
+
+
+def pool_size(settings: WorkerSettings, layout: KvLayout, model: ModelConfig) -> tuple[int, int]:
+    """Blocks of the pool, and the longest sequence that pool, model and settings allow.
+
+    Raises: ConfigError naming the setting, its value and the limit.
+    """
+    num_blocks = settings.num_blocks or (settings.kv_cache_mib << 20) // layout.block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"kv_cache_mib {settings.kv_cache_mib} holds {num_blocks} blocks of {layout.block_bytes} bytes"
+        )
+    pool_tokens = num_blocks * settings.block_size
+    limit = model.max_position_embeddings
+    if settings.max_model_len is not None:
+        if settings.max_model_len > model.derived_max_model_len:
+            raise ConfigError(
+                f"max_model_len is {settings.max_model_len}, the model reaches to {model.derived_max_model_len}"
+            )
+        if settings.max_model_len > pool_tokens:
+            raise ConfigError(f"max_model_len is {settings.max_model_len}, the pool holds {pool_tokens} tokens")
+        limit = settings.max_model_len
+    return num_blocks, min(limit, pool_tokens)
+
+
+def _check_device(name: str) -> None:
+    """Raises: ConfigError for a device that torch does not know or that is not here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}, which torch does not know; it must be cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}, it must be cpu, cuda or cuda:N")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ConfigError(f"device is {name!r}, but torch {torch.__version__} sees {num_gpus} CUDA devices here")

@@ -1,0 +1,246 @@
+"""`ModelRunner`: turns a step's plan into tensors, runs the decoder and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.common.errors import PdServeError
+from pdserve.common.request.engine_types import LogprobsLists
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.request import Request
+from pdserve.engine.runner.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
+from pdserve.engine.runner.input_batch import InputBatch
+from pdserve.engine.sampling.logits_processors import LogitsProcessors
+from pdserve.engine.sampling.sampler import Sampler, SamplerOutput
+from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pdserve.kernels.attention_batch import AttentionBatch, PrefillChunk
+from pdserve.kernels.block_copies import copy_blocks
+
+MASK_WAIT_S = 0.02
+"""How long a step waits for masks that should be there; rows without one by then wait for theirs without the others."""
+
+
+class DecoderModel(Protocol):
+    """What the runner needs of a model."""
+
+    @property
+    def hidden_size(self) -> int:
+        """H: numbers in a hidden state."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        kv_cache: Tensor,
+        before_layer: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """`[T]` -> hidden `[T, H]`; writes K and V of all T tokens into the cache."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """`[N, H]` -> `[N, V]` float32."""
+
+
+class ModelRunner:
+    """One model, one KV pool, one device."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: DecoderModel,
+        kv_cache: Tensor,
+        vocab_size: int,
+        before_layer: Callable[[], None] | None = None,
+        logits_processors: LogitsProcessors | None = None,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._kv_cache = kv_cache
+        self._device = kv_cache.device
+        self._before_layer = before_layer
+        self._sampler = Sampler()
+        self.batch = InputBatch(config, vocab_size, logits_processors or LogitsProcessors())
+
+    @torch.inference_mode()
+    def execute(self, scheduled: SchedulerOutput, block_ids_of: Callable[[Request], list[int]]) -> ModelRunnerOutput:
+        """Compute one step. block_ids_of: the whole block table of a sequence that enters the batch."""
+        if scheduled.block_copies:
+            copy_blocks(self._kv_cache, scheduled.block_copies)
+        self._update_batch(scheduled, block_ids_of)
+        rows, counts = self._decodes_first(scheduled)
+        token_ids, attention = self._inputs(rows, counts)
+        hidden = self._model.forward(token_ids, attention, self._kv_cache, self._before_layer)
+        self.batch.num_computed[rows] += counts
+        written = self._device_event()
+
+        failed_requests: dict[str, PdServeError] = {}
+        prompt_logprobs = self._prompt_logprobs(hidden, rows, counts, failed_requests)
+        ends = np.cumsum(counts) - 1
+        complete = np.flatnonzero(self.batch.num_computed[rows] == self.batch.num_tokens[rows])
+        pooler_output: dict[str, list[float]] = {}
+        if len(self.batch.pooler):
+            self.batch.pooler.add_chunks(hidden, rows, counts)
+            is_pooled = self.batch.pooler.is_pooled(rows[complete])
+            pooler_output = self._pool(hidden, rows, ends, complete[is_pooled], failed_requests)
+            complete = complete[~is_pooled]
+        is_late = self.batch.grammars.late(rows[complete], MASK_WAIT_S)
+        held_back = rows[complete[is_late]]
+        # its last token is computed again, to the same values, when the mask is there
+        self.batch.num_computed[held_back] -= 1
+        complete = complete[~is_late]
+        held_back_ids = {self.batch.requests[row].request_id for row in held_back.tolist()}
+        if len(complete) == 0:
+            return ModelRunnerOutput(
+                [],
+                [],
+                device_event=written,
+                pooler_output=pooler_output,
+                prompt_logprobs=prompt_logprobs,
+                failed_requests=failed_requests,
+                held_back=held_back_ids,
+            )
+        logits = self._model.compute_logits(hidden[torch.from_numpy(ends[complete]).to(self._device)])
+        sampled_rows = rows[complete]
+        num_sequences = self.batch.num_sequences[sampled_rows]
+        is_finite = finite_rows(logits)  # the sampler changes the logits
+        output = self._sample(logits, sampled_rows, num_sequences)
+        requests = self.batch.requests
+        for row in sampled_rows[~is_finite.cpu().numpy()].tolist():
+            failed_requests[requests[row].request_id] = not_finite("logits", self._kv_cache.dtype)
+        return ModelRunnerOutput(
+            [requests[row].request_id for row in np.repeat(sampled_rows, num_sequences).tolist()],
+            output.sampled_token_ids.tolist(),
+            output.logprobs.lists() if output.logprobs is not None else {},
+            output.failed,
+            pooler_output,
+            prompt_logprobs,
+            device_event=written,
+            failed_requests=failed_requests,
+            held_back=held_back_ids,
+        )
+
+    def _sample(self, logits: Tensor, rows: NDArray[np.int64], num_sequences: NDArray[np.int64]) -> SamplerOutput:
+        """One token for each sequence. logits `[N, V]`, rows and num_sequences `[N]`."""
+        if (num_sequences == 1).all():
+            output = self._sampler(logits, self.batch.sampling_metadata(rows))
+            self.batch.append_tokens(rows, output.sampled_token_ids)
+            return output
+        firsts = np.cumsum(num_sequences) - num_sequences
+        places = np.repeat(np.arange(len(rows)), num_sequences)
+        offsets = np.arange(len(places)) - firsts[places]
+        logits = logits[torch.from_numpy(places).to(self._device)]
+        output = self._sampler(logits, self.batch.sampling_metadata(rows[places], offsets))
+        self.batch.append_tokens(rows, output.sampled_token_ids[firsts])
+        return output
+
+    def _prompt_logprobs(
+        self,
+        hidden: Tensor,
+        rows: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        failed_requests: dict[str, PdServeError],
+    ) -> dict[str, LogprobsLists]:
+        """request_id -> what this step's chunk tells, of those that ask. failed_requests: takes those without numbers."""
+        batch = self.batch
+        if not len(batch.prompt_logprobs):
+            return {}
+        found = batch.prompt_logprobs.of_step(
+            hidden, rows, counts, batch.num_computed, batch.token_ids, batch.num_prompt, self._model.compute_logits
+        )
+        by_request = {batch.requests[row].request_id: lists for row, lists in found.items()}
+        for request_id in [request_id for request_id, lists in by_request.items() if not are_finite(lists)]:
+            failed_requests[request_id] = not_finite("prompt log-probabilities", self._kv_cache.dtype)
+            del by_request[request_id]
+        return by_request
+
+    def _pool(
+        self,
+        hidden: Tensor,
+        rows: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        complete: NDArray[np.int64],
+        failed_requests: dict[str, PdServeError],
+    ) -> dict[str, list[float]]:
+        """request_id -> embedding, of the step's rows at `complete`. failed_requests: takes those without numbers."""
+        if len(complete) == 0:
+            return {}
+        pooled_rows = rows[complete]
+        last = hidden[torch.from_numpy(ends[complete]).to(self._device)]
+        vectors = self.batch.pooler.finish(last, pooled_rows, self.batch.num_tokens[pooled_rows])
+        req_ids = (self.batch.requests[row].request_id for row in pooled_rows.tolist())
+        pooled = dict(zip(req_ids, vectors, strict=True))
+        for request_id in [request_id for request_id, vector in pooled.items() if not is_finite_vector(vector)]:
+            failed_requests[request_id] = not_finite("embeddings", self._kv_cache.dtype)
+            del pooled[request_id]
+        return pooled
+
+    def _device_event(self) -> torch.cuda.Event | None:
+        """Completes when the device has done everything it was given so far; None on a processor, which has."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _update_batch(self, scheduled: SchedulerOutput, block_ids_of: Callable[[Request], list[int]]) -> None:
+        for request_id in scheduled.finished_req_ids:
+            self.batch.remove(request_id)
+        for request in scheduled.scheduled_new_reqs:
+            self.batch.add(request, block_ids_of(request))
+        for request_id, block_ids in scheduled.new_block_ids.items():
+            self.batch.add_blocks(request_id, block_ids)
+
+    def _decodes_first(self, scheduled: SchedulerOutput) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows and their token counts, `[S]` each; rows with one token come first, as attention wants them."""
+        rows = np.fromiter((self.batch.rows[request_id] for request_id in scheduled.num_scheduled_tokens), np.int64)
+        counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int64)
+        order = np.argsort(counts > 1, kind="stable")
+        return rows[order], counts[order]
+
+    def _inputs(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[Tensor, AttentionBatch]:
+        """Token ids `[T]` and where each attends and is stored."""
+        batch, block_size = self.batch, self._config.block_size
+        computed = batch.num_computed[rows]
+        row_of_token = np.repeat(rows, counts)
+        starts = np.cumsum(counts) - counts
+        positions = np.arange(counts.sum()) - np.repeat(starts - computed, counts)
+        token_ids = batch.token_ids[row_of_token, positions]
+        slots = batch.block_table[row_of_token, positions // block_size] * block_size + positions % block_size
+
+        num_decodes = int((counts == 1).sum())
+        seq_lens = computed[:num_decodes] + 1
+        max_seq_len = int(seq_lens.max()) if num_decodes else 0
+        tables = batch.block_table[rows[:num_decodes], : self._config.blocks_for(max_seq_len)]
+        # entries past a sequence's end may be an earlier row's: 0 is what attention expects there
+        tables = np.where(np.arange(tables.shape[1]) * block_size < seq_lens[:, None], tables, 0)
+        prefills = tuple(
+            PrefillChunk(
+                query_start=int(starts[place]),
+                num_tokens=int(counts[place]),
+                context_len=int(computed[place]),
+                block_table=self._tensor(
+                    batch.block_table[
+                        rows[place], : self._config.blocks_for(int(computed[place] + counts[place]))
+                    ].copy()
+                ),
+            )
+            for place in range(num_decodes, len(rows))
+        )
+        return self._tensor(token_ids), AttentionBatch(
+            positions=self._tensor(positions),
+            slot_mapping=self._tensor(slots),
+            num_decodes=num_decodes,
+            block_tables=self._tensor(tables),
+            seq_lens=self._tensor(seq_lens),
+            max_seq_len=max_seq_len,
+            prefills=prefills,
+        )
+
+    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)

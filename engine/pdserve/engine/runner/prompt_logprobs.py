@@ -1,0 +1,86 @@
+"""Log-probabilities of prompt tokens: of each token but the first, given those before it.
+
+A chunk of a prompt gives those of the tokens that follow its own; whatever the chunks, the same values come out. The
+logits of a slice of the chunk are held at a time, not those of the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.common.request.engine_types import LogprobsLists
+from pdserve.engine.sampling.logprobs import RawLogprobs
+
+SLICE = 256
+"""Positions whose logits are computed at once: `[SLICE, V]` float32."""
+
+
+class PromptLogprobsTable:
+    """Which rows of the batch want them, and how many candidates a token."""
+
+    def __init__(self) -> None:
+        self._num_top: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._num_top)
+
+    def add(self, row: int, num_top: int) -> None:
+        """num_top: most likely tokens to name with each."""
+        self._num_top[row] = num_top
+
+    def remove(self, row: int) -> None:
+        """Harmless for a row that does not want them."""
+        self._num_top.pop(row, None)
+
+    def of_step(
+        self,
+        hidden: Tensor,
+        rows: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        num_computed: NDArray[np.int64],
+        targets: NDArray[np.int64],
+        num_prompt: NDArray[np.int64],
+        compute_logits: Callable[[Tensor], Tensor],
+    ) -> dict[int, LogprobsLists]:
+        """By row, what this step's chunks tell.
+
+        hidden `[T, H]`; rows and counts `[S]`, the step's rows and their tokens; num_computed and num_prompt by row, with
+        this step's tokens; targets: the batch's token ids, by row.
+        """
+        found = {}
+        starts = np.cumsum(counts) - counts
+        for place, row in enumerate(rows.tolist()):
+            num_top = self._num_top.get(row)
+            if num_top is None:
+                continue
+            first = int(num_computed[row] - counts[place])
+            count = int(min(counts[place], num_prompt[row] - 1 - first))
+            if count > 0:
+                start = int(starts[place])
+                next_tokens = targets[row, first + 1 : first + 1 + count]
+                found[row] = _of_chunk(hidden[start : start + count], next_tokens, num_top, compute_logits)
+        return found
+
+
+def _of_chunk(
+    hidden: Tensor, next_tokens: NDArray[np.int64], num_top: int, compute_logits: Callable[[Tensor], Tensor]
+) -> LogprobsLists:
+    """hidden `[n, H]`, next_tokens `[n]`."""
+    whole = LogprobsLists([], [], [])
+    for start in range(0, len(next_tokens), SLICE):
+        part = next_tokens[start : start + SLICE]
+        raw = RawLogprobs.of(compute_logits(hidden[start : start + SLICE]), np.full(len(part), num_top))
+        if raw is not None:
+            tensors = raw.of_tokens(part)
+            whole = whole.followed_by(
+                LogprobsLists(
+                    tensors.logprob_token_ids.tolist(),
+                    tensors.logprobs.tolist(),
+                    tensors.selected_token_ranks.tolist(),
+                )
+            )
+    return whole

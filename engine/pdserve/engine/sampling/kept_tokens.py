@@ -1,0 +1,235 @@
+"""The tokens that min_p, top_k and top_p keep, found by thresholds: the vocabulary is never sorted.
+
+The rule, for a GPU kernel as for this module. Tokens are ordered by their logit, the highest first, and equal logits by
+their id, the lowest first; every kept set is a beginning of that order. With `y = (logit - highest logit) / temperature`
+in float32:
+
+    min_p  keeps the tokens with y >= float32(ln(min_p))
+    top_k  keeps the first top_k tokens
+    top_p  keeps, of the tokens that these two leave, the shortest beginning whose mass is at least top_p of the mass left
+
+A token's mass is the integer `round(exp(y) 2^34)` (exp in float32, halves to even): float64 adds masses without rounding
+up to a vocabulary of 2^19, so no order of summation, batch or number of threads moves a border. A token 3.4e10 times less
+likely than the most likely has no mass. A token of y -inf, as rules and grammars make most tokens, has no part in a
+kept set here: it is never drawn.
+A kept set is given by its border: the logit of its last token, and that token's id. A histogram of the masses over y
+names the bucket in which the border of top_p lies; of the tokens in question, selection digit by digit over the ordered
+integers of their float32 logits finds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.engine.sampling.scratch import Scratch
+
+MASS_OF_HIGHEST = 2.0**34
+_NO_MASS = np.float32(-25)
+"""y below which a token has no mass."""
+LOWEST = np.finfo(np.float32).min
+"""Of the finite numbers."""
+FEW = 32
+"""Where at most one token in FEW is in question, a list of them costs less than the whole vocabulary."""
+_BUCKETS = 2048
+_DIGIT_BITS = 11
+_FEWEST_BLOCKS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What R rows ask, `[R]` each."""
+
+    temperature: NDArray[np.float32]
+    """Above 0."""
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    """Vocabulary size for all."""
+    min_p: NDArray[np.float32]
+
+    def of(self, rows: slice | NDArray[np.int64]) -> Cut:
+        """What some of the rows ask."""
+        return Cut(self.temperature[rows], self.top_p[rows], self.top_k[rows], self.min_p[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """The last kept token of R rows: a token is kept whose logit is higher, or equal with an id not above `token_id`."""
+
+    logit: NDArray[np.float32]
+    """`[R]`"""
+    token_id: NDArray[np.int64]
+    """`[R]`"""
+
+    @classmethod
+    def of_all(cls, num_rows: int, vocab_size: int) -> Border:
+        """Keeps all tokens but those of logit -inf."""
+        return cls(np.full(num_rows, LOWEST, dtype=np.float32), np.full(num_rows, vocab_size))
+
+    def keeps(
+        self, logits: NDArray[np.float32], rows: NDArray[np.int64], token_ids: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """`[K]` whether each token is kept; all `[K]`."""
+        logit = self.logit[rows]
+        kept: NDArray[np.bool_] = (logits > logit) | ((logits == logit) & (token_ids <= self.token_id[rows]))
+        return kept
+
+
+def border(logits: NDArray[np.float32], highest: NDArray[np.float32], cut: Cut, scratch: Scratch) -> Border:
+    """logits `[R, V]`; highest `[R]`, each row's highest logit, finite.
+
+    The rows are of one kind: either top_p alone cuts each of them, or something else cuts each.
+    """
+    scaled = scratch.array("scaled", logits.shape, np.float32)
+    with np.errstate(over="ignore"):
+        np.subtract(logits, highest[:, None], out=scaled)
+        np.divide(scaled, cut.temperature[:, None], out=scaled)
+    num_rows, vocab_size = logits.shape
+    reaches_floor = scratch.array("mask", logits.shape, np.bool_)
+    np.greater_equal(scaled, _floor(scaled, cut)[:, None], out=reaches_floor)
+    are_many = np.count_nonzero(reaches_floor) * FEW > reaches_floor.size
+    if are_many and top_p_alone(cut, vocab_size).all():
+        return _border_of_top_p(logits, scaled, cut.top_p.astype(np.float64), scratch)
+    listed = _Listed.of(np.flatnonzero(reaches_floor), logits, scaled)
+    found = Border(np.minimum.reduceat(listed.logits, listed.starts()), np.full(num_rows, vocab_size))
+    if (cut.top_k < vocab_size).any():
+        found = listed.border(np.ones(len(listed.logits)), cut.top_k.astype(np.float64), found)
+    if (cut.top_p < 1).any():
+        listed = listed.within(found)
+        weights = masses(listed.scaled)
+        wanted = cut.top_p.astype(np.float64) * np.add.reduceat(weights, listed.starts())
+        found = listed.border(weights, np.where(cut.top_p < 1, wanted, np.inf), found)
+    return found
+
+
+def masses(scaled: NDArray[np.float32], out: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+    """Whole numbers, in the shape of `scaled`, whose contents are lost."""
+    np.exp(scaled, out=scaled)
+    np.multiply(scaled, np.float32(MASS_OF_HIGHEST), out=scaled)
+    return np.rint(scaled, out=np.empty(scaled.shape) if out is None else out)
+
+
+def top_p_alone(cut: Cut, vocab_size: int) -> NDArray[np.bool_]:
+    """`[R]` which rows are cut by top_p and by nothing else."""
+    return (cut.top_p < 1) & (cut.top_k >= vocab_size) & (cut.min_p <= 0)
+
+
+def _floor(scaled: NDArray[np.float32], cut: Cut) -> NDArray[np.float32]:
+    """`[R]` a finite y that every token kept by top_k reaches, and those of min_p alone do."""
+    num_rows, vocab_size = scaled.shape
+    with np.errstate(divide="ignore"):
+        floor = np.maximum(np.log(cut.min_p.astype(np.float64)).astype(np.float32), LOWEST)
+    limited = cut.top_k < vocab_size
+    largest = int(cut.top_k[limited].max(initial=0))
+    if not 0 < largest <= vocab_size // 8:
+        return floor
+    # the maxima of k blocks are k tokens, so the k-th highest token is not below the k-th highest maximum
+    blocks = min(vocab_size // 2, max(_FEWEST_BLOCKS, 2 * largest))
+    maxima = scaled[:, : vocab_size // blocks * blocks].reshape(num_rows, -1, blocks).max(1)
+    maxima.sort(-1)
+    bound = maxima[np.arange(num_rows), blocks - np.minimum(cut.top_k, blocks)]
+    return np.where(limited, np.maximum(floor, bound), floor)
+
+
+def _border_of_top_p(
+    logits: NDArray[np.float32], scaled: NDArray[np.float32], top_p: NDArray[np.float64], scratch: Scratch
+) -> Border:
+    """Over the whole vocabulary; what `scaled` holds is lost."""
+    num_rows, vocab_size = logits.shape
+    each = np.arange(num_rows)
+    np.maximum(scaled, _NO_MASS, out=scaled)
+    # buckets of equal width in y, from the highest logit down; to float32, so that a higher logit is in no later one
+    width = (scaled.min(-1, keepdims=True, initial=-1e-6) / (_BUCKETS - 1)).astype(np.float32)
+    place = np.divide(scaled, width, out=scratch.array("place", logits.shape, np.float32))
+    buckets = scratch.array("buckets", logits.shape, np.int64)
+    np.copyto(buckets, place, casting="unsafe")
+    if num_rows > 1:
+        buckets += each[:, None] * _BUCKETS
+    weights = masses(scaled, scratch.array("weights", logits.shape, np.float64))
+    histogram = np.bincount(buckets.reshape(-1), weights.reshape(-1), num_rows * _BUCKETS).reshape(num_rows, _BUCKETS)
+    sums = histogram.cumsum(-1)
+    wanted = top_p * sums[:, -1]
+    at = (sums >= wanted[:, None]).argmax(-1)
+    in_bucket = scratch.array("mask", logits.shape, np.bool_)
+    np.equal(buckets, (each * _BUCKETS + at)[:, None], out=in_bucket)
+    places = np.flatnonzero(in_bucket)
+    listed = _Listed.of(places, logits, scaled)
+    missing = wanted - (sums[each, at] - histogram[each, at])
+    return listed.border(weights.reshape(-1).take(places), missing, Border.of_all(num_rows, vocab_size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """Some tokens of every row, at least one each, row after row and by id within a row."""
+
+    vocab_size: int
+    places: NDArray[np.int64]
+    """`[K]` row * V + token id."""
+    logits: NDArray[np.float32]
+    scaled: NDArray[np.float32]
+    counts: NDArray[np.int64]
+    """`[R]`"""
+
+    @classmethod
+    def of(cls, places: NDArray[np.int64], logits: NDArray[np.float32], scaled: NDArray[np.float32]) -> _Listed:
+        """logits and scaled `[R, V]`."""
+        num_rows, vocab_size = logits.shape
+        counts = np.diff(np.searchsorted(places, np.arange(num_rows + 1) * vocab_size))
+        return cls(vocab_size, places, logits.reshape(-1).take(places), scaled.reshape(-1).take(places), counts)
+
+    def starts(self) -> NDArray[np.int64]:
+        """`[R]`"""
+        return np.cumsum(self.counts) - self.counts
+
+    def rows(self) -> NDArray[np.int64]:
+        """`[K]`"""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    def within(self, border: Border) -> _Listed:
+        """The tokens that this border keeps."""
+        rows = self.rows()
+        chosen = np.flatnonzero(border.keeps(self.logits, rows, self.places % self.vocab_size))
+        counts = np.bincount(rows[chosen], minlength=len(self.counts))
+        return _Listed(self.vocab_size, self.places[chosen], self.logits[chosen], self.scaled[chosen], counts)
+
+    def border(self, weights: NDArray[np.float64], wanted: NDArray[np.float64], otherwise: Border) -> Border:
+        """Of each row's shortest beginning whose weights reach `wanted`.
+
+        weights: whole numbers `[K]`; wanted `[R]`, above 0; otherwise: for rows whose tokens do not reach it together.
+        """
+        num_rows = len(self.counts)
+        each = np.arange(num_rows)
+        keys, rows = _descending(self.logits), self.rows()
+        totals = np.add.reduceat(weights, self.starts())
+        missing = np.minimum(wanted, totals)
+        live = np.arange(len(keys))
+        shift = int(keys.max()).bit_length()
+        while shift > 0:
+            bits = min(_DIGIT_BITS, shift)
+            shift -= bits
+            digits = ((keys[live] >> np.uint32(shift)) & np.uint32((1 << bits) - 1)).astype(np.int64)
+            buckets = (rows[live] << bits) + digits
+            histogram = np.bincount(buckets, weights[live], num_rows << bits).reshape(num_rows, -1)
+            reached = histogram.cumsum(-1)
+            digit = (reached >= missing[:, None]).argmax(-1)
+            missing = missing - (reached[each, digit] - histogram[each, digit])
+            live = live[buckets == ((each << bits) + digit)[rows[live]]]
+        # equal logits are left of each row, and as many of them are kept as it takes
+        left = np.bincount(rows[live], minlength=num_rows)
+        first = np.cumsum(left) - left
+        last = live[first + np.ceil(missing / weights[live[first]]).astype(np.int64) - 1]
+        reaches = totals >= wanted
+        return Border(
+            np.where(reaches, self.logits[last], otherwise.logit),
+            np.where(reaches, self.places[last] % self.vocab_size, otherwise.token_id),
+        )
+
+
+def _descending(logits: NDArray[np.float32]) -> NDArray[np.uint32]:
+    """`[K]` integers in the order of the tokens: 0 for the highest logit of all; equal logits are equal."""
+    bits = (logits + np.float32(0)).view(np.int32)  # -0.0 becomes 0.0
+    ordered = bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
+    below: NDArray[np.int64] = ordered.max().astype(np.int64) - ordered
+    return below.astype(np.uint32)

@@ -1,0 +1,107 @@
+"""The sampler's stage of plug-ins: each runs once a step over all rows that ask for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.common.errors import InternalError, LogitsProcessorFailed
+from pdserve.common.request.sampling_params import NamedLogitsProcessor
+from pdserve.engine.sampling.logits_processors import LogitsProcessor, LogitsProcessors, LogitsRow
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PluginTurn:
+    """One plug-in, and the rows of the logits that ask for it at this turn."""
+
+    name: str
+    processor: LogitsProcessor
+    places: list[int]
+    rows: list[LogitsRow]
+
+    def run(self, logits: Tensor, failed: dict[int, InternalError]) -> None:
+        """logits `[N, V]`; changed in place. failed: place -> why; rows in it are left alone, and more may come in."""
+        turn = [(place, row) for place, row in zip(self.places, self.rows, strict=True) if place not in failed]
+        if not turn:
+            return
+        places, rows = [place for place, _ in turn], [row for _, row in turn]
+        index = torch.tensor(places).to(logits.device)
+        before = logits[index]
+        after = before.clone()
+        try:
+            self.processor.apply(after, rows)
+        except Exception as error:
+            if len(rows) > 1:
+                # whose fault it is shows when each row is alone
+                for place, row in turn:
+                    PluginTurn(self.name, self.processor, [place], [row]).run(logits, failed)
+                return
+            log.exception("logits processor %s failed", self.name)
+            failed[places[0]] = LogitsProcessorFailed(
+                f"logits processor {self.name!r} failed with {type(error).__name__}; the worker's log has the traceback"
+            )
+            return
+        after.masked_fill_(before.isneginf(), -torch.inf)
+        broken = after.isnan().any(-1).cpu().numpy()
+        for place in np.array(places)[broken].tolist():
+            failed[place] = LogitsProcessorFailed(f"logits processor {self.name!r} made a logit that is no number")
+        logits[index] = torch.where(after.isnan(), before, after)
+
+
+@dataclass(frozen=True, slots=True)
+class PluginStage:
+    """What one step's rows ask, in the order in which each asks."""
+
+    turns: list[PluginTurn]
+
+    def apply(self, logits: Tensor) -> dict[int, InternalError]:
+        """logits `[N, V]`; changed in place. Returns row -> why its request must end."""
+        failed: dict[int, InternalError] = {}
+        for turn in self.turns:
+            turn.run(logits, failed)
+        return failed
+
+
+class PluginTable:
+    """What the sequences in the batch ask of plug-ins, by row."""
+
+    def __init__(self, processors: LogitsProcessors) -> None:
+        self._processors = processors
+        self._asked: dict[int, Sequence[NamedLogitsProcessor]] = {}
+
+    def add(self, row: int, asked: Sequence[NamedLogitsProcessor]) -> None:
+        if asked:
+            self._asked[row] = asked
+
+    def remove(self, row: int) -> None:
+        """Harmless when it asks nothing."""
+        self._asked.pop(row, None)
+
+    def of_step(
+        self,
+        rows: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        num_prompt: NDArray[np.int64],
+        num_tokens: NDArray[np.int64],
+    ) -> PluginStage | None:
+        """For logits whose row i is the batch's row `rows[i]`. The other arrays are the batch's, by its rows."""
+        if not self._asked:
+            return None
+        turns: dict[tuple[int, str], PluginTurn] = {}
+        for place, row in enumerate(rows.tolist()):
+            for turn, one in enumerate(self._asked.get(row, ())):
+                if (turn, one.name) not in turns:
+                    turns[turn, one.name] = PluginTurn(one.name, self._processors[one.name], [], [])
+                prompt, output = token_ids[row, : num_prompt[row]], token_ids[row, num_prompt[row] : num_tokens[row]]
+                prompt.flags.writeable = output.flags.writeable = False
+                turns[turn, one.name].places.append(place)
+                turns[turn, one.name].rows.append(LogitsRow(one.args, prompt, output))
+        return PluginStage([turns[key] for key in sorted(turns)]) if turns else None

@@ -1,0 +1,110 @@
+"""`LogitsProcessors`: what changes logits by a rule of its own, installed at the server and named by requests.
+
+A plug-in is an entry point of the group `pdserve.logits_processors`: a callable without parameters that makes a
+`LogitsProcessor`. Its name there is what a request names. No code ever comes with a request, and an installed plug-in is
+imported only when the setting `logits_processors` names it: any dependency may bring entry points of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.common.errors import ConfigError, InvalidRequest
+from pdserve.common.request.sampling_params import NamedLogitsProcessor
+
+ENTRY_POINT_GROUP = "pdserve.logits_processors"
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRow:
+    """One sequence that asks for a plug-in, before its next token. The arrays cannot be written to."""
+
+    args: Mapping[str, Any]
+    """The request's own, JSON values; `check` has passed them."""
+    prompt_token_ids: NDArray[np.int64]
+    output_token_ids: NDArray[np.int64]
+
+
+class LogitsProcessor(Protocol):
+    """A plug-in. It keeps nothing of a sequence: prefill, decode and an engine after a preemption each see the whole."""
+
+    def check(self, args: Mapping[str, Any], vocab_size: int) -> None:
+        """Called once a request, in any thread. Raises: ValueError saying what of the arguments it cannot work with."""
+
+    def apply(self, logits: Tensor, rows: Sequence[LogitsRow]) -> None:
+        """Change logits `[R, V]` float32 in place; row r is that of `rows[r]`. Called once a step, in the engine's thread.
+
+        What an earlier stage has put out of reach stays so. An error, or a NaN, ends the request whose row it is.
+        """
+
+
+class LogitsProcessors:
+    """Those that an engine has."""
+
+    def __init__(self, loaded: Mapping[str, LogitsProcessor] | None = None) -> None:
+        self._loaded = dict(loaded or {})
+
+    @classmethod
+    def from_entry_points(cls, names: Sequence[str]) -> LogitsProcessors:
+        """Load the plug-ins of these names, and import no other. names: of entry points of this environment.
+
+        Raises: ConfigError naming one that is not installed, is installed twice, or cannot be made.
+        """
+        if not names:
+            return cls()
+        offered: dict[str, list[EntryPoint]] = {}
+        for point in entry_points(group=ENTRY_POINT_GROUP):
+            offered.setdefault(point.name, []).append(point)
+        return cls({name: _make(name, offered) for name in names})
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._loaded)
+
+    def __getitem__(self, name: str) -> LogitsProcessor:
+        return self._loaded[name]
+
+    def verify(self, asked: Sequence[NamedLogitsProcessor], vocab_size: int) -> None:
+        """Raises: InvalidRequest for a name that is not loaded, with those that are, or arguments that do not do."""
+        for place, one in enumerate(asked):
+            processor = self._loaded.get(one.name)
+            if processor is None:
+                known = f"loaded here: {', '.join(self.names)}" if self._loaded else "none is loaded here"
+                raise InvalidRequest(
+                    f"logits_processors[{place}].name is {one.name!r}, which is not known; {known}", "logits_processors"
+                )
+            try:
+                processor.check(one.args, vocab_size)
+            except Exception as error:
+                raise InvalidRequest(
+                    f"logits_processors[{place}].args were refused by {one.name!r}: {error}", "logits_processors"
+                ) from error
+
+
+def _make(name: str, offered: Mapping[str, Sequence[EntryPoint]]) -> LogitsProcessor:
+    """Raises: ConfigError."""
+    points = offered.get(name, ())
+    if len(points) != 1:
+        found = (
+            f"is installed {len(points)} times: {', '.join(point.value for point in points)}"
+            if points
+            else "is not installed"
+        )
+        raise ConfigError(
+            f"logits_processors names {name!r}, which {found}; installed: {', '.join(sorted(offered)) or 'none'}"
+        )
+    [point] = points
+    try:
+        processor: LogitsProcessor = point.load()()
+    except Exception as error:
+        raise ConfigError(
+            f"logits processor {name!r} ({point.value}) cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    return processor

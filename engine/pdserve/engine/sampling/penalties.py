@@ -1,0 +1,101 @@
+"""Penalties for tokens that a sequence has already.
+
+Everything here is sparse and without a history of its own: the tokens are those of the batch, so that a sequence that
+comes back after a preemption, or from prefill, is penalised as if it had never been away. A penalty costs what the
+sequence has of tokens, not the vocabulary; sequences without one cost nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.engine.sampling.logit_entries import Entries
+
+MAX_REPETITION = 2.0**64
+"""A repetition penalty beyond it, or below its inverse, counts as this much: with float32 a logit stays a finite number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """What one step's rows ask. A token stands in the entries as often as in its sequence. None: no row asks."""
+
+    repeated: Entries | None = None
+    """Tokens of prompt and output."""
+    repetition: NDArray[np.float32] | None = None
+    """`[E]`, one for each entry of `repeated`."""
+    in_output: Entries | None = None
+    frequency: NDArray[np.float32] | None = None
+    """`[E]`, one for each entry of `in_output`."""
+    presence: NDArray[np.float32] | None = None
+    """Likewise."""
+
+    def apply(self, logits: Tensor) -> None:
+        """logits `[N, V]`; changed in place: repetition, then frequency, then presence."""
+        if self.repeated is not None and self.repetition is not None:
+            index, factor = self.repeated.index(logits), torch.from_numpy(self.repetition).to(logits)
+            values = logits[index]
+            # read before the first is written: a token that comes again gets the same value again
+            logits[index] = torch.where(values > 0, values / factor, values * factor)
+        if self.in_output is not None and self.frequency is not None and self.presence is not None:
+            index = self.in_output.index(logits)
+            logits.index_put_(index, -torch.from_numpy(self.frequency).to(logits), accumulate=True)
+            logits[index] = logits[index] - torch.from_numpy(self.presence).to(logits)
+
+
+class PenaltyTable:
+    """The penalties of the sequences in the batch, by row."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._repetition = np.ones(num_rows, dtype=np.float32)
+        self._frequency = np.zeros(num_rows, dtype=np.float32)
+        self._presence = np.zeros(num_rows, dtype=np.float32)
+
+    def set(self, row: int, params: SamplingParams) -> None:
+        self._repetition[row] = min(MAX_REPETITION, max(1 / MAX_REPETITION, params.repetition_penalty))
+        self._frequency[row] = params.frequency_penalty
+        self._presence[row] = params.presence_penalty
+
+    def of_step(
+        self,
+        rows: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        num_prompt: NDArray[np.int64],
+        num_tokens: NDArray[np.int64],
+    ) -> Penalties | None:
+        """For logits whose row i is the batch's row `rows[i]`. The other arrays are the batch's, by its rows."""
+        repeats = np.flatnonzero(self._repetition[rows] != 1)
+        counts = np.flatnonzero((self._frequency[rows] != 0) | (self._presence[rows] != 0))
+        if not len(repeats) and not len(counts):
+            return None
+        repeated = _tokens_of(repeats, rows, token_ids, np.zeros_like(num_prompt), num_tokens)
+        in_output = _tokens_of(counts, rows, token_ids, num_prompt, num_tokens)
+        return Penalties(
+            repeated=repeated,
+            repetition=None if repeated is None else self._repetition[rows[repeated.rows]],
+            in_output=in_output,
+            frequency=None if in_output is None else self._frequency[rows[in_output.rows]],
+            presence=None if in_output is None else self._presence[rows[in_output.rows]],
+        )
+
+
+def _tokens_of(
+    places: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    token_ids: NDArray[np.int64],
+    first: NDArray[np.int64],
+    end: NDArray[np.int64],
+) -> Entries | None:
+    """Tokens `[first, end)` of the batch's rows `rows[places]`, as entries of the logits' rows `places`."""
+    if not len(places):
+        return None
+    counts = end[rows[places]] - first[rows[places]]
+    entry_places = np.repeat(places, counts)
+    starts = np.cumsum(counts) - counts
+    columns = np.arange(len(entry_places)) - np.repeat(starts - first[rows[places]], counts)
+    return Entries(entry_places, token_ids[rows[entry_places], columns])

@@ -1,0 +1,156 @@
+"""`Sampler`: from logits to one token a row, in fixed stages over the whole batch.
+
+    1. log-probabilities of the logits as they are, for rows that ask for them (`logprobs.py`)
+    2. structured_outputs: tokens that the grammar does not allow get -inf (`grammar_masks.py`); then allowed_token_ids:
+       all others do (`token_rules.py`, to stage 4)
+    3. bad_words, and EOS and stop tokens before min_tokens, get -inf
+    4. logit_bias is added
+    5. logits_processors: plug-ins, in the order in which a row names them (`logits_plugin_stage.py`)
+    6. repetition, then frequency, then presence penalty (`penalties.py`)
+    7. greedy rows take the most likely token, of equals the lowest id; the others are divided by their temperature
+    8. min_p, then top_k, then top_p keep some tokens (`kept_tokens.py`)
+    9. of these the one with the highest sum of scaled logit and noise (`token_draw.py`, `noise.py`)
+
+A row's result does not depend on its batch mates: each number is computed from its own row alone, in an order that does
+not depend on the others. A row whose rules leave no token at all gets `NO_TOKEN`.
+Source: the stages follow vLLM's V1 sampler in order and meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.common.errors import InternalError
+from pdserve.engine.sampling import device_draw
+from pdserve.engine.sampling.kept_tokens import Border, Cut, border, top_p_alone
+from pdserve.engine.sampling.logits_plugin_stage import PluginStage
+from pdserve.engine.sampling.logprobs import LogprobsTensors, RawLogprobs
+from pdserve.engine.sampling.penalties import Penalties
+from pdserve.engine.sampling.scratch import Scratch
+from pdserve.engine.sampling.token_draw import KeptRows, NoiseRows, draw
+from pdserve.engine.sampling.token_rules import TokenRules
+from pdserve.engine.scheduler_output import NO_TOKEN
+from pdserve.engine.structured_outputs.grammar_masks import GrammarMask
+
+SAMPLER_VERSION = 2
+"""Part of a worker's identity: workers of one version sample the same tokens. Raised with any change of stages 7 to 9."""
+
+_BLOCK_LOGITS, _BLOCK_ROWS = 1 << 18, 128
+"""At once, at most: arrays of this size stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """The sampled rows' parameters, `[N]` each."""
+
+    temperature: NDArray[np.float32]
+    """0 for greedy."""
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    """Vocabulary size for all."""
+    min_p: NDArray[np.float32]
+    seeds: NDArray[np.int64]
+    indexes: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    """Output position of the token to sample."""
+    token_rules: TokenRules | None = None
+    plugins: PluginStage | None = None
+    penalties: Penalties | None = None
+    grammar_mask: GrammarMask | None = None
+    num_logprobs: NDArray[np.int64] | None = None
+    """`[N]` most likely tokens to report, -1 for rows that ask for no log-probabilities; None when no row asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """`sampled_token_ids` `[N]` int64, on the host; `NO_TOKEN` where the rules leave none."""
+
+    sampled_token_ids: NDArray[np.int64]
+    logprobs: LogprobsTensors | None = None
+    """Of the rows that ask."""
+    failed: Mapping[int, InternalError] = field(default_factory=dict)
+    """Row -> why its request must end: a plug-in failed on it. Its token means nothing."""
+
+
+class Sampler:
+    """One call a step. Keeps memory from one call to the next, and nothing else."""
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+        """logits `[N, V]` float32; changed in place."""
+        raw = RawLogprobs.of(logits, metadata.num_logprobs)
+        if metadata.grammar_mask is not None:
+            metadata.grammar_mask.apply(logits)
+        if metadata.token_rules is not None:
+            metadata.token_rules.apply(logits)
+        failed = metadata.plugins.apply(logits) if metadata.plugins is not None else {}
+        if metadata.penalties is not None:
+            metadata.penalties.apply(logits)
+        sampled = self._sample(logits, metadata)
+        return SamplerOutput(sampled, None if raw is None else raw.of_tokens(sampled), failed)
+
+    def _sample(self, logits: Tensor, metadata: SamplingMetadata) -> NDArray[np.int64]:
+        """`[N]` token ids: stages 7 to 9."""
+        on_host = logits.device.type == "cpu"
+        values = logits.numpy() if on_host else None
+        sampled, highest = device_draw.most_likely(logits) if values is None else _most_likely(values)
+        # a row whose highest logit is no number or infinite has no distribution: it keeps the most likely token
+        rows = np.flatnonzero((metadata.temperature > 0) & np.isfinite(highest))
+        if len(rows):
+            cut = Cut(metadata.temperature[rows], metadata.top_p[rows], metadata.top_k[rows], metadata.min_p[rows])
+            noise = NoiseRows(metadata.seeds[rows], metadata.indexes[rows], metadata.positions[rows])
+            if values is None:
+                sampled[rows] = device_draw.draw(logits, rows, highest[rows], cut, noise)
+            else:
+                sampled[rows] = self._draw(values, rows, highest[rows], cut, noise)
+        if metadata.token_rules is not None or metadata.plugins is not None or metadata.grammar_mask is not None:
+            sampled = np.where(np.isneginf(highest), NO_TOKEN, sampled)
+        return sampled
+
+    def _draw(
+        self,
+        logits: NDArray[np.float32],
+        rows: NDArray[np.int64],
+        highest: NDArray[np.float32],
+        cut: Cut,
+        noise: NoiseRows,
+    ) -> NDArray[np.int64]:
+        """`[R]` token ids of these rows of the logits. logits `[N, V]`, the others `[R]` or of R rows."""
+        vocab_size = logits.shape[1]
+        alone = top_p_alone(cut, vocab_size)
+        limited = (cut.top_k < vocab_size) | (cut.min_p > 0)
+        drawn = np.empty(len(rows), dtype=np.int64)
+        at_once = max(1, min(_BLOCK_LOGITS // vocab_size, _BLOCK_ROWS))
+        for kind, is_cut in ((alone, True), (limited, True), (~alone & ~limited, False)):
+            members = np.flatnonzero(kind)
+            for first in range(0, len(members), at_once):
+                block = members[first : first + at_once]
+                values, asked = self._rows(logits, rows[block]), cut.of(block)
+                found = (
+                    border(values, highest[block], asked, self._scratch)
+                    if is_cut
+                    else Border.of_all(len(block), vocab_size)
+                )
+                kept = KeptRows(values, highest[block], asked.temperature, found)
+                drawn[block] = draw(kept, noise.of(block), self._scratch)
+        return drawn
+
+    def _rows(self, logits: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """These rows, ascending, of the logits: in place where they follow one another, else copied."""
+        if rows[-1] - rows[0] == len(rows) - 1:
+            return logits[rows[0] : rows[-1] + 1]
+        copied = self._scratch.array("logits", (len(rows), logits.shape[1]), np.float32)
+        return np.take(logits, rows, axis=0, out=copied, mode="clip")
+
+
+def _most_likely(logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """`[N]` token ids, of equals the lowest, and their logits."""
+    best = logits.argmax(-1)
+    return best, logits[np.arange(len(best)), best]

@@ -1,0 +1,102 @@
+"""One token out of those that are kept: the highest sum `y + gumbel`, in float32; of equal sums the lowest id.
+
+`y` is the scaled logit (`kept_tokens.py`), `gumbel` the token's noise (`noise.py`). The highest sum falls on each kept
+token with its probability among them.
+
+Noise is drawn only where it can decide. The noise falls as `v` rises, so a token with lead 1 or more has less of it than
+any token with lead 0. Let z be the highest y among the kept tokens with lead 0: one of lead 1 or more with a lower y loses
+against that token. So two kinds of tokens get noise: those with lead 0, one in 256, and those with a y from z on, 256 in
+the mean. z is lowered by 0.001, a hundred times the rounding of the sums; the token is that of the rule, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.engine.sampling.kept_tokens import FEW, Border
+from pdserve.engine.sampling.noise import gumbel, gumbel_of_leads, leads
+from pdserve.engine.sampling.scratch import Scratch
+
+SLACK = 1e-3
+"""In y."""
+_ROUNDING = 1e-6
+"""Relative; what rounding to float32 a few times changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseRows:
+    """The coordinates of R rows' noise, `[R]` each."""
+
+    seeds: NDArray[np.int64]
+    indexes: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+    def of(self, rows: slice | NDArray[np.int64]) -> NoiseRows:
+        """Those of some of the rows; a row may come more than once."""
+        return NoiseRows(self.seeds[rows], self.indexes[rows], self.positions[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """R rows of logits, and which of their tokens are kept."""
+
+    logits: NDArray[np.float32]
+    """`[R, V]`"""
+    highest: NDArray[np.float32]
+    """`[R]`, each row's highest logit."""
+    temperature: NDArray[np.float32]
+    """`[R]`"""
+    border: Border
+
+    def listed(self, mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows and ids of the kept tokens of the mask, by row and then by id. mask `[R, V]`."""
+        places = np.flatnonzero(mask)
+        rows = places // mask.shape[1]
+        token_ids = places - rows * mask.shape[1]
+        kept = self.border.keeps(self.logits[rows, token_ids], rows, token_ids)
+        return rows[kept], token_ids[kept]
+
+    def scaled(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """`[K]` y of these tokens."""
+        with np.errstate(over="ignore"):
+            return (self.logits[rows, token_ids] - self.highest[rows]) / self.temperature[rows]
+
+    def surely_below(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """`[R]` logits; a token below has a y that is less by more than the rounding of sums. logits `[R]`."""
+        highest = self.highest.astype(np.float64)
+        lowered = logits - SLACK * self.temperature
+        return (lowered - _ROUNDING * (np.abs(highest) + np.abs(lowered))).astype(np.float32)
+
+
+def draw(kept: KeptRows, noise: NoiseRows, scratch: Scratch) -> NDArray[np.int64]:
+    """`[R]` token ids."""
+    num_rows, vocab_size = kept.logits.shape
+    mask = scratch.array("mask", kept.logits.shape, np.bool_)
+    np.greater_equal(kept.logits, kept.border.logit[:, None], out=mask)
+    if np.count_nonzero(mask) * FEW <= mask.size:
+        # noise for all of them costs less than the leads of the vocabulary
+        rows, token_ids = kept.listed(mask)
+        own = noise.of(rows)
+        drawn = gumbel(own.seeds, own.indexes, own.positions, token_ids)
+        return token_ids[highest_sums(kept.scaled(rows, token_ids) + drawn, rows, num_rows)]
+    lead = leads(noise.seeds, noise.indexes, noise.positions, vocab_size, scratch)
+    without_lead = scratch.array("without lead", mask.shape, np.bool_)
+    rows, token_ids = kept.listed(np.equal(lead, 0, out=without_lead))
+    highest_without = np.full(num_rows, -np.inf)
+    np.maximum.at(highest_without, rows, kept.logits[rows, token_ids])
+    threshold = np.maximum(kept.surely_below(highest_without), kept.border.logit)
+    np.greater_equal(kept.logits, threshold[:, None], out=mask)
+    rows, token_ids = kept.listed(np.logical_or(mask, without_lead, out=mask))
+    own = noise.of(rows)
+    drawn = gumbel_of_leads(lead[rows, token_ids], own.seeds, own.indexes, own.positions, token_ids)
+    return token_ids[highest_sums(kept.scaled(rows, token_ids) + drawn, rows, num_rows)]
+
+
+def highest_sums(sums: NDArray[np.float32], rows: NDArray[np.int64], num_rows: int) -> NDArray[np.int64]:
+    """`[R]` place of each row's highest sum, the first of equals. rows `[K]`, ascending: the sums'; none has no sum."""
+    starts = np.searchsorted(rows, np.arange(num_rows))
+    equal = np.flatnonzero(sums == np.maximum.reduceat(sums, starts)[rows])
+    return equal[np.searchsorted(equal, starts)]

@@ -1,0 +1,147 @@
+"""Rules about single tokens: which are allowed, which are forbidden now, which get a bias.
+
+What a sequence asks is turned into arrays when it enters the batch; a step only gathers those of the rows it samples.
+Everything here is sparse: a rule costs what it names, not the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.engine.request import Request
+from pdserve.engine.sampling.logit_entries import Entries
+
+_ANY = -1
+"""Stands in a bad word's prefix where it is shorter than the longest, and before the first output token."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """What one step's rows ask. None: no row does."""
+
+    allowed: Entries | None = None
+    """In rows that are named here, only these tokens."""
+    forbidden: Entries | None = None
+    biased: Entries | None = None
+    biases: NDArray[np.float32] | None = None
+    """`[E]`, one for each entry of `biased`."""
+
+    def apply(self, logits: Tensor) -> None:
+        """logits `[N, V]`; changed in place: allowed tokens, then forbidden ones, then biases."""
+        if self.allowed is not None:
+            index = self.allowed.index(logits)
+            kept = logits[index]
+            logits[torch.from_numpy(np.unique(self.allowed.rows)).to(logits.device)] = -torch.inf
+            logits[index] = kept
+        if self.forbidden is not None:
+            logits[self.forbidden.index(logits)] = -torch.inf
+        if self.biased is not None and self.biases is not None:
+            values = torch.from_numpy(self.biases).to(logits)
+            logits.index_put_(self.biased.index(logits), values, accumulate=True)
+
+
+class BadWords:
+    """Token sequences whose last token is forbidden where the output ends with the others."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
+        longest = max(map(len, sequences)) - 1
+        self._prefixes = np.full((len(sequences), longest), _ANY, dtype=np.int64)
+        for row, sequence in enumerate(sequences):
+            self._prefixes[row, longest - len(sequence) + 1 :] = sequence[:-1]
+        self._last = np.array([sequence[-1] for sequence in sequences], dtype=np.int64)
+
+    def forbidden_after(self, output: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Token ids that would complete a sequence."""
+        length = self._prefixes.shape[1]
+        end = np.full(length, _ANY, dtype=np.int64)
+        known = min(length, len(output))
+        end[length - known :] = output[len(output) - known :]
+        found: NDArray[np.bool_] = ((self._prefixes == end) | (self._prefixes == _ANY)).all(axis=1)
+        return self._last[found]
+
+
+@dataclass(frozen=True, slots=True)
+class _RowRules:
+    """One sequence's rules, ready for use."""
+
+    allowed: NDArray[np.int64] | None
+    bad_words: BadWords | None
+    min_tokens: int
+    ends: NDArray[np.int64]
+    """EOS and stop tokens, forbidden before `min_tokens`."""
+    biased: NDArray[np.int64]
+    biases: NDArray[np.float32]
+
+
+def _row_rules(request: Request, vocab_size: int) -> _RowRules | None:
+    """None for a sequence that asks nothing of the kind."""
+    params = request.sampling_params
+    if not (params.min_tokens or params.logit_bias or params.bad_words_token_ids or params.allowed_token_ids):
+        return None
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else request.core.eos_token_ids)}
+    return _RowRules(
+        allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, dtype=np.int64),
+        bad_words=BadWords(params.bad_words_token_ids) if params.bad_words_token_ids else None,
+        min_tokens=params.min_tokens,
+        ends=np.array([token for token in ends if token < vocab_size], dtype=np.int64),
+        biased=np.array(list(params.logit_bias), dtype=np.int64),
+        biases=np.array(list(params.logit_bias.values()), dtype=np.float32),
+    )
+
+
+class TokenRuleTable:
+    """The rules of the sequences in the batch, by row."""
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rules: dict[int, _RowRules] = {}
+        self._has_rules = np.zeros(num_rows, dtype=np.bool_)
+
+    def add(self, row: int, request: Request) -> None:
+        if (rules := _row_rules(request, self._vocab_size)) is not None:
+            self._rules[row] = rules
+            self._has_rules[row] = True
+
+    def remove(self, row: int) -> None:
+        """Harmless when it has none."""
+        if self._rules.pop(row, None) is not None:
+            self._has_rules[row] = False
+
+    def of_step(
+        self,
+        rows: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        num_prompt: NDArray[np.int64],
+        num_tokens: NDArray[np.int64],
+    ) -> TokenRules | None:
+        """Rules for logits whose row i is the batch's row `rows[i]`. The other arrays are the batch's, by its rows."""
+        if not self._rules:
+            return None
+        allowed, forbidden, biased, biases = [], [], [], []
+        for place in np.flatnonzero(self._has_rules[rows]).tolist():
+            row = rows[place]
+            rules = self._rules[int(row)]
+            output = token_ids[row, num_prompt[row] : num_tokens[row]]
+            if rules.allowed is not None:
+                allowed.append((place, rules.allowed))
+            if rules.bad_words is not None:
+                forbidden.append((place, rules.bad_words.forbidden_after(output)))
+            if len(output) < rules.min_tokens:
+                forbidden.append((place, rules.ends))
+            if len(rules.biased):
+                biased.append((place, rules.biased))
+                biases.append(rules.biases)
+        if not (allowed or forbidden or biased):
+            return None
+        return TokenRules(
+            allowed=Entries.of(allowed),
+            forbidden=Entries.of(forbidden),
+            biased=Entries.of(biased),
+            biases=np.concatenate(biases) if biases else None,
+        )

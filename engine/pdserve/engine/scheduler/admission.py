@@ -1,0 +1,184 @@
+"""`Admission`: sequences that wait for a place in the batch, and the rule by which one gets it.
+
+Tried by priority, and among equals in this order: preempted (their work is half done), ready (their KV has landed and
+holds blocks already), overdue (passed too often), wanted transfers (another worker has reserved room for them), the
+rest, and last the transfers that nobody wants yet. Who keeps whom waiting stands in `Turns`; a ready one always passes.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from pdserve.common.errors import Evicted, NeedsPrefill, PdServeError
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
+from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.scheduler.request_queue import RequestQueue
+from pdserve.engine.scheduler.running_batch import RunningBatch
+from pdserve.engine.scheduler.turns import Turns
+
+
+class Refusal(enum.Enum):
+    NO_ROOM = "no blocks"
+    OTHERS_FIRST = "others have the next room"
+    RUN_AHEAD = "nobody wants it yet, and the share for such is used up"
+
+
+class Admission:
+    """The waiting side of the scheduler."""
+
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, turns: Turns) -> None:
+        self._config = config
+        self._kv = kv
+        self._turns = turns
+        self._preempted = turns.preempted
+        self._ready = RequestQueue()
+        self._wanted = turns.watch(RequestQueue())
+        self._waiting = turns.watch(RequestQueue())
+        # what these wait for is to be wanted, not room: no turn of theirs can come
+        self._unwanted = RequestQueue()
+        self._queues = (self._preempted, self._ready, self._wanted, self._waiting, self._unwanted)
+        self._num_tokens: dict[str, int] = {}
+        """What each sequence brought to `num_waiting_tokens`."""
+        self.num_waiting_tokens = 0
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues)
+
+    @property
+    def num_ready(self) -> int:
+        """Sequences that hold blocks already and will want to grow."""
+        return len(self._ready)
+
+    @property
+    def num_preempted(self) -> int:
+        """Sequences that lost their blocks and come before all new work."""
+        return len(self._preempted)
+
+    def add(self, request: Request) -> None:
+        """In its place by arrival, though its grammar may have come after others' requests."""
+        self._count(request)
+        if request.is_unwanted_source:
+            self._unwanted.insert(request)
+        else:
+            (self._wanted if request.is_pinned_source else self._waiting).insert(request)
+
+    def add_ready(self, request: Request) -> None:
+        self._count(request)
+        self._ready.append(request)
+
+    def add_preempted(self, request: Request) -> None:
+        self._count(request)
+        (self._unwanted if request.is_unwanted_source else self._preempted).prepend(request)
+
+    def wanted(self, request: Request) -> None:
+        """A waiting transfer has found its receiver: it moves ahead of those that have not."""
+        if self._unwanted.remove(request):
+            (self._wanted if request.status is RequestStatus.WAITING else self._preempted).append(request)
+
+    def remove(self, request: Request) -> None:
+        """Take it out, wherever it is; harmless when it is not here."""
+        if any(queue.remove(request) for queue in self._queues):
+            self.num_waiting_tokens -= self._num_tokens.pop(request.request_id)
+            self._turns.ended(request)
+
+    def _count(self, request: Request) -> None:
+        self._num_tokens[request.request_id] = request.num_uncomputed_tokens
+        self.num_waiting_tokens += request.num_uncomputed_tokens
+
+    def candidates(self, after_preemption: bool) -> list[Request]:
+        """What this step may try, in order: bounded, however many wait.
+
+        after_preemption: blocks have just run out, so only sequences that hold theirs already may come in.
+        """
+        limit = self._config.max_num_seqs + self._config.look_ahead
+        ready = self._ready.first(limit)
+        if after_preemption:
+            return ready
+        overdue = [request for request in self._turns.overdue.first(1) if request.status is RequestStatus.WAITING]
+        new = [request for queue in (self._wanted, self._waiting, self._unwanted) for request in queue.first(limit)]
+        each_once = dict.fromkeys((*self._preempted.first(limit), *ready, *overdue, *new))
+        return sorted(each_once, key=lambda request: request.priority)
+
+    def try_admit(
+        self, request: Request, budget: int, running: RunningBatch, num_growing: int
+    ) -> int | Refusal | PdServeError:
+        """Give a sequence its blocks and take it off the queue.
+
+        num_growing: sequences that run or are being received: one block stays free for each, and for each ready one;
+        beside others, a prompt that several sequences will continue comes in only with one for each further of them.
+        Returns how many tokens it computes in this step, or why it cannot come in, or what ends it.
+        """
+        if request in self._ready:
+            return self._admit_ready(request, budget)
+        if request not in self._preempted and self._kept_waiting_by_others(request):
+            return Refusal.OTHERS_FIRST
+        computed, cached = self._cached(request)
+        uncached = request.num_tokens - cached
+        if self._too_long_for_here(request, uncached):
+            if request.status is RequestStatus.WAITING:
+                return NeedsPrefill(str(uncached))
+            cap = self._config.max_local_prefill_tokens
+            return Evicted(f"{uncached} tokens would have to be recomputed here, at most {cap} are")
+        num_tokens = self._config.chunk(uncached, budget)
+        room = request.num_tokens if self._config.reserve_whole_prompt else cached + num_tokens
+        if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
+            return Refusal.RUN_AHEAD
+        keep_free = 0 if request.core.transfer_source else num_growing + self.num_ready
+        keep_free += request.num_forks if keep_free else 0
+        if self._kv.allocate_slots(request, room, computed, keep_free) is None:
+            return Refusal.NO_ROOM
+        self.remove(request)
+        self._turns.placed(request)
+        request.num_computed_tokens = cached
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = cached
+            self._kv.count_lookup(request.num_given_tokens, cached)
+        return num_tokens
+
+    def _admit_ready(self, request: Request, budget: int) -> int | Refusal:
+        if self._kv.allocate_slots(request, request.num_tokens) is None:
+            return Refusal.NO_ROOM
+        self.remove(request)
+        return min(request.num_uncomputed_tokens, budget)
+
+    def _cached(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        """Blocks to begin with, and the tokens that need no computing: a session may have kept its own blocks."""
+        if self._kv.num_blocks(request):
+            return NO_BLOCKS, request.num_computed_tokens
+        computed = self._kv.get_computed_blocks(request, request.num_tokens - 1)
+        return computed, len(computed) * self._config.block_size
+
+    def _kept_waiting_by_others(self, request: Request) -> bool:
+        """Wanted transfers go before all that has no receiver, unless that is overdue."""
+        if self._turns.keep_waiting(request):
+            return True
+        if request.is_pinned_source or request in self._turns.overdue:
+            return False
+        wanted = self._wanted.peek()
+        return wanted is not None and wanted.priority <= request.priority
+
+    def _too_long_for_here(self, request: Request, uncached: int) -> bool:
+        if request.core.transfer_source or request.core.prefill_here:
+            return False
+        caps = [self._config.max_local_prefill_tokens]
+        if request.status is RequestStatus.WAITING:
+            # an estimate for a new request; one that has streamed would not win by moving
+            caps.append(request.core.local_prefill_tokens)
+        return any(cap is not None and uncached > cap for cap in caps)
+
+    def prefers_local(self, request: Request) -> bool:
+        """Whether a request whose KV is to come from elsewhere is cheaper to finish here.
+
+        That is so when the cache has a part of its prompt and no more is missing than pays here.
+        """
+        limit = request.core.local_prefill_tokens
+        if limit is None or request.sampling_params.prompt_logprobs is not None:
+            return False
+        cached = len(self._kv.get_computed_blocks(request, request.num_given_tokens - 1)) * self._config.block_size
+        uncached = request.num_given_tokens - cached
+        return cached > 0 and uncached <= limit and not self._too_long_for_here(request, uncached)
+
+    def _may_run_ahead(self, request: Request, room: int, running: RunningBatch) -> bool:
+        used = sum(self._kv.num_blocks(other) for other in running.unwanted_sources())
+        return used + self._config.blocks_for(room) <= self._config.run_ahead_share * self._config.num_blocks

@@ -1,0 +1,74 @@
+"""`Endings`: how a sequence leaves the engine. Its end is told once, and every part that may know it forgets it."""
+
+from __future__ import annotations
+
+from pdserve.common.errors import PdServeError
+from pdserve.common.request.engine_types import LogprobsLists
+from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
+from pdserve.engine.request import Request, RequestStatus, Wait
+from pdserve.engine.scheduler.admission import Admission
+from pdserve.engine.scheduler.output_book import OutputBook
+from pdserve.engine.scheduler.remote_receives import RemoteReceives
+from pdserve.engine.scheduler.running_batch import RunningBatch
+from pdserve.engine.scheduler.siblings import Siblings
+from pdserve.engine.structured_outputs.grammar_waits import GrammarWaits
+
+
+class Endings:
+    """Whatever the cause: its last token, an abort, an error, or that the rest is decoded elsewhere."""
+
+    def __init__(
+        self,
+        requests: dict[str, Request],
+        kv: KVCacheManager,
+        running: RunningBatch,
+        admission: Admission,
+        grammars: GrammarWaits,
+        receives: RemoteReceives,
+        siblings: Siblings,
+        outputs: OutputBook,
+    ) -> None:
+        """requests: the scheduler's living sequences, which those that end are taken from."""
+        self._requests = requests
+        self._kv = kv
+        self._running = running
+        self._admission = admission
+        self._grammars = grammars
+        self._receives = receives
+        self._siblings = siblings
+        self._outputs = outputs
+
+    def finish(
+        self,
+        request: Request,
+        status: RequestStatus,
+        *,
+        new_token_ids: list[int] | None = None,
+        new_logprobs: LogprobsLists | None = None,
+        cause: PdServeError | None = None,
+        pooling_output: list[float] | None = None,
+    ) -> None:
+        """End a sequence, or all that would have continued its prompt, in whatever state it is, and tell so."""
+        self._outputs.tokens(request, new_token_ids or [], status, new_logprobs, cause, pooling_output=pooling_output)
+        if request.num_sequences > 1:
+            if request.grammar is not None:
+                request.grammar.close()
+            request.grammar = None  # none of them goes on from its place
+            for sequence in request.fork():
+                self._outputs.tokens(sequence, [], status, cause=cause)
+        if Wait.REMOTE_KV in request.waits_for:
+            self._receives.stop(request, cause)
+        self.forget(request, status)
+
+    def forget(self, request: Request, status: RequestStatus) -> None:
+        """It is over, and what there is to tell has been told."""
+        self._admission.remove(request)
+        self._grammars.forget(request)
+        if request.grammar is not None:
+            request.grammar.close()
+        self._running.leave(request)
+        self._kv.free(request)
+        del self._requests[request.request_id]
+        if request.core.n > 1:
+            self._siblings.remove(request)
+        request.move_to(status)

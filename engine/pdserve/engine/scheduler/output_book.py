@@ -1,0 +1,71 @@
+"""`OutputBook`: what a step has to say of each sequence, until the engine takes it."""
+
+from __future__ import annotations
+
+from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.request.engine_types import EngineCoreOutput, LogprobsLists
+from pdserve.engine.request import FINISH_REASONS, Request, RequestStatus
+
+
+class OutputBook:
+    """One line an event of a sequence; `take` empties it."""
+
+    def __init__(self) -> None:
+        self._outputs: list[EngineCoreOutput] = []
+
+    def take(self) -> list[EngineCoreOutput]:
+        """What has happened since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def prefills_locally(self, request: Request) -> None:
+        """Nothing is awaited from the source: its router may stop the prefill leg."""
+        self._outputs.append(
+            EngineCoreOutput(
+                request_id=request.core.request_id,
+                index=request.index,
+                # a reader who was busy gets it as one with the first token, and takes its position from here
+                first_position=request.num_output_tokens,
+                prefills_locally=True,
+            )
+        )
+
+    def tokens(
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        status: RequestStatus | None,
+        new_logprobs: LogprobsLists | None = None,
+        cause: PdServeError | None = None,
+        awaits_input: bool = False,
+        pooling_output: list[float] | None = None,
+    ) -> None:
+        """New tokens of a sequence, its end, or both. status: what it, or its turn, ends with; None when it goes on."""
+        if status is not None:
+            request.mark("finished")
+        first_or_last = status is not None or not request.has_emitted
+        request.has_emitted = True
+        self._outputs.append(
+            EngineCoreOutput(
+                request_id=request.core.request_id,
+                index=request.index,
+                new_token_ids=new_token_ids,
+                first_position=request.num_output_tokens - len(new_token_ids),
+                finish_reason=None if status is None else FINISH_REASONS[status],
+                awaits_input=awaits_input,
+                stop_reason=request.stop_reason,
+                num_cached_tokens=request.num_cached_tokens,
+                transfer_unwanted=request.is_unwanted_source,
+                error_code=cause.code if cause is not None else "",
+                error_message=cause.message if cause is not None else "",
+                moments=dict(request.moments) if first_or_last else {},
+                prefill_chunks=request.prefill_chunks if first_or_last else [],
+                new_logprobs=new_logprobs,
+                prompt_logprobs=request.take_prompt_logprobs() if new_token_ids else None,
+                num_preemptions=request.num_preemptions,
+                events=request.take_events() if request.events else [],
+                trace_headers=request.core.trace_headers if status is not None else {},
+                pooling_output=pooling_output,
+                error_field=(cause.field or "") if isinstance(cause, InvalidRequest) else "",
+            )
+        )

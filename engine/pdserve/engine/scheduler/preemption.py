@@ -1,0 +1,72 @@
+"""`Preemption`: room for those that need it, taken from those that lose least by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdserve.common.request.engine_types import EngineCoreEventType
+from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
+from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.scheduler.admission import Admission
+from pdserve.engine.scheduler.running_batch import RunningBatch
+from pdserve.engine.scheduler.step import Step
+
+
+class Preemption:
+    """A preempted sequence loses its blocks and is computed again; an evicted one is placed anew by the router."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        running: RunningBatch,
+        admission: Admission,
+        evict: Callable[[Request], bool],
+    ) -> None:
+        """evict: ends a sequence that still waits for remote KV in favour of a running one, the argument; returns
+        whether room is on its way back."""
+        self._kv = kv
+        self._running = running
+        self._admission = admission
+        self._evict = evict
+        self.num_preemptions = 0
+
+    def make_room(self, step: Step, request: Request, num_tokens: int) -> list[int] | None:
+        """Allocate for a running sequence, at the cost of others as needed.
+
+        Transfers that run ahead lose their blocks first, then sequences that still wait for remote KV, then running
+        ones. None when the sequence was itself the victim, or when room is on its way back.
+        """
+        while (added := self._kv.allocate_slots(request, num_tokens)) is None:
+            victim = self._running.victim()
+            runs_ahead = victim is not None and victim.is_unwanted_source
+            if not runs_ahead and self._evict(request):
+                step.preempted = True
+                return self._kv.allocate_slots(request, num_tokens)
+            if victim is None:
+                return None  # only pinned sources run: it goes on when one of them is done
+            self._preempt(step, victim)
+            if victim is request:
+                return None
+        return added
+
+    def give_way(self, step: Step) -> bool:
+        """Preempt every running transfer that nobody wants yet; whether there was one."""
+        unwanted = self._running.unwanted_sources()
+        for request in unwanted:
+            self._preempt(step, request)
+        return bool(unwanted)
+
+    def _preempt(self, step: Step, request: Request) -> None:
+        step.take_out(request)
+        self._running.leave(request)
+        self.lose_blocks(request)
+
+    def lose_blocks(self, request: Request) -> None:
+        """It ran, but has no part in a step: it waits for room, to be computed again."""
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        request.note(EngineCoreEventType.PREEMPTED)
+        self._kv.free(request)
+        request.num_computed_tokens = 0
+        request.move_to(RequestStatus.PREEMPTED)
+        self._admission.add_preempted(request)

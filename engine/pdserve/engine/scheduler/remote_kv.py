@@ -1,0 +1,135 @@
+"""The seam between engine and transfer: the messages, and what the scheduler asks of a `KVConnector`.
+
+Only the engine thread touches block tables and request states; only the transfer side touches sockets. They exchange
+these values over two queues and share nothing else. A late, repeated or unknown event is counted and dropped.
+
+    out of the engine                               into the engine
+    -----------------                               ---------------
+    ReceiveInto   room is reserved, pull            Landed          so many blocks are here, verified
+    StopReceiving give the holds back               SourceFinished  the source is done: count, first token
+    Settled       these blocks are final            ReceiveFailed   the transfer is over, for this cause
+    Missed        wanted too late: compute again    HoldReturned    nobody reads or writes these any more
+                                                    NeedBlocks      go on in other blocks
+                                                    Want            the receiver has room: publish
+                                                    Revoke          the transfer ended before release
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdserve.common.errors import PdServeError
+from pdserve.engine.kv_cache.block_pool import BlockHold
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveInto:
+    """Blocks `[first_index, first_index + len(hold))` of the prompt may be written into `hold`."""
+
+    request_id: str
+    first_index: int
+    hold: BlockHold
+
+
+@dataclass(frozen=True, slots=True)
+class StopReceiving:
+    """The request has ended, or has no room: no more is wanted; every hold comes back when it is safe."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Blocks `[first_index, first_index + len(hold))` are final and pinned by `hold` until it is returned."""
+
+    request_id: str
+    first_index: int
+    hold: BlockHold
+    device_event: object | None = None
+    """On a GPU: what must have completed before the bytes are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """Source side: `Want` came for a sequence that has ended and lost its blocks. It must be computed again."""
+
+    request_id: str
+
+
+OutOfEngine = ReceiveInto | StopReceiving | Settled | Missed
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """The first `num_blocks` of the blocks received into are here and verified; grows."""
+
+    request_id: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFinished:
+    """The source computed the whole prompt; count and request digest were compared by whoever sends this."""
+
+    request_id: str
+    num_tokens: int
+    token_ids: tuple[int, ...]
+    """The first output token of each of the request's sequences, sampled at the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveFailed:
+    """The transfer failed; the request ends with `cause`, and the router decides what comes next."""
+
+    request_id: str
+    cause: PdServeError
+
+
+@dataclass(frozen=True, slots=True)
+class HoldReturned:
+    """A hold, or a part of one after a split, comes back: nobody reads or writes these blocks any more."""
+
+    request_id: str
+    hold: BlockHold
+
+
+@dataclass(frozen=True, slots=True)
+class NeedBlocks:
+    """Blocks `[first_index, first_index + num_blocks)` must go elsewhere: the old ones may still be written by a read."""
+
+    request_id: str
+    first_index: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Source side: the receiver has reserved room for the blocks from `first_index` on."""
+
+    request_id: str
+    first_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Source side: the transfer ended before release; a request still computing for it ends."""
+
+    request_id: str
+
+
+IntoEngine = Landed | SourceFinished | ReceiveFailed | HoldReturned | NeedBlocks | Want | Revoke
+
+
+class KVConnector(Protocol):
+    """The scheduler's side of the seam. Its one implementation is the worker's seam adapter."""
+
+    def send(self, message: OutOfEngine) -> None:
+        """Called by the engine thread; returns at once and raises nothing."""
+
+
+class NoTransfers:
+    """The `KVConnector` of an engine that stands alone: nothing is ever sent to it."""
+
+    def send(self, message: OutOfEngine) -> None:
+        raise RuntimeError(f"an engine without transfers sent {type(message).__name__}")

@@ -1,0 +1,219 @@
+"""`RemoteReceives`: sequences whose KV comes from another worker, from reservation to the moment they can run.
+
+    unreserved --reserve--> receiving --landed, finished, holds back--> ready
+        |                       |
+        +------- stop ----------+------- fail
+
+Parked sequences cost a step nothing: only events touch them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from pdserve.common.errors import DigestMismatch, Evicted, TransferFailed
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache.hold_ledger import HoldLedger
+from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
+from pdserve.engine.request import Request
+from pdserve.engine.scheduler.remote_kv import (
+    KVConnector,
+    Landed,
+    NeedBlocks,
+    ReceiveFailed,
+    ReceiveInto,
+    SourceFinished,
+    StopReceiving,
+)
+from pdserve.engine.scheduler.request_queue import RequestQueue
+from pdserve.engine.scheduler.turns import Turns
+
+RETURNS_WITHIN_S = 1.5
+"""Room that a parked sequence gave back is waited for this long; reads that have not ended by then may never end."""
+Ready = tuple[Request, tuple[int, ...]]
+"""A request that has everything it waited for, and the first token of each of its sequences, sampled at the source."""
+
+
+@dataclass(slots=True)
+class Receive:
+    """One sequence's blocks on their way in."""
+
+    request: Request
+    first_index: int
+    """Blocks before it were in this engine's prefix cache."""
+    num_blocks: int
+    """Blocks to receive, the partial last one included."""
+    held: set[int]
+    """Block ids the transfer may still write."""
+    num_landed: int = 0
+    finished: SourceFinished | None = field(default=None)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.finished is not None and self.num_landed >= self.num_blocks and not self.held
+
+
+class RemoteReceives:
+    """The receiving side of the seam, inside the scheduler."""
+
+    def __init__(
+        self, config: EngineConfig, kv: KVCacheManager, holds: HoldLedger, connector: KVConnector, turns: Turns
+    ) -> None:
+        self._config = config
+        self._kv = kv
+        self._holds = holds
+        self._connector = connector
+        self._turns = turns
+        self._unreserved = turns.watch(RequestQueue())
+        self._receiving: dict[str, Receive] = {}
+        self.num_parked = 0
+        """Sequences of prompts that hold blocks; each will want to grow."""
+        self._room_expected_until = 0.0
+        """`time.monotonic()` seconds."""
+
+    def __len__(self) -> int:
+        return len(self._unreserved) + len(self._receiving)
+
+    @property
+    def num_unreserved(self) -> int:
+        return len(self._unreserved)
+
+    def add(self, request: Request) -> None:
+        self._unreserved.append(request)
+
+    def renounce(self, request: Request) -> None:
+        """The sequence is computed here after all: whatever was begun to receive it ends."""
+        self._connector.send(StopReceiving(request.request_id))
+
+    def reserve(self, num_growing: int) -> None:
+        """Reserve room in the queue's order, passing over at most `look_ahead` sequences that do not fit yet.
+
+        num_growing: sequences outside this class that may need a further block; one is kept free for each, and for
+        each parked one, so that what was promised to them cannot be given away here. Beside others, a prompt that
+        several sequences will continue takes its room only with one for each further of them.
+        """
+        for request in self._unreserved.first(self._config.look_ahead + 1):
+            if self._turns.keep_waiting(request):
+                continue
+            computed = self._kv.get_computed_blocks(request, request.num_given_tokens)
+            keep_free = num_growing + self.num_parked
+            keep_free += request.num_forks if keep_free else 0
+            room = self._kv.allocate_slots(request, request.num_given_tokens, computed, keep_free)
+            if room is None:
+                continue
+            self._unreserved.remove(request)
+            self._turns.placed(request)
+            self._kv.count_lookup(request.num_given_tokens, len(computed) * self._config.block_size)
+            request.num_cached_tokens = len(computed) * self._config.block_size
+            request.mark("kv_reserved")
+            hold = self._holds.out(self._kv.hold(request, len(computed), len(room)))
+            self._receiving[request.request_id] = Receive(request, len(computed), len(hold), set(hold.block_ids))
+            self.num_parked += request.num_sequences
+            self._connector.send(ReceiveInto(request.request_id, len(computed), hold))
+
+    @property
+    def returns_room(self) -> bool:
+        """Whether blocks of evicted sequences are on their way back: their reads have to end first."""
+        return self._holds.num_quarantined > 0 and time.monotonic() < self._room_expected_until
+
+    def victim(self, taker: Request) -> Request | None:
+        """The parked sequence whose room a running one gets: the last in order of priority and arrival.
+
+        Never one with a higher priority than the taker's; None when there is none.
+        """
+        return max(
+            (receive.request for receive in self._receiving.values() if receive.request.priority >= taker.priority),
+            key=lambda request: (request.priority, request.arrival),
+            default=None,
+        )
+
+    def expect_room(self) -> None:
+        """A parked sequence is about to end in favour of a running one."""
+        self._room_expected_until = time.monotonic() + RETURNS_WITHIN_S
+
+    def expects(self, event: Landed | SourceFinished | NeedBlocks) -> bool:
+        """Whether the event says something new about a sequence that is being received."""
+        receive = self._receiving.get(event.request_id)
+        if receive is None:
+            return False
+        match event:
+            case Landed():
+                return receive.num_landed < event.num_blocks <= receive.num_blocks
+            case SourceFinished():
+                return receive.finished is None
+            case NeedBlocks():  # what has landed stays where it is
+                first, end = receive.first_index + receive.num_landed, receive.first_index + receive.num_blocks
+                return event.num_blocks > 0 and first <= event.first_index <= end - event.num_blocks
+
+    def landed(self, request_id: str, num_blocks: int) -> Ready | None:
+        """More is here; returns the request if that completes it."""
+        receive = self._receiving.get(request_id)
+        if receive is None:
+            return None
+        receive.request.mark("kv_first_landed")
+        receive.num_landed = num_blocks
+        return self._ready(receive)
+
+    def source_finished(self, event: SourceFinished) -> Ready | ReceiveFailed | None:
+        """The source is done; returns the request if that completes it, or a failure if the counts disagree."""
+        receive = self._receiving.get(event.request_id)
+        if receive is None:
+            return None
+        request = receive.request
+        if event.num_tokens != request.num_given_tokens or len(event.token_ids) != request.num_sequences:
+            text = (
+                f"the source computed {event.num_tokens} tokens and sampled {len(event.token_ids)}, "
+                f"{request.num_given_tokens} tokens and {request.num_sequences} sequences were asked for"
+            )
+            return ReceiveFailed(event.request_id, DigestMismatch(text))
+        receive.finished = event
+        return self._ready(receive)
+
+    def returned(self, request_id: str, block_ids: tuple[int, ...]) -> Ready | None:
+        """Blocks came back from the transfer; returns the request if that completes it."""
+        receive = self._receiving.get(request_id)
+        if receive is None:
+            return None
+        receive.held.difference_update(block_ids)
+        return self._ready(receive)
+
+    def need_blocks(self, request_id: str, first_index: int, num_blocks: int) -> bool:
+        """Give the rest of a stalled read other blocks; the old ones are quarantined until their hold is back.
+
+        False when there is no room, and nothing has changed.
+        """
+        receive = self._receiving[request_id]
+        old = set(self._kv.block_ids(receive.request)[first_index : first_index + num_blocks])
+        new = self._kv.replace(receive.request, first_index, num_blocks)
+        if new is None:
+            return False
+        self._holds.quarantine(old & receive.held)
+        receive.held = (receive.held - old) | set(new)
+        hold = self._holds.out(self._kv.hold(receive.request, first_index, first_index + num_blocks))
+        self._connector.send(ReceiveInto(request_id, first_index, hold))
+        return True
+
+    def stop(self, request: Request, cause: Exception | None = None) -> None:
+        """The request ends while it waits. Verified full blocks enter the cache unless the digests disagreed."""
+        receive = self._receiving.pop(request.request_id, None)
+        if receive is None:
+            self._unreserved.remove(request)
+            self._turns.ended(request)
+        else:
+            self.num_parked -= request.num_sequences
+            self._holds.quarantine(receive.held)
+            if isinstance(cause, Evicted | TransferFailed) and not isinstance(cause, DigestMismatch):
+                self._kv.remember_received(request, receive.first_index + receive.num_landed)
+        self._connector.send(StopReceiving(request.request_id))
+
+    def _ready(self, receive: Receive) -> Ready | None:
+        if not receive.is_complete or receive.finished is None:
+            return None
+        request = receive.request
+        del self._receiving[request.request_id]
+        self.num_parked -= request.num_sequences
+        request.mark("kv_landed")
+        request.num_computed_tokens = request.num_given_tokens
+        self._kv.remember_received(request, receive.first_index + receive.num_blocks)
+        return request, receive.finished.token_ids

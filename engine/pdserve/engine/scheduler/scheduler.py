@@ -1,0 +1,370 @@
+"""`Scheduler`: what runs in the next step. Its loop: apply events, reserve, run the running, admit the waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import Evicted, InvalidRequest, PdServeError, TransferFailed
+from pdserve.common.request.engine_types import (
+    EngineCoreEventType,
+    EngineCoreRequest,
+    SchedulerStats,
+    StreamingUpdate,
+)
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache.block_pool import BlockPool
+from pdserve.engine.kv_cache.hold_ledger import HoldLedger
+from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
+from pdserve.engine.request import Request, RequestStatus, Wait
+from pdserve.engine.scheduler.admission import Admission, Refusal
+from pdserve.engine.scheduler.endings import Endings
+from pdserve.engine.scheduler.output_book import OutputBook
+from pdserve.engine.scheduler.preemption import Preemption
+from pdserve.engine.scheduler.remote_kv import IntoEngine, KVConnector
+from pdserve.engine.scheduler.remote_receives import Ready, RemoteReceives
+from pdserve.engine.scheduler.running_batch import RunningBatch
+from pdserve.engine.scheduler.sessions import Sessions
+from pdserve.engine.scheduler.siblings import Siblings
+from pdserve.engine.scheduler.source_publishing import SourcePublishing
+from pdserve.engine.scheduler.step import Step
+from pdserve.engine.scheduler.step_booking import StepBooking
+from pdserve.engine.scheduler.transfer_events import End, TransferEvents
+from pdserve.engine.scheduler.turns import Turns
+from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from pdserve.engine.structured_outputs.grammar_waits import GrammarWaits
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix caching, preemption by recompute, and remote KV.
+
+    Cost per step grows with what is scheduled, not with what waits (I10).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        hasher: BlockHasher,
+        connector: KVConnector,
+        compiler: GrammarCompiler | None = None,
+    ) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self.kv = KVCacheManager(self.pool, hasher)
+        self.holds = HoldLedger(self.pool)
+        self.turns = Turns(config.max_overtakes)
+        self.receives = RemoteReceives(config, self.kv, self.holds, connector, self.turns)
+        self.sources = SourcePublishing(self.kv, self.holds, connector)
+        self.grammars = GrammarWaits(compiler, config.grammar_timeout_s)
+        self.admission = Admission(config, self.kv, self.turns)
+        self.outputs = OutputBook()
+        self.requests: dict[str, Request] = {}
+        """Living sequences, by their own ids."""
+        self.running = RunningBatch()
+        self.preemption = Preemption(self.kv, self.running, self.admission, self._evict)
+        self.siblings = Siblings(config, self.requests, self.kv, self.admission, self.preemption)
+        self.sessions = Sessions(config, self.kv, self.running, self.admission, self.outputs)
+        self.endings = Endings(
+            self.requests,
+            self.kv,
+            self.running,
+            self.admission,
+            self.grammars,
+            self.receives,
+            self.siblings,
+            self.outputs,
+        )
+        self.booking = StepBooking(
+            self.requests, self.kv, self.sources, self.siblings, self.sessions, self.outputs, self.endings
+        )
+        self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.admission)
+        self.prefill_s = 0.0
+        """Time of the steps that computed prompt tokens."""
+        self.num_added = 0
+        """Requests that came in, since start."""
+
+    # ---- requests come and go
+
+    def add_request(self, core: EngineCoreRequest, refusal: InvalidRequest | None = None) -> None:
+        """Take a validated request in. A second one of the same id is dropped and counted.
+
+        refusal: ends it at once, before anything is computed.
+        """
+        self.num_added += 1
+        if core.request_id in self.requests or self.siblings.of(core.request_id):
+            self.events.num_dropped += 1
+            return
+        request = Request(core)
+        if self.config.scheduling_policy == "fcfs":
+            request.priority = 0
+        self.requests[request.request_id] = request
+        if Wait.GRAMMAR in request.waits_for:
+            self.grammars.start(request)
+        if Wait.REMOTE_KV in request.waits_for and not self._goes_local(request):
+            self.receives.add(request)
+        elif not request.waits_for:
+            self.admission.add(request)
+        if refusal is not None:
+            self.sources.forget(request.request_id)
+            self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
+
+    def _goes_local(self, request: Request) -> bool:
+        """Decided on arrival, before any work: the source is told through the router that it is not needed."""
+        if not self.admission.prefers_local(request):
+            return False
+        request.settle_wait(Wait.REMOTE_KV)
+        self.receives.renounce(request)
+        self.outputs.prefills_locally(request)
+        return True
+
+    def resume_request(self, update: StreamingUpdate, refusal: InvalidRequest | None = None) -> None:
+        """A session's next turn. Late and unknown ones are counted and dropped; one that is too long ends the session.
+
+        refusal: ends the session at once.
+        """
+        request = self.requests.get(update.request_id)
+        if request is None or request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            self.events.num_dropped += 1
+            return
+        refusal = refusal or self.sessions.resume(request, update)
+        if refusal is not None:
+            self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
+
+    def abort_request(self, request_id: str) -> Request | None:
+        """End a request in whatever state it is; returns one of its sequences, or None when all had ended."""
+        self.sources.forget(request_id)
+        living = self._living(request_id)
+        for request in living:
+            self.endings.finish(request, RequestStatus.FINISHED_ABORTED)
+        return living[0] if living else None
+
+    def end_sequence(self, request_id: str, index: int) -> None:
+        """A sequence has ended where its text is made; the request's others go on. Harmless when it had ended here."""
+        for request in self._living(request_id):
+            if request.num_sequences > 1:
+                request.ended_elsewhere.add(index)
+            elif request.index == index:
+                self.endings.finish(request, RequestStatus.FINISHED_STOPPED)
+
+    def _living(self, request_id: str) -> list[Request]:
+        if siblings := self.siblings.of(request_id):
+            return siblings
+        request = self.requests.get(request_id)
+        return [] if request is None else [request]
+
+    def fail_all(self, cause: PdServeError) -> None:
+        """End every request with an error."""
+        for request in list(self.requests.values()):
+            self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+
+    def fail_idle_sessions(self, cause: PdServeError) -> None:
+        """End those that are between two turns with an error."""
+        for request in list(self.requests.values()):
+            if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+                self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step might do something, now or when a grammar has come. Remote KV comes as an event, not by steps."""
+        return self.has_tokens_to_compute or len(self.grammars) > 0
+
+    @property
+    def has_tokens_to_compute(self) -> bool:
+        """Whether a step might compute something now."""
+        return bool(self.running) or len(self.admission) > 0 or self.receives.num_unreserved > 0
+
+    # ---- events from the transfer side
+
+    def apply(self, event: IntoEngine) -> None:
+        """One event. Late, repeated and unknown ones are counted and dropped (I9)."""
+        outcome = self.events.apply(event)
+        if isinstance(outcome, End):
+            self.endings.finish(outcome.request, outcome.status, cause=outcome.cause)
+        else:
+            self._run_if_ready(outcome)
+
+    def _run_if_ready(self, ready: Ready | None) -> None:
+        if ready is None:
+            return
+        request, first_tokens = ready
+        request.settle_wait(Wait.REMOTE_KV)
+        if request.waits_for:
+            self.grammars.hold(request, first_tokens)
+        else:
+            self._start_decoding(request, first_tokens)
+
+    def _start_decoding(self, request: Request, first_tokens: Sequence[int]) -> None:
+        """Its KV is here, and the first token of each of its sequences came with it."""
+        sequences = self.siblings.branch(request, first_tokens)
+        if sequences is None:
+            failure = None if request.grammar is None else request.grammar.failure
+            cause = failure or TransferFailed("the source's first token does not fit the request's grammar")
+            self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            return
+        for sequence, ended_with in sequences:
+            if ended_with is not None:
+                self.endings.finish(sequence, ended_with)
+            elif sequence is request:
+                self.admission.add_ready(request)
+
+    # ---- grammars
+
+    def _take_grammars(self) -> None:
+        for request, grammar in self.grammars.take():
+            if isinstance(grammar, PdServeError):
+                self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=grammar)
+                continue
+            request.grammar = grammar
+            request.settle_wait(Wait.GRAMMAR)
+            if grammar.has_ended:
+                self.endings.finish(request, RequestStatus.FINISHED_STOPPED)
+            elif (first_tokens := self.grammars.first_tokens(request)) is not None:
+                self._start_decoding(request, first_tokens)
+            elif not request.waits_for:
+                self.admission.add(request)
+
+    def _look_at_grammars(self) -> None:
+        """Take in the masks that have come, and end the sequences whose grammars ended or failed."""
+        self.grammars.hosts.flush()
+        self.grammars.hosts.receive()
+        for request in list(self.running.values()):
+            if request.grammar is None:
+                continue
+            if (failure := request.grammar.failure) is not None:
+                self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=failure)
+            elif request.grammar.has_ended:
+                self.endings.finish(request, RequestStatus.FINISHED_STOPPED)
+
+    # ---- one step
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose what the next step computes. Changes block tables; `update_from_output` must follow a step."""
+        step = Step(self.config.max_num_batched_tokens)
+        self._take_grammars()
+        self._look_at_grammars()
+        num_growing = self.running.num_growing + self.admission.num_ready + self.grammars.num_landed
+        self.receives.reserve(num_growing)
+        ahead = self.running.running_ahead()
+        # sequences that decode come before those that still prefill: a long prompt must not stall every stream
+        self._schedule_running(step, [*self.running.decoding(), *self.running.prefilling()])
+        self._schedule_waiting(step)
+        self._schedule_running(step, ahead)
+        step.output.finished_req_ids = self.running.take_left()
+        if step.output.num_scheduled_tokens:
+            step.output.block_copies = self.kv.take_copies()
+        return step.output
+
+    def _schedule_running(self, step: Step, requests: list[Request]) -> None:
+        for request in requests:
+            num_tokens = self.config.chunk(request.num_uncomputed_tokens, step.budget)
+            if num_tokens <= 0 or request.status is not RequestStatus.RUNNING:
+                continue
+            if request.grammar is not None and not request.grammar.is_prompt:
+                continue  # it waits for its mask, and the others do not
+            added = self.preemption.make_room(step, request, request.num_computed_tokens + num_tokens)
+            if added is not None:
+                step.put(request, num_tokens)
+                if added:
+                    step.output.new_block_ids[request.request_id] = added
+
+    def _evict(self, taker: Request) -> bool:
+        """Make room for a running sequence at the cost of one that still waits for remote KV.
+
+        Returns whether room is on its way back: the reads into it have to end first.
+        """
+        if self.receives.returns_room:
+            return True
+        victim = self.receives.victim(taker)
+        if victim is None:
+            return False
+        self.receives.expect_room()
+        cause = Evicted("running sequences needed the blocks that were reserved for it")
+        self.endings.finish(victim, RequestStatus.FINISHED_ERROR, cause=cause)
+        return True
+
+    def _schedule_waiting(self, step: Step) -> None:
+        if self._is_full(step):
+            return
+        for request in self.admission.candidates(after_preemption=step.preempted):
+            if self._is_full(step):
+                return
+            admitted = self._try_admit(step, request)
+            if admitted is Refusal.NO_ROOM and request.is_pinned_source and self.preemption.give_way(step):
+                admitted = self._try_admit(step, request)
+            if isinstance(admitted, PdServeError):
+                self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=admitted)
+            elif not isinstance(admitted, Refusal):
+                request.move_to(RequestStatus.RUNNING)
+                request.mark("scheduled")
+                request.note(EngineCoreEventType.SCHEDULED)
+                self.running.enter(request)
+                step.put_new(request, admitted)
+                self.sources.publish(request)
+
+    def _try_admit(self, step: Step, request: Request) -> int | Refusal | PdServeError:
+        num_growing = self.running.num_growing + self.receives.num_parked + self.grammars.num_landed
+        return self.admission.try_admit(request, step.budget, self.running, num_growing)
+
+    def _is_full(self, step: Step) -> bool:
+        return step.budget <= 0 or len(self.running) >= self.config.max_num_seqs
+
+    # ---- what came of it
+
+    def update_from_output(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
+        """Book a step's result: KV computed, blocks published, tokens appended, sequences ended."""
+        self.booking.book(scheduled, computed)
+
+    def keep_left(self, unused: SchedulerOutput) -> None:
+        """A step that computed nothing was not seen by the runner: what it was to be told is told next time."""
+        self.running.keep_left(unused.finished_req_ids)
+
+    def forget_history(self) -> None:
+        """Start the counters and the prefix cache anew."""
+        self.pool.forget_cached()
+        self.prefill_s = 0.0
+        self.num_added = 0
+        self.booking.num_computed_prompt_tokens = self.kv.num_queried_tokens = self.kv.num_hit_tokens = 0
+
+    # ---- how it does
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.preemption.num_preemptions
+
+    @property
+    def num_computed_prompt_tokens(self) -> int:
+        return self.booking.num_computed_prompt_tokens
+
+    @property
+    def num_dropped_events(self) -> int:
+        return self.events.num_dropped
+
+    def stats(self) -> SchedulerStats:
+        """The state now; costs no more than what runs."""
+        return SchedulerStats(
+            num_running_reqs=len(self.running),
+            num_added_reqs=self.num_added,
+            num_waiting_reqs=len(self.admission) + len(self.grammars),
+            num_remote_kv_reqs=len(self.receives),
+            num_blocks_total=self.pool.num_total,
+            num_blocks_free=self.pool.num_available - self.pool.num_cached,
+            num_blocks_cached=self.pool.num_cached,
+            num_blocks_in_use=self.pool.num_in_use,
+            num_blocks_quarantined=self.holds.num_quarantined,
+            num_preemptions=self.num_preemptions,
+            num_waiting_tokens=self.admission.num_waiting_tokens + self.running.num_uncomputed_tokens,
+            num_computed_prompt_tokens=self.num_computed_prompt_tokens,
+            prefill_s=self.prefill_s,
+            prefix_cache_queries=self.kv.num_queried_tokens,
+            prefix_cache_hits=self.kv.num_hit_tokens,
+        )
+
+    def check(self, *, idle: bool = False) -> None:
+        """The pool check (I2). idle: nothing may be in use. Raises: PoolCorrupt."""
+        references = self.kv.references()
+        for block, count in self.holds.references().items():
+            references[block] = references.get(block, 0) + count
+        self.pool.check(references)
+        if idle and (self.requests or self.pool.num_in_use):
+            raise RuntimeError(f"idle with {len(self.requests)} requests and {self.pool.num_in_use} blocks in use")

@@ -1,0 +1,55 @@
+"""`Sessions`: what the end of a turn and the input for the next one mean to a resumable sequence.
+
+    RUNNING --end_turn--> WAITING_FOR_STREAMING_REQ --resume--> WAITING --> RUNNING
+
+Between turns it costs a step nothing, and keeps its blocks until somebody else needs them.
+"""
+
+from __future__ import annotations
+
+from pdserve.common.errors import PromptTooLong
+from pdserve.common.request.engine_types import LogprobsLists, StreamingUpdate
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
+from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.scheduler.admission import Admission
+from pdserve.engine.scheduler.output_book import OutputBook
+from pdserve.engine.scheduler.running_batch import RunningBatch
+
+
+class Sessions:
+    """The scheduler's part in streaming sessions; it keeps nothing of them itself."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        kv: KVCacheManager,
+        running: RunningBatch,
+        admission: Admission,
+        outputs: OutputBook,
+    ) -> None:
+        self._config = config
+        self._kv = kv
+        self._running = running
+        self._admission = admission
+        self._outputs = outputs
+
+    def end_turn(
+        self, request: Request, ended_with: RequestStatus, token_id: int, logprobs: LogprobsLists | None
+    ) -> None:
+        """Its last token ended the turn, not the session."""
+        self._outputs.tokens(request, [token_id], ended_with, logprobs, awaits_input=True)
+        self._running.leave(request)
+        self._kv.idle(request)
+        request.move_to(RequestStatus.WAITING_FOR_STREAMING_REQ)
+
+    def resume(self, request: Request, update: StreamingUpdate) -> PromptTooLong | None:
+        """Begin the next turn. Returns why the input cannot be taken; nothing has changed then."""
+        num_tokens = request.num_tokens + len(update.prompt_token_ids)
+        limit = self._config.max_model_len - 1
+        if num_tokens > limit:
+            text = f"the session has {num_tokens} tokens with this input, at most {limit} leave room for one more"
+            return PromptTooLong(text, "prompt_token_ids")
+        request.resume(update)
+        self._admission.add(request)
+        return None

@@ -1,0 +1,84 @@
+"""`Siblings`: how the sequences of a request part from each other once its prompt is computed, and which of them live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
+from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.scheduler.admission import Admission
+from pdserve.engine.scheduler.preemption import Preemption
+
+
+class Siblings:
+    """Living ones by the request's own id; those of a request with one sequence are not kept."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        requests: dict[str, Request],
+        kv: KVCacheManager,
+        admission: Admission,
+        preemption: Preemption,
+    ) -> None:
+        """requests: the scheduler's living sequences, which those that part are added to."""
+        self._config = config
+        self._requests = requests
+        self._kv = kv
+        self._admission = admission
+        self._preemption = preemption
+        self._of: dict[str, dict[int, Request]] = {}
+
+    def branch(self, request: Request, token_ids: Sequence[int]) -> list[tuple[Request, RequestStatus | None]] | None:
+        """Append a token to a sequence, or the first ones to all that continue its prompt.
+
+        Returns them, in the order of their indexes, with what each has ended with; those that go on have their place.
+        None when a token does not fit the request's grammar: then nothing has changed.
+        """
+        sequences = [request] if request.num_sequences == 1 else [request, *request.fork()]
+        ends: list[RequestStatus | None] = []
+        # the request itself last: whatever does not fit leaves it as it was, standing for all of them
+        for sequence, token_id in reversed(list(zip(sequences, token_ids, strict=True))):
+            ends.insert(0, sequence.append_output(token_id, self._config.max_model_len))
+            if ends[0] is RequestStatus.FINISHED_ERROR:
+                _close_grammars(sequences[1:])
+                return None
+        for place, sequence in enumerate(sequences):
+            if sequence.index in request.ended_elsewhere:
+                ends[place] = RequestStatus.FINISHED_STOPPED
+        if len(sequences) > 1 and not request.core.transfer_source:
+            for sequence, ended_with in zip(sequences, ends, strict=True):
+                self._requests[sequence.request_id] = sequence
+                self._of.setdefault(sequence.core.request_id, {})[sequence.index] = sequence
+                if sequence is not request and ended_with is None:
+                    self._enter(sequence, request)
+        elif len(sequences) > 1:
+            _close_grammars(sequences[1:])  # they go on elsewhere
+        return list(zip(sequences, ends, strict=True))
+
+    def _enter(self, sequence: Request, begins_as: Request) -> None:
+        """A sequence that has just parted from another waits for its place in the batch."""
+        if self._kv.fork(begins_as, sequence):
+            self._admission.add_ready(sequence)
+            return
+        # no block is left for it: as if it had run and lost its blocks
+        sequence.move_to(RequestStatus.RUNNING)
+        self._preemption.lose_blocks(sequence)
+
+    def remove(self, request: Request) -> None:
+        """It has ended. Harmless when it was never here."""
+        if (living := self._of.get(request.core.request_id)) is not None:
+            living.pop(request.index, None)
+            if not living:
+                del self._of[request.core.request_id]
+
+    def of(self, request_id: str) -> list[Request]:
+        """Empty for a request that is unknown, has not forked, or has ended."""
+        return list(self._of.get(request_id, {}).values())
+
+
+def _close_grammars(sequences: Sequence[Request]) -> None:
+    for sequence in sequences:
+        if sequence.grammar is not None:
+            sequence.grammar.close()

@@ -1,0 +1,122 @@
+"""`StepBooking`: what a step's result means to the sequences in it: KV computed, blocks published, tokens appended, ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from pdserve.common.errors import InternalError, InvalidRequest
+from pdserve.common.request.engine_types import LogprobsLists
+from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
+from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.scheduler.endings import Endings
+from pdserve.engine.scheduler.output_book import OutputBook
+from pdserve.engine.scheduler.sessions import Sessions
+from pdserve.engine.scheduler.siblings import Siblings
+from pdserve.engine.scheduler.source_publishing import SourcePublishing
+from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+
+
+class StepBooking:
+    """The second half of a step: the scheduler chose what to compute, now it has been computed."""
+
+    def __init__(
+        self,
+        requests: Mapping[str, Request],
+        kv: KVCacheManager,
+        sources: SourcePublishing,
+        siblings: Siblings,
+        sessions: Sessions,
+        outputs: OutputBook,
+        endings: Endings,
+    ) -> None:
+        self._requests = requests
+        self._kv = kv
+        self._sources = sources
+        self._siblings = siblings
+        self._sessions = sessions
+        self._outputs = outputs
+        self._endings = endings
+        self.num_computed_prompt_tokens = 0
+
+    def book(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
+        """Called once a step, with what was asked for and what came of it."""
+        self._sources.device_event = computed.device_event
+        self._book_computed(scheduled, computed)
+        place = 0
+        while place < len(computed.req_ids):
+            request = self._requests[computed.req_ids[place]]
+            places = range(place, place + request.num_sequences)
+            place = places.stop
+            cause = next((computed.failed[place] for place in places if place in computed.failed), None)
+            cause = computed.failed_requests.get(request.request_id, cause)
+            if cause is not None:
+                self._endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+                continue
+            token_ids = [computed.sampled_token_ids[place] for place in places]
+            self._append(request, token_ids, [computed.logprobs.get(place) for place in places])
+        for request_id, failure in computed.failed_requests.items():
+            if (unfinished := self._requests.get(request_id)) is not None:
+                self._endings.finish(unfinished, RequestStatus.FINISHED_ERROR, cause=failure)
+        for request_id, values in computed.pooler_output.items():
+            self._endings.finish(self._requests[request_id], RequestStatus.FINISHED_STOPPED, pooling_output=values)
+
+    def _book_computed(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
+        """KV of the step's tokens is there: it may be cached and published."""
+        computed_at = time.monotonic()
+        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            request = self._requests[request_id]
+            if request_id in computed.held_back:
+                num_tokens -= 1
+                if num_tokens == 0:
+                    continue
+            if request.num_computed_tokens < request.num_given_tokens:
+                self.num_computed_prompt_tokens += num_tokens
+                request.prefill_chunks.append((computed_at, num_tokens))
+                if (of_chunk := computed.prompt_logprobs.get(request_id)) is not None:
+                    request.add_prompt_logprobs(of_chunk)
+            request.num_computed_tokens += num_tokens
+            self._kv.remember_computed(request)
+            if request.is_pinned_source:
+                self._sources.publish(request)
+
+    def _append(self, request: Request, token_ids: list[int], logprobs: list[LogprobsLists | None]) -> None:
+        """A sequence's new token; at the end of a prompt the first one of each sequence that continues it."""
+        if NO_TOKEN in token_ids:
+            self._endings.finish(request, RequestStatus.FINISHED_ERROR, cause=_no_token_left(request))
+            return
+        request.mark("first_token")
+        sequences = self._siblings.branch(request, token_ids)
+        if sequences is None:
+            failure = None if request.grammar is None else request.grammar.failure
+            cause = failure or InternalError("a token was sampled that does not fit the request's grammar")
+            self._endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            return
+        for (sequence, ended_with), token_id, of_token in zip(sequences, token_ids, logprobs, strict=True):
+            if ended_with is None or request.core.transfer_source:
+                self._outputs.tokens(sequence, [token_id], ended_with, of_token)
+            elif request.core.resumable:
+                self._sessions.end_turn(sequence, ended_with, token_id, of_token)
+            else:
+                self._endings.finish(sequence, ended_with, new_token_ids=[token_id], new_logprobs=of_token)
+        if request.core.transfer_source:
+            # the rest is decoded elsewhere: for this engine the sequences are done, though their texts are not
+            statuses = [ended_with for _, ended_with in sequences]
+            if None in statuses and request.is_unwanted_source:
+                self._sources.rest(request)
+            self._endings.forget(request, statuses[0] or RequestStatus.FINISHED_STOPPED)
+
+
+def _no_token_left(request: Request) -> InvalidRequest:
+    params = request.sampling_params
+    rules = {
+        "structured_outputs": params.structured_outputs,
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words_token_ids,
+        "min_tokens": params.min_tokens,
+        "logits_processors": params.logits_processors,
+    }
+    asked = [name for name, given in rules.items() if given]
+    return InvalidRequest(
+        f"{', '.join(asked)} leave no token for output position {request.num_output_tokens}", asked[0]
+    )

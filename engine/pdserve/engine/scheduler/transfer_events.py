@@ -1,0 +1,100 @@
+"""`TransferEvents`: what an event of the seam means, given what the engine has now.
+
+Late, repeated and unknown events are counted and dropped (I9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdserve.common.errors import PdServeError, TransferFailed
+from pdserve.engine.kv_cache.hold_ledger import HoldLedger
+from pdserve.engine.request import Request, RequestStatus, Wait
+from pdserve.engine.scheduler.admission import Admission
+from pdserve.engine.scheduler.remote_kv import (
+    HoldReturned,
+    IntoEngine,
+    Landed,
+    NeedBlocks,
+    ReceiveFailed,
+    Revoke,
+    SourceFinished,
+    Want,
+)
+from pdserve.engine.scheduler.remote_receives import Ready, RemoteReceives
+from pdserve.engine.scheduler.source_publishing import SourcePublishing
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The event ends this request."""
+
+    request: Request
+    status: RequestStatus
+    cause: PdServeError | None = None
+
+
+class TransferEvents:
+    """Passes events on to `RemoteReceives` and `SourcePublishing`."""
+
+    def __init__(
+        self,
+        requests: Mapping[str, Request],
+        holds: HoldLedger,
+        receives: RemoteReceives,
+        sources: SourcePublishing,
+        admission: Admission,
+    ) -> None:
+        self._requests = requests
+        self._holds = holds
+        self._receives = receives
+        self._sources = sources
+        self._admission = admission
+        self.num_dropped = 0
+
+    def apply(self, event: IntoEngine) -> Ready | End | None:
+        """One event; what the scheduler has to do about it, if anything."""
+        if isinstance(event, HoldReturned):
+            self._holds.back(event.hold)
+            return self._receives.returned(event.request_id, event.hold.block_ids)
+        if isinstance(event, Revoke):
+            self._sources.forget(event.request_id)
+        request = self._requests.get(event.request_id)
+        if request is None:
+            if not (isinstance(event, Want) and self._sources.want_ended(event.request_id, event.first_index)):
+                self.num_dropped += 1
+            return None
+        if isinstance(event, Landed | SourceFinished | NeedBlocks) and not self._receives.expects(event):
+            self.num_dropped += 1
+            return None
+        match event:
+            case Landed():
+                return self._receives.landed(event.request_id, event.num_blocks)
+            case SourceFinished():
+                outcome = self._receives.source_finished(event)
+                return self._failed(request, outcome.cause) if isinstance(outcome, ReceiveFailed) else outcome
+            case ReceiveFailed():
+                return self._failed(request, event.cause)
+            case NeedBlocks():
+                if self._receives.need_blocks(event.request_id, event.first_index, event.num_blocks):
+                    return None
+                return self._failed(request, TransferFailed("a read stalled, and no other blocks are free"))
+            case Want():
+                self._want(request, event.first_index)
+                return None
+            case Revoke():
+                return End(request, RequestStatus.FINISHED_ABORTED)
+
+    def _want(self, request: Request, first_index: int) -> None:
+        if not request.core.transfer_source or request.wanted_from is not None:
+            self.num_dropped += 1
+            return
+        self._sources.want(request, first_index)
+        self._admission.wanted(request)
+
+    def _failed(self, request: Request, cause: PdServeError) -> End | None:
+        if Wait.REMOTE_KV in request.waits_for:
+            return End(request, RequestStatus.FINISHED_ERROR, cause)
+        self.num_dropped += 1
+        return None

@@ -1,0 +1,1 @@
+"""Grammars: compiled and matched in processes of their own, and their bitmasks."""

@@ -1,0 +1,402 @@
+"""`GrammarCompiler`: has the grammars of requests compiled and held, each in a process of its own.
+
+Grammars are clients' texts over which compiling and matching may take super-linear time, and neither can be stopped
+from within. So no grammar is in the worker's process: a fork server (`grammar_process`) makes a process per grammar,
+in which it is compiled and then matched; the process is killed when it takes too long, and nothing else is lost.
+One thread here starts them and opens sequences in them; the steps go directly between engine thread and process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import selectors
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from pdserve.common.errors import InternalError, InvalidRequest, Overloaded, PdServeError, PeerError
+from pdserve.common.request.structured_outputs import FIELD
+from pdserve.engine.structured_outputs.grammar_fork_server import GrammarForkServer, SpawnedProcess
+from pdserve.engine.structured_outputs.grammar_host import GrammarHost, GrammarHosts, HostedGrammar
+from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob, JobQueue
+from pdserve.engine.structured_outputs.grammar_messages import (
+    MAX_PACKET_BYTES,
+    REPLAY_TOKENS,
+    Broken,
+    Compiled,
+    Exited,
+    GrammarLimits,
+    Open,
+    Opened,
+    Ready,
+    decode,
+    encode,
+    mask_bytes,
+)
+
+log = logging.getLogger(__name__)
+
+NUM_COMPILING = 2
+"""Grammars that are compiled at a time."""
+MAX_PROCESSES = 64
+"""Grammars that are held at a time, by default; as many as sequences run in a step."""
+MAX_IDLE_PROCESSES = 16
+"""Processes kept though no sequence uses them: further requests often ask for the same form."""
+START_S = 60.0
+"""How long the fork server may take to import what it needs and to read the vocabulary."""
+_NO_DESCRIPTOR = -1
+_LOOK_EVERY_S = 0.25
+_CLOSE_S = 5.0
+Key = tuple[bytes, bytes]
+"""A tenant, and what it asks for."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """One process, and the jobs that wait for it."""
+
+    key: Key
+    process: SpawnedProcess
+    host: GrammarHost
+    overdue_at: float
+    """`time.monotonic()` seconds by which it must be compiled."""
+    is_compiled: bool = False
+    waiting: list[GrammarJob] = field(default_factory=list)
+    """Jobs that wait until it is compiled."""
+    opening: dict[int, GrammarJob] = field(default_factory=dict)
+    """Jobs whose `Opened` is to come, by slot."""
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_compiled and not self.opening and self.host.is_idle
+
+    def take_jobs(self) -> list[GrammarJob]:
+        jobs = [*self.waiting, *self.opening.values()]
+        self.waiting.clear()
+        self.opening.clear()
+        return jobs
+
+
+class GrammarCompiler:
+    """For one model folder. Nothing is read or started before the first job."""
+
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        limits: GrammarLimits | None = None,
+        *,
+        num_compiling: int = NUM_COMPILING,
+        max_processes: int = MAX_PROCESSES,
+    ) -> None:
+        """vocab_size: of the model's logits."""
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._limits = limits or GrammarLimits()
+        self._num_compiling = num_compiling
+        self._max_processes = max_processes
+        # threads and processes inherit the affinity of the thread that starts them, and the engine's may be pinned
+        self._cpus = os.sched_getaffinity(0)
+        self.hosts = GrammarHosts()
+        """The engine thread's side."""
+        self._submitted: queue.SimpleQueue[GrammarJob] = queue.SimpleQueue()
+        self._jobs = JobQueue()
+        self._held: dict[Key, _Held] = {}
+        """Longest unused first."""
+        self._by_number: dict[int, _Held] = {}
+        """Those whose process has not ended."""
+        self._server: GrammarForkServer | None = None
+        self.is_starting = False
+        """The fork server is not ready yet: seconds, on a busy machine more. Any thread may read it."""
+        self._start_until = 0.0
+        self._selector: selectors.BaseSelector = selectors.SelectSelector()
+        self._wake = _NO_DESCRIPTOR
+        """An eventfd, from the first job on."""
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+
+    # ---- any thread
+
+    def submit(self, job: GrammarJob) -> None:
+        """Compile it when its turn comes, or find it compiled. The engine's thread calls this."""
+        if self._is_closing:
+            return
+        if self._thread is None:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._selector = selectors.DefaultSelector()
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
+            self._thread.start()
+        self._submitted.put(job)
+        self._wake_up()
+
+    def close(self) -> None:
+        """End the processes; waits. Jobs that have not been delivered are not delivered any more.
+
+        Called when the engine makes no step any more.
+        """
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self._thread is not None:
+            self._wake_up()
+            self._thread.join(_CLOSE_S)
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):  # it ends by itself
+            os.eventfd_write(self._wake, 1)
+
+    # ---- the compiler's thread
+
+    def _work(self) -> None:
+        os.sched_setaffinity(0, self._cpus)
+        while not self._is_closing:
+            try:
+                self._turn()
+            except Exception:
+                log.exception("the grammar compiler failed; what it had to do ends")
+                self._give_up(InternalError("the grammar could not be compiled; the worker's log has the details"))
+        self._stop_server()
+        self._selector.close()
+        wake, self._wake = self._wake, _NO_DESCRIPTOR
+        os.close(wake)
+
+    def _turn(self) -> None:
+        is_compiling = any(not held.is_compiled for held in self._by_number.values())
+        for key, _ in self._selector.select(_LOOK_EVERY_S if is_compiling or len(self._jobs) else None):
+            if key.fileobj == self._wake:
+                os.eventfd_read(self._wake)
+            elif key.fileobj is self._server:
+                self._receive_from_server()
+            elif (held := self._by_number.get(key.data)) is not None:
+                self._receive_from_process(held)
+        while not self._submitted.empty():
+            self._take(self._submitted.get())
+        self._look_after()
+        self._start_more()
+
+    def _take(self, job: GrammarJob) -> None:
+        held = self._held.pop(_key(job), None)
+        if held is None or held.host.is_lost:
+            self._jobs.add(job)
+            return
+        self._held[held.key] = held  # the last used
+        self._put(held, job)
+
+    def _put(self, held: _Held, job: GrammarJob) -> None:
+        job.begins()
+        if held.is_compiled:
+            self._open(held, job)
+        else:
+            held.waiting.append(job)
+
+    def _start_more(self) -> None:
+        num_compiling = sum(not held.is_compiled for held in self._by_number.values())
+        if len(self._jobs) and self._server is None:
+            self._server = GrammarForkServer(self._folder, self._vocab_size, self._limits)
+            self.is_starting, self._start_until = True, time.monotonic() + START_S
+            self._selector.register(self._server, selectors.EVENT_READ)
+        if self._server is None or not self._server.is_ready:
+            return  # the time that this takes is no grammar's
+        while num_compiling < self._num_compiling and len(self._jobs):
+            if len(self._by_number) >= self._max_processes and not self._end_idle(1):
+                return
+            job = self._jobs.next()
+            if job is None:
+                return
+            held = self._held.get(_key(job))
+            if held is None or held.host.is_lost:
+                held = self._spawn(self._server, job)
+                num_compiling += 1
+            if held is not None:
+                self._put(held, job)
+
+    def _spawn(self, server: GrammarForkServer, job: GrammarJob) -> _Held | None:
+        try:
+            process = server.spawn(job.params)
+        except OSError as error:
+            job.deliver(Overloaded(f"the process that compiles {FIELD} could not be started: {error}"))
+            return None
+        host = GrammarHost(process.steps, process.progress, self._vocab_size, self._limits, self.hosts.was_asked)
+        held = _Held(_key(job), process, host, time.monotonic() + self._limits.compile_s)
+        self._held[held.key] = self._by_number[process.number] = held
+        self._selector.register(process.control, selectors.EVENT_READ, process.number)
+        return held
+
+    # ---- what processes say
+
+    def _receive_from_process(self, held: _Held) -> None:
+        try:
+            packet = held.process.control.recv(MAX_PACKET_BYTES)
+        except OSError:
+            packet = b""
+        if not packet:
+            # the cause is known when the fork server has reported the exit status
+            self._selector.unregister(held.process.control)
+            self._drop(held)
+            return
+        try:
+            message = decode(packet, Compiled, Opened)
+        except msgspec.DecodeError:
+            log.exception("a process that holds a grammar sent a malformed message")
+            held.process.control.shutdown(socket.SHUT_RDWR)
+            return
+        if isinstance(message, Opened):
+            if (job := held.opening.pop(message.slot, None)) is not None:
+                self._deliver_opened(held, job, message)
+        elif message.error:
+            self._drop(held)
+            for job in held.take_jobs():
+                job.deliver(_error(message.error, message.is_clients_fault))
+        else:
+            held.is_compiled = True
+            waiting, held.waiting = held.waiting, []
+            for job in waiting:
+                if job.is_wanted():
+                    self._open(held, job)
+
+    def _open(self, held: _Held, job: GrammarJob) -> None:
+        slot = held.host.new_slot()
+        held.opening[slot] = job
+        tokens = job.output_token_ids
+        try:
+            for begin in range(0, max(1, len(tokens)), REPLAY_TOKENS):
+                part = np.array(tokens[begin : begin + REPLAY_TOKENS], np.int32).tobytes()
+                is_last = begin + REPLAY_TOKENS >= len(tokens)
+                held.process.control.send(encode(Open(slot, job.eos_token_ids, part, is_last)))
+        except OSError:
+            self._drop(held)  # its jobs end when it has
+
+    def _deliver_opened(self, held: _Held, job: GrammarJob, message: Opened) -> None:
+        if message.error:
+            # the output that the request begins with is what another worker has sampled
+            told = message.error
+            job.deliver(InvalidRequest(told, FIELD) if message.is_clients_fault else PeerError(told))
+            return
+        allowed = None if message.has_ended else np.frombuffer(message.allowed, np.uint8)
+        if allowed is not None and len(allowed) != mask_bytes(self._vocab_size):
+            job.deliver(InternalError(f"a mask of {len(allowed)} bytes came for {self._vocab_size} tokens"))
+            return
+        grammar = HostedGrammar(
+            held.host, message.slot, job.eos_token_ids, allowed, request=job, has_ended=message.has_ended
+        )
+        held.host.opened(grammar, message.slot)
+        job.deliver(grammar)
+
+    def _receive_from_server(self) -> None:
+        message = None if self._server is None else self._server.receive()
+        self.is_starting = False
+        if isinstance(message, Ready):
+            return
+        if isinstance(message, Exited):
+            held = self._by_number.pop(message.process, None)
+            if held is not None:
+                self._ended(held, message.status)
+            return
+        if isinstance(message, Broken):
+            log.error("grammars cannot be compiled: %s", message.told)
+            self._give_up(InternalError("the grammar could not be compiled; the worker's log has the details"))
+        else:
+            log.warning("the fork server of grammars has ended; the next grammar starts another")
+            self._give_up(Overloaded(f"the process that compiles {FIELD} has ended"))
+        self._stop_server()
+
+    def _ended(self, held: _Held, status: int) -> None:
+        """A process is gone, with what it was to do."""
+        self._drop(held)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(held.process.control)
+        held.process.control.close()
+        held.host.process_ended()
+        limits, slot = self._limits, int(held.process.progress[0])
+        told = (
+            f"{FIELD} could not be compiled within {limits.compile_s:g} s of processor time and {limits.memory_mib} MiB"
+        )
+        for job in held.waiting:
+            job.deliver(InvalidRequest(told, FIELD))
+        for opening, job in held.opening.items():
+            told = f"{FIELD} takes too long to be matched against the output that the request begins with"
+            lost = Overloaded(f"the process that held the grammar of {FIELD} has ended")
+            job.deliver(InvalidRequest(told, FIELD) if opening == slot else lost)
+        if held.waiting or held.opening or not held.host.is_idle:
+            log.warning("a process that held a grammar has ended with status %d", os.waitstatus_to_exitcode(status))
+
+    # ---- looking after them
+
+    def _look_after(self) -> None:
+        now = time.monotonic()
+        if self.is_starting and now >= self._start_until:
+            log.error("the fork server of grammars was not ready within %g s", START_S)
+            self._give_up(Overloaded(f"the process that compiles {FIELD} could not be started within {START_S:g} s"))
+            self._stop_server()
+        for held in list(self._by_number.values()):
+            if held.is_compiled:
+                continue
+            is_overdue = now >= held.overdue_at
+            if is_overdue:
+                for job in held.take_jobs():
+                    told = f"{FIELD} could not be compiled within {self._limits.compile_s:g} s"
+                    job.deliver(InvalidRequest(told, FIELD))
+            if is_overdue or not any(job.is_wanted() for job in held.waiting):
+                self._drop(held)
+                if self._server is not None:
+                    self._server.kill(held.process.number)
+        num_idle = sum(held.is_idle for held in self._held.values())
+        if num_idle > MAX_IDLE_PROCESSES:
+            self._end_idle(num_idle - MAX_IDLE_PROCESSES)
+
+    def _end_idle(self, count: int) -> bool:
+        """End `count` processes that no sequence uses, those longest unused first. False: there are none."""
+        idle = [held for held in self._held.values() if held.is_idle][:count]
+        for held in idle:
+            self._drop(held)
+            del self._by_number[held.process.number]
+            held.host.process_ended()
+            self._selector.unregister(held.process.control)
+            held.process.control.close()
+        return bool(idle)
+
+    def _drop(self, held: _Held) -> None:
+        """Give no further job to it."""
+        if self._held.get(held.key) is held:
+            del self._held[held.key]
+
+    def _give_up(self, error: PdServeError) -> None:
+        """End every job with an error."""
+        for held in self._by_number.values():
+            for job in held.take_jobs():
+                job.deliver(error)
+        for job in self._jobs.take_all():
+            if job.is_wanted():
+                job.deliver(error)
+
+    def _stop_server(self) -> None:
+        server, self._server = self._server, None
+        self.is_starting = False
+        if server is None:
+            return
+        self._selector.unregister(server)
+        for held in self._by_number.values():
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(held.process.control)
+            held.process.control.close()
+            held.host.process_ended(engine_ended=self._is_closing)
+        self._held.clear()
+        self._by_number.clear()
+        server.close()
+
+
+def _key(job: GrammarJob) -> Key:
+    return job.tenant, encode(job.params)
+
+
+def _error(told: str, is_clients_fault: bool) -> PdServeError:
+    return InvalidRequest(told, FIELD) if is_clients_fault else InternalError(told)

@@ -1,0 +1,133 @@
+"""`GrammarForkServer`: the worker's end of the program that holds grammars."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.engine.structured_outputs.grammar_messages import (
+    MAX_PACKET_BYTES,
+    Broken,
+    Exited,
+    GrammarLimits,
+    Kill,
+    Ready,
+    Spawn,
+    decode,
+    encode,
+    make_progress,
+    packet_socket_pair,
+)
+
+_END_S = 2.0
+"""How long the program may take to end once its socket is closed."""
+_INHERITED = ("HOME", "LANG", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
+_INHERITED_BEGINNINGS = ("LC_", "LD_", "PYTHON")
+_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnedProcess:
+    """A process that will hold a grammar."""
+
+    number: int
+    control: socket.socket
+    steps: socket.socket
+    progress: NDArray[np.int32]
+    """See `map_progress`."""
+
+
+class GrammarForkServer:
+    """Belongs to one thread. It ends with its socket: also when this process is killed."""
+
+    def __init__(self, folder: Path, vocab_size: int, limits: GrammarLimits) -> None:
+        """Start the program. Its imports and the vocabulary, about a second, do not delay the caller."""
+        self._limits = limits
+        self._num_spawned = 0
+        self.is_ready = False
+        """True once the program has read the vocabulary; processes spawned earlier wait for that."""
+        self._socket, theirs = packet_socket_pair()
+        module = "pdserve.engine.structured_outputs.grammar_process"
+        with theirs:
+            self._program = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(folder), str(vocab_size)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=_environment(),
+            )
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def process_id(self) -> int:
+        return self._program.pid
+
+    def spawn(self, params: StructuredOutputsParams) -> SpawnedProcess:
+        """A new process that compiles a grammar. Raises: OSError when the fork server has ended."""
+        self._num_spawned += 1
+        control, their_control = packet_socket_pair()
+        steps, their_steps = packet_socket_pair()
+        descriptor, progress = make_progress()
+        try:
+            message = encode(Spawn(self._num_spawned, params, self._limits))
+            socket.send_fds(self._socket, [message], [their_control.fileno(), their_steps.fileno(), descriptor])
+        except OSError:
+            control.close()
+            steps.close()
+            raise
+        finally:
+            their_control.close()
+            their_steps.close()
+            os.close(descriptor)
+        return SpawnedProcess(self._num_spawned, control, steps, progress)
+
+    def kill(self, number: int) -> None:
+        """End a process, whatever it does."""
+        with contextlib.suppress(OSError):
+            self._socket.send(encode(Kill(number)))
+
+    def receive(self) -> Ready | Exited | Broken | None:
+        """The next message, which must be there. None: the fork server has ended."""
+        with contextlib.suppress(OSError):
+            if packet := self._socket.recv(MAX_PACKET_BYTES):
+                message: Ready | Exited | Broken = decode(packet, Ready, Exited, Broken)
+                self.is_ready = self.is_ready or isinstance(message, Ready)
+                return message
+        return None
+
+    def close(self) -> None:
+        """End it and every process under it. Waits until it is gone."""
+        self._socket.close()
+        try:
+            self._program.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            # it is still importing, or swapped out; processes under it end with it
+            self._program.kill()
+            self._program.wait()
+
+
+def _environment() -> dict[str, str]:
+    """The variables that the program needs of this process's environment: it works on clients' texts, and gets no secret."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _INHERITED or name.startswith(_INHERITED_BEGINNINGS)
+    }
+    return inherited | _ENVIRONMENT

@@ -1,0 +1,293 @@
+"""`GrammarHost`: a process that holds a grammar, as the engine thread sees it; and `HostedGrammar`, a place in it."""
+
+from __future__ import annotations
+
+import itertools
+import select
+import socket
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.common.errors import InternalError, InvalidRequest, Overloaded, PdServeError
+from pdserve.common.request.structured_outputs import FIELD
+from pdserve.engine.structured_outputs.grammar_messages import (
+    MAX_PACKET_BYTES,
+    GrammarLimits,
+    Operation,
+    Outcome,
+    record_dtype,
+    request_too_slow,
+    token_too_slow,
+)
+
+PROMPT_US = 5_000
+"""A sequence whose last token took its process no longer than this is computed before its next mask has come."""
+NUM_PATIENT = 32
+"""Tokens for which a sequence whose mask came late is computed only when its mask is there."""
+_OUTCOMES = frozenset(map(int, Outcome))
+_MAX_OPERATIONS = 4096
+"""In one packet."""
+
+
+class HostedGrammar:
+    """A `Grammar` in a process of its own: what may follow is found there while the model computes."""
+
+    def __init__(
+        self,
+        host: GrammarHost,
+        slot: int,
+        eos_token_ids: tuple[int, ...],
+        allowed: NDArray[np.uint8] | None,
+        *,
+        request: object,
+        has_ended: bool = False,
+    ) -> None:
+        """request: the same object for all sequences of a request."""
+        self._host = host
+        self._slot = slot
+        self._eos_token_ids = eos_token_ids
+        self._allowed = allowed
+        self.request = request
+        self.has_ended = has_ended
+        self.failure: PdServeError | None = None
+        self._is_closed = False
+        self._num_patient = 0
+        """Tokens for which no step waits for this sequence."""
+
+    @property
+    def is_prompt(self) -> bool:
+        return self._num_patient == 0 or self._allowed is not None
+
+    def accept(self, token_id: int) -> bool:
+        if self.has_ended or self.failure is not None or self._allowed is None:
+            return False
+        if not 0 <= token_id < 8 * len(self._allowed) or not self._allowed[token_id >> 3] >> (token_id & 7) & 1:
+            return False
+        if token_id in self._eos_token_ids:
+            self.has_ended = True
+            return True
+        self._allowed = None
+        self._host.ask(Operation.ACCEPT, self._slot, token_id)
+        return True
+
+    def allowed(self, until: float) -> NDArray[np.uint8] | None:
+        if self._allowed is None and self._host.awaits(self._slot):
+            self._host.receive(until, lambda: self._allowed is not None or self.failure is not None)
+            if self._allowed is None:
+                self._num_patient = NUM_PATIENT
+        return self._allowed
+
+    def fork(self) -> HostedGrammar:
+        if self._allowed is None and self.failure is None:
+            raise RuntimeError("a sequence forks while its grammar is behind")
+        other = HostedGrammar(
+            self._host,
+            self._host.new_slot(),
+            self._eos_token_ids,
+            self._allowed,
+            request=self.request,
+            has_ended=self.has_ended,
+        )
+        other.failure = self.failure
+        self._host.add(other, other._slot)
+        self._host.ask(Operation.FORK, other._slot, self._slot)
+        return other
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._host.remove(self._slot)
+
+    def took(self, outcome: Outcome, spent_us: int, limits: GrammarLimits, allowed: NDArray[np.uint8]) -> None:
+        """Take in the record of its last token."""
+        self._num_patient = max(self._num_patient - 1, int(spent_us > PROMPT_US))
+        match outcome:
+            case Outcome.ACCEPTED:
+                self._allowed = allowed
+            case Outcome.ENDED:
+                self.has_ended = True
+            case Outcome.REFUSED:
+                self.failure = InternalError("a token was sampled that does not fit the request's grammar")
+            case Outcome.TOKEN_TOO_SLOW:
+                self.failure = InvalidRequest(token_too_slow(spent_us / 1e6, limits), FIELD)
+            case Outcome.REQUEST_TOO_SLOW:
+                self.failure = InvalidRequest(request_too_slow(limits), FIELD)
+
+
+class GrammarHost:
+    """One process. Another thread opens sequences there; every other call is the engine thread's."""
+
+    def __init__(
+        self,
+        steps: socket.socket,
+        progress: NDArray[np.int32],
+        vocab_size: int,
+        limits: GrammarLimits,
+        on_asked: Callable[[GrammarHost], None],
+    ) -> None:
+        """on_asked: called with each operation that `flush` is to send."""
+        steps.setblocking(False)
+        self._steps = steps
+        self._poll = select.poll()
+        self._poll.register(steps, select.POLLIN)
+        self._progress = progress
+        self._limits = limits
+        self._on_asked = on_asked
+        self._record_dtype = record_dtype(vocab_size)
+        self._slots = itertools.count()
+        self._grammars: dict[int, HostedGrammar] = {}
+        self._known: set[int] = set()
+        """Slots that the process has."""
+        self._operations: list[tuple[int, int, int]] = []
+        self._awaited: set[int] = set()
+        self.is_lost = False
+        self._has_ended = False
+
+    def fileno(self) -> int:
+        return self._steps.fileno()
+
+    @property
+    def is_idle(self) -> bool:
+        """Any thread may ask."""
+        return not self._grammars
+
+    @property
+    def is_awaited(self) -> bool:
+        """True while a record is to come."""
+        return bool(self._awaited) and not self.is_lost
+
+    def new_slot(self) -> int:
+        """Any thread may ask."""
+        return next(self._slots)
+
+    def opened(self, grammar: HostedGrammar, slot: int) -> None:
+        """The process has a place for it. The other thread calls this."""
+        self._known.add(slot)
+        self._grammars[slot] = grammar
+
+    def add(self, grammar: HostedGrammar, slot: int) -> None:
+        """A fork."""
+        self._grammars[slot] = grammar
+
+    def remove(self, slot: int) -> None:
+        """A sequence is over: free its slot."""
+        self._awaited.discard(slot)
+        self._operations = [asked for asked in self._operations if asked[1] != slot]
+        if slot in self._known and not self.is_lost:
+            self._known.discard(slot)
+            self.ask(Operation.CLOSE, slot, 0)
+        self._grammars.pop(slot, None)
+        if self._has_ended and not self._grammars:
+            self.is_lost = True
+            self._steps.close()
+
+    def awaits(self, slot: int) -> bool:
+        """True while the record of this slot is to come."""
+        return slot in self._awaited and not self.is_lost
+
+    def ask(self, operation: Operation, slot: int, value: int) -> None:
+        """To be sent with the next `flush`."""
+        self._operations.append((operation, slot, value))
+        if operation is Operation.ACCEPT:
+            self._awaited.add(slot)
+        self._on_asked(self)
+
+    def flush(self) -> None:
+        """Send what was asked."""
+        operations, self._operations = self._operations, []
+        for begin in range(0, len(operations), _MAX_OPERATIONS):
+            part = operations[begin : begin + _MAX_OPERATIONS]
+            self._known.update(slot for operation, slot, _ in part if operation == Operation.FORK)
+            try:
+                self._steps.send(np.array(part, np.int32).tobytes())
+            except OSError:
+                self._lose()
+                return
+
+    def receive(self, until: float, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Take in what has come, and wait for more until then, unless it is enough."""
+        while not self.is_lost:
+            try:
+                packet = self._steps.recv(MAX_PACKET_BYTES)
+            except BlockingIOError:
+                left_s = until - time.monotonic()
+                if left_s <= 0 or is_enough():
+                    return
+                self._poll.poll(left_s * 1e3)
+                continue
+            except OSError:
+                packet = b""
+            if not packet or len(packet) % self._record_dtype.itemsize:
+                self._lose()
+                return
+            for record in np.frombuffer(packet, self._record_dtype):
+                slot, outcome = int(record["slot"]), int(record["outcome"])
+                self._awaited.discard(slot)
+                if (grammar := self._grammars.get(slot)) is not None:
+                    known = Outcome(outcome) if outcome in _OUTCOMES else Outcome.REFUSED
+                    grammar.took(known, int(record["spent_us"]), self._limits, record["allowed"])
+
+    def _lose(self) -> None:
+        """The process is gone. The request that it worked for is the cause; the others may go on elsewhere."""
+        self.is_lost = True
+        self._steps.close()
+        slot = int(self._progress[0])
+        culprit = self._grammars.get(slot) if slot in self._awaited else None
+        for grammar in list(self._grammars.values()):
+            if grammar.has_ended or grammar.failure is not None:
+                continue
+            if culprit is not None and grammar.request is culprit.request:
+                grammar.failure = InvalidRequest(
+                    f"{FIELD} takes too long to be matched, or too much memory: more than {self._limits.kill_s:g} s of "
+                    f"processor time for one token, or {self._limits.memory_mib} MiB",
+                    FIELD,
+                )
+            else:
+                grammar.failure = Overloaded(f"the process that held the grammar of {FIELD} has ended")
+
+    def process_ended(self, *, engine_ended: bool = False) -> None:
+        """Close the socket as soon as no sequence is left. The other thread calls this when the process is gone or unused.
+
+        engine_ended: no step follows, whatever sequences are left.
+        """
+        self._has_ended = True
+        if engine_ended or not self._grammars:
+            self.is_lost = True
+            self._steps.close()
+
+
+class GrammarHosts:
+    """All processes, for the engine thread's step."""
+
+    def __init__(self) -> None:
+        self._asked: set[GrammarHost] = set()
+        self._awaited: set[GrammarHost] = set()
+
+    def was_asked(self, host: GrammarHost) -> None:
+        """`GrammarHost.on_asked`"""
+        self._asked.add(host)
+
+    def flush(self) -> None:
+        """Send what the step's tokens ask."""
+        asked, self._asked = self._asked, set()
+        for host in asked:
+            host.flush()
+        self._awaited |= asked
+
+    def receive(self) -> None:
+        """Take in what has come."""
+        for host in self._awaited:
+            host.receive(0.0)
+        self._awaited = {host for host in self._awaited if host.is_awaited}
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something comes. Returns at once when nothing is to come."""
+        descriptors = [host.fileno() for host in self._awaited if host.is_awaited]
+        if descriptors:
+            poll = select.poll()
+            for descriptor in descriptors:
+                poll.register(descriptor, select.POLLIN)
+            poll.poll(timeout_s * 1e3)

@@ -1,0 +1,62 @@
+"""`GrammarJob`: what one request needs of the compiler; `JobQueue`: whose turn it is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.common.errors import PdServeError
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.engine.structured_outputs.grammar import Grammar
+
+Deliver = Callable[[Grammar | PdServeError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarJob:
+    """A request's demand for a grammar."""
+
+    params: StructuredOutputsParams
+    eos_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+    """Output that the sequence begins with: its grammar goes on after it."""
+    is_wanted: Callable[[], bool]
+    """False once the request has ended. Any thread calls it."""
+    begins: Callable[[], None]
+    """Called when its turn has come. From here on it is the grammar that takes the time, not those before it."""
+    deliver: Deliver
+    """Takes the grammar, or why there is none. Called once, in the compiler's thread; never for a job not wanted."""
+    tenant: bytes = b""
+    """On whose behalf: tenants take turns, and share no process."""
+
+
+class JobQueue:
+    """Tenants in turn, and each tenant's jobs in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[bytes, deque[GrammarJob]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(len(jobs) for jobs in self._jobs.values())
+
+    def add(self, job: GrammarJob) -> None:
+        self._jobs.setdefault(job.tenant, deque()).append(job)
+
+    def next(self) -> GrammarJob | None:
+        """The next job that is wanted, taken out; None when none is."""
+        while self._jobs:
+            tenant, jobs = next(iter(self._jobs.items()))
+            job = jobs.popleft()
+            del self._jobs[tenant]
+            if jobs:
+                self._jobs[tenant] = jobs  # behind all others
+            if job.is_wanted():
+                return job
+        return None
+
+    def take_all(self) -> list[GrammarJob]:
+        """All of them, taken out."""
+        jobs = [job for waiting in self._jobs.values() for job in waiting]
+        self._jobs.clear()
+        return jobs

@@ -1,0 +1,201 @@
+"""Messages between a worker and the processes that hold its grammars, over sockets that keep packets apart.
+
+worker -> fork server   `Spawn` with the two sockets of a new process, `Kill`
+fork server -> worker   `Ready`, once; `Exited`, `Broken`
+worker -> process       control: `Open`; steps: operations, three int32 each
+process -> worker       control: `Compiled`, `Opened`; steps: a `Record` per sequence and token
+
+Every process is a child of the worker; no message leaves the machine.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import socket
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsParams
+
+MAX_PACKET_BYTES = 192 << 10
+"""Linux's default buffer of a local socket holds 208 KiB, its own bookkeeping included."""
+REPLAY_TOKENS = 8192
+"""Output tokens in one `Open`, at most."""
+
+
+class GrammarLimits(msgspec.Struct, frozen=True, array_like=True):
+    """Limits of one grammar; seconds of processor time, but for the first."""
+
+    compile_s: float = 10.0
+    """Wall time from a grammar's turn until it is compiled, and processor time of its process until then."""
+    token_s: float = 0.05
+    """To accept one token and to find what may follow it."""
+    kill_s: float = 0.25
+    """The same; the process is killed then, if that has not ended by itself."""
+    request_s: float = 1.0
+    """All sequences of a request together; what `per_token_s` gives comes on top."""
+    per_token_s: float = 0.005
+    """For each token of the request's sequences."""
+    memory_mib: int = 2048
+    """Address space of the process beyond what it begins with."""
+
+
+class Spawn(msgspec.Struct, frozen=True, tag=True):
+    """Compile a grammar in a new process."""
+
+    process: int
+    params: StructuredOutputsParams
+    limits: GrammarLimits
+
+
+class Kill(msgspec.Struct, frozen=True, tag=True):
+    """End a process, whatever it does. Harmless when it has ended."""
+
+    process: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The fork server has read the vocabulary."""
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """A process has ended. status: as `os.waitpid` gives it."""
+
+    process: int
+    status: int
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """The fork server cannot work, and ends."""
+
+    told: str
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """Begin a sequence, or give it more of the output that it begins with."""
+
+    slot: int
+    eos_token_ids: tuple[int, ...]
+    output_token_ids: bytes
+    """int32 each; at most `REPLAY_TOKENS`."""
+    is_last: bool
+    """True: no more output follows; the answer is `Opened`."""
+
+
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """The first word of a process. error: what is told to the client; empty: it is compiled."""
+
+    error: str = ""
+    is_clients_fault: bool = True
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """A sequence has its place."""
+
+    slot: int
+    allowed: bytes
+    """`Grammar.allowed` of it; empty with an error."""
+    has_ended: bool = False
+    error: str = ""
+    is_clients_fault: bool = True
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode(packet: bytes, *kinds: type[msgspec.Struct]) -> Any:
+    """Raises: msgspec.DecodeError."""
+    union: Any = kinds[0]
+    for kind in kinds[1:]:
+        union |= kind
+    return msgspec.msgpack.decode(packet, type=union)
+
+
+class Operation(enum.IntEnum):
+    """Requests on the steps socket: (operation, slot, value)."""
+
+    ACCEPT = 0
+    """value: the sequence's next token; answered with a `Record`."""
+    FORK = 1
+    """value: the slot of the sequence whose place the new one takes."""
+    CLOSE = 2
+
+
+class Outcome(enum.IntEnum):
+    """Result of a token."""
+
+    ACCEPTED = 0
+    ENDED = 1
+    """Accepted, and nothing can follow."""
+    REFUSED = 2
+    """Not accepted, though the mask allowed it."""
+    TOKEN_TOO_SLOW = 3
+    REQUEST_TOO_SLOW = 4
+
+
+HEADER = np.dtype([("slot", np.int32), ("outcome", np.int32), ("spent_us", np.int32)])
+"""How a record begins; what is allowed next follows it."""
+
+
+def record_dtype(vocab_size: int) -> np.dtype[Any]:
+    """One record: `HEADER`, then the mask in whole int32 words."""
+    return np.dtype(
+        [*((name, HEADER[name]) for name in HEADER.names or ()), ("allowed", np.uint8, mask_bytes(vocab_size))]
+    )
+
+
+def mask_bytes(vocab_size: int) -> int:
+    """Bytes of a mask."""
+    return 4 * -(-vocab_size // 32)
+
+
+def operations(packet: bytes) -> NDArray[np.int32]:
+    """`[K, 3]`"""
+    return np.frombuffer(packet, np.int32).reshape(-1, 3)
+
+
+def packet_socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends that keep packets apart; reading gives nothing once the other end is closed."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def token_too_slow(spent_s: float, limits: GrammarLimits) -> str:
+    """Message for the client."""
+    return (
+        f"{FIELD} takes too long to be matched: {spent_s:.2g} s of processor time for one token, "
+        f"at most {limits.token_s:g} s is possible"
+    )
+
+
+def request_too_slow(limits: GrammarLimits) -> str:
+    """Message for the client."""
+    return (
+        f"{FIELD} takes too long to be matched: all sequences of a request may take {limits.request_s:g} s of processor "
+        f"time, and {limits.per_token_s * 1e3:g} ms more for each token"
+    )
+
+
+NOBODY = -1
+
+
+def map_progress(descriptor: int) -> NDArray[np.int32]:
+    """`[1]`, in memory that worker and process share: the slot that is being matched, or was last; at first `NOBODY`.
+
+    A process that is killed cannot report for which sequence it worked.
+    """
+    return np.frombuffer(mmap.mmap(descriptor, mmap.PAGESIZE), np.int32, 1)
+
+
+def make_progress() -> tuple[int, NDArray[np.int32]]:
+    """A descriptor to pass on and to close, and the worker's view."""
+    descriptor = os.memfd_create("grammar-progress", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, mmap.PAGESIZE)
+    progress = map_progress(descriptor)
+    progress[0] = NOBODY
+    return descriptor, progress

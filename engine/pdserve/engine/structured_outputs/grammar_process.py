@@ -1,0 +1,209 @@
+"""The program that holds grammars: a fork server over one vocabulary, and under it a process per grammar.
+
+Usage, by `GrammarForkServer` alone: python -m pdserve.engine.structured_outputs.grammar_process DESCRIPTOR MODEL_FOLDER VOCAB_SIZE
+
+Grammars are clients' text, and both compiling and matching may take super-linear time. A process of its own can be
+killed without anything else being lost: the kernel does so, by a timer over its processor time. A process ends with its
+socket, with the fork server, and so with the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from pdserve.common.errors import PdServeError
+from pdserve.engine.structured_outputs.grammar_messages import (
+    MAX_PACKET_BYTES,
+    Broken,
+    Compiled,
+    Exited,
+    Kill,
+    Ready,
+    Spawn,
+    decode,
+    encode,
+    map_progress,
+)
+from pdserve.engine.structured_outputs.grammar_sequences import GrammarSequences, WorkerEnds
+from pdserve.engine.structured_outputs.sequence_grammar import Vocabulary, compile_grammar, warm_up
+
+_PR_SET_PDEATHSIG = 1
+_COMPILING_NICENESS = 10
+"""More than what the worker was started with; of the thread that compiles."""
+_LOWEST_PRIORITY = 19
+_PAGE_BYTES = resource.getpagesize()
+
+
+def main() -> None:
+    descriptor, folder, vocab_size = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    # Ctrl-C goes to the whole process group; the worker decides when this process ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=descriptor)
+    try:
+        vocabulary = Vocabulary(folder, vocab_size)
+        warm_up(vocabulary)
+    except Exception as error:
+        control.send(encode(Broken(f"{type(error).__name__}: {error}"[:500])))
+        raise
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page that holds an object
+    # a worker that was killed meanwhile has closed its end
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        control.send(encode(Ready()))
+        ForkServer(control, vocabulary).run()
+
+
+class ForkServer:
+    """Single-threaded, so that it may fork at any time."""
+
+    def __init__(self, control: socket.socket, vocabulary: Vocabulary) -> None:
+        self._control = control
+        self._vocabulary = vocabulary
+        self._process_ids: dict[int, int] = {}
+        """Process id -> the worker's number for it."""
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> None:
+        """Until the worker closes its end."""
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
+        try:
+            while True:
+                for descriptor, _ in poll.poll():
+                    if descriptor == self._woken:
+                        self._reap()
+                    elif not self._obey():
+                        return
+        finally:
+            for process_id in self._process_ids:
+                os.kill(process_id, signal.SIGKILL)
+
+    def _obey(self) -> bool:
+        """One message. False: the worker is gone."""
+        packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 3)
+        if not packet:
+            return False
+        message = decode(packet, Spawn, Kill)
+        if isinstance(message, Kill):
+            for process_id, process in self._process_ids.items():
+                if process == message.process:
+                    os.kill(process_id, signal.SIGKILL)
+            return True
+        process_id = os.fork()
+        if process_id == 0:
+            run_child(lambda: self._become(message, *descriptors))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._process_ids[process_id] = message.process
+        return True
+
+    def _become(self, spawn: Spawn, control: int, steps: int, progress: int) -> None:
+        """The child's life."""
+        for descriptor in (self._control.detach(), self._woken, self._wake):
+            os.close(descriptor)
+        ends = WorkerEnds(socket.socket(fileno=control), socket.socket(fileno=steps), map_progress(progress))
+        os.close(progress)
+        hold_grammar(self._vocabulary, spawn, ends)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._woken, 256):
+                pass
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                process = self._process_ids.pop(ended[0], None)
+                if process is not None:
+                    self._control.send(encode(Exited(process, ended[1])))
+
+
+def run_child(life: Callable[[], None]) -> None:
+    """Run `life`, then end this process without the parent's clean-up."""
+    parent = os.getppid()
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            life()
+        os._exit(0)
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the worker has closed its end
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+
+
+def hold_grammar(vocabulary: Vocabulary, spawn: Spawn, worker: WorkerEnds) -> None:
+    """Compile a grammar, then serve the sequences that follow it until the worker closes its end."""
+    limits = spawn.limits
+    begins_with = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
+    most = begins_with + (limits.memory_mib << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # the kernel ends a process that overruns it: no other process has to look
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, limits.compile_s)
+    compiled, error = _at_low_priority(lambda: compile_grammar(vocabulary, spawn.params))
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    if compiled is None:
+        is_clients_fault = isinstance(error, PdServeError)
+        told = str(error) if is_clients_fault else f"{type(error).__name__}"
+        worker.control.send(encode(Compiled(told, is_clients_fault)))
+        return
+    worker.control.send(encode(Compiled()))
+    sequences = GrammarSequences(compiled, vocabulary.size, limits, worker)
+    poll = select.poll()
+    for end in (worker.control, worker.steps):
+        poll.register(end, select.POLLIN)
+    while True:
+        poll.modify(worker.steps, select.POLLIN | (select.POLLOUT if sequences.has_unsent else 0))
+        for descriptor, events in poll.poll():
+            if events & select.POLLOUT:
+                sequences.send_more()
+            if events & ~select.POLLOUT:
+                serves = sequences.open if descriptor == worker.control.fileno() else sequences.go_on
+                if not serves():
+                    return
+
+
+T = TypeVar("T")
+
+
+def _at_low_priority(compile: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """In a thread: its priority is its own, and this thread's could not be raised again."""
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        thread_id = threading.get_native_id()
+        # never below what the worker was started with: that takes rights which it may not have
+        mine = os.getpriority(os.PRIO_PROCESS, thread_id)
+        os.setpriority(os.PRIO_PROCESS, thread_id, min(mine + _COMPILING_NICENESS, _LOWEST_PRIORITY))
+        try:
+            outcome.append(compile())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return (outcome[0], None) if outcome else (None, failure[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""`SequenceGrammar`: one sequence's place in its grammar; and from `StructuredOutputsParams` to a compiled grammar.
+
+Importing this imports xgrammar and transformers, which takes a second: `grammar_process` alone does so, with the first
+request that asks for a form.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xgrammar
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from pdserve.common.errors import InvalidRequest, PdServeError, PeerError
+from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsParams
+from pdserve.engine.structured_outputs.schema_support import verify_enforced
+
+CACHE_BYTES = 32 << 20
+"""Of compiled grammars, for each compiler; those used longest ago go first."""
+_MAX_TOLD_CHARS = 300
+_JSON_OBJECT = '{"type": "object"}'
+_NO_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]")
+_CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f\xc0\xc1\xf5-\xff]")
+_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: .*? is false: )?")
+"""Time and source line, with which the library begins its messages."""
+
+
+class SequenceGrammar:
+    """A `Grammar` in this process. Its calls may take as long as the grammar likes: see `GrammarSequences`."""
+
+    failure: PdServeError | None = None
+    is_prompt = True
+
+    def __init__(
+        self,
+        compiled: xgrammar.CompiledGrammar,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """A place after `output_token_ids`, which a sequence that is resumed has already.
+
+        eos_token_ids: may come where the grammar may end; without any, it ends as soon as it can.
+        vocab_size: of the model's logits. Raises: PeerError when the tokens do not fit.
+        """
+        self._vocab_size = vocab_size
+        self._matcher = xgrammar.GrammarMatcher(
+            compiled,
+            override_stop_tokens=list(eos_token_ids) or None,
+            terminate_without_stop_token=not eos_token_ids,
+        )
+        self._num_replayed = 0
+        self.replay(output_token_ids)
+
+    def replay(self, output_token_ids: Sequence[int]) -> None:
+        """Go on by tokens that earlier attempts gave. Raises: PeerError when one does not fit."""
+        for token_id in output_token_ids:
+            if not self.accept(token_id):
+                raise PeerError(
+                    f"token {token_id} at output position {self._num_replayed} does not fit the request's grammar"
+                )
+            self._num_replayed += 1
+
+    def accept(self, token_id: int) -> bool:
+        return not self.has_ended and self._matcher.accept_token(token_id)
+
+    def fork(self) -> SequenceGrammar:
+        other = copy.copy(self)
+        other._matcher = self._matcher.fork()
+        return other
+
+    def allowed(self, until: float = 0.0) -> NDArray[np.uint8]:
+        bitmask = np.zeros((1, -(-self._vocab_size // 32)), np.int32)
+        self._matcher.fill_next_token_bitmask(bitmask)
+        return bitmask.reshape(-1).view(np.uint8)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._matcher.is_terminated())
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class Vocabulary:
+    """The tokens of a model folder as bytes, and a compiler over them. Any thread may use it."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        """vocab_size: of the model's logits.
+
+        Special tokens have no text in a grammar: they must not be taken for the characters of their names.
+        """
+        self.size = vocab_size
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        described = xgrammar.TokenizerInfo.from_huggingface(
+            PreTrainedTokenizerFast(tokenizer_object=backend), vocab_size=vocab_size, stop_token_ids=[0]
+        )
+        self._add_prefix_space = described.add_prefix_space
+        self._tokens = described.decoded_vocab
+        for token_id, token in backend.get_added_tokens_decoder().items():
+            if token_id < vocab_size:
+                self._tokens[token_id] = b"" if token.special else token.content.encode()
+
+    @cached_property
+    def plain(self) -> xgrammar.GrammarCompiler:
+        """Over all tokens, but single bytes that UTF-8 does not have: xgrammar takes them for parts of characters."""
+        return self._compiler([b"" if _NO_UTF8.search(token) else token for token in self._tokens])
+
+    @cached_property
+    def without_controls(self) -> xgrammar.GrammarCompiler:
+        """Without tokens that hold a control character other than a line break: xgrammar lets them into JSON strings
+        whose length is bounded, where JSON does not have them.
+        """
+        return self._compiler([b"" if _CONTROLS.search(token) else token for token in self._tokens])
+
+    def _compiler(self, tokens: list[bytes]) -> xgrammar.GrammarCompiler:
+        info = xgrammar.TokenizerInfo(
+            tokens,
+            xgrammar.VocabType.RAW,
+            vocab_size=len(tokens),
+            stop_token_ids=[],
+            add_prefix_space=self._add_prefix_space,
+        )
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+
+
+def warm_up(vocabulary: Vocabulary) -> None:
+    """Make what most grammars need, so that processes that are forked from this one have it."""
+    for compiler in (vocabulary.plain, vocabulary.without_controls):
+        for any_whitespace in (True, False):
+            compiler.compile_json_schema(_JSON_OBJECT, any_whitespace=any_whitespace)
+
+
+def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
+    """From the cache, or after milliseconds to seconds. Raises: InvalidRequest."""
+    try:
+        return _compiled(vocabulary, params)
+    except PdServeError:
+        raise
+    except Exception as error:
+        # a program over the client's text: whatever it stumbles on is about this request
+        told = _LOCATION.sub("", str(error)).strip()[:_MAX_TOLD_CHARS] or "xgrammar cannot deal with it"
+        raise InvalidRequest(f"{FIELD} cannot be compiled: {told}", FIELD) from error
+
+
+def _compiled(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
+    any_whitespace = not params.disable_any_whitespace
+    compiler = vocabulary.plain
+    if params.json is not None:
+        verify_enforced(json.loads(params.json_schema))
+        compiler = _compiler_for(vocabulary, params.json_schema)
+        return compiler.compile_json_schema(params.json_schema, any_whitespace=any_whitespace)
+    if params.json_object:
+        return compiler.compile_json_schema(_JSON_OBJECT, any_whitespace=any_whitespace)
+    if params.regex is not None:
+        return compiler.compile_regex(params.regex)
+    if params.choice is not None:
+        return compiler.compile_grammar(_ebnf_of(params.choice))
+    if params.grammar is not None:
+        return compiler.compile_grammar(params.grammar)
+    tag = json.loads(params.structural_tag or "{}")
+    for schema in _schemas_in(tag):
+        verify_enforced(schema)
+    if "structures" in tag:
+        tag = _from_older_form(tag)
+    text = json.dumps(tag)
+    return _compiler_for(vocabulary, text).compile_structural_tag(text)
+
+
+def _compiler_for(vocabulary: Vocabulary, schema: str) -> xgrammar.GrammarCompiler:
+    has_lengths = '"minLength"' in schema or '"maxLength"' in schema
+    return vocabulary.without_controls if has_lengths else vocabulary.plain
+
+
+def _schemas_in(tag: Any) -> Iterator[Any]:
+    """JSON schemas anywhere in a structural tag."""
+    if isinstance(tag, dict):
+        for name, value in tag.items():
+            if name in ("json_schema", "schema"):
+                yield value
+            else:
+                yield from _schemas_in(value)
+    elif isinstance(tag, list):
+        for value in tag:
+            yield from _schemas_in(value)
+
+
+def _from_older_form(tag: dict[str, Any]) -> dict[str, Any]:
+    """`structures` and `triggers`, which vLLM takes too, as what they stand for."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": structure["begin"],
+            "content": {"type": "json_schema", "json_schema": structure["schema"]},
+            "end": structure["end"],
+        }
+        for structure in tag["structures"]
+    ]
+    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}}
+
+
+def _ebnf_of(choices: Sequence[str]) -> str:
+    return "root ::= " + " | ".join(f'"{"".join(map(_escaped, choice))}"' for choice in choices)
+
+
+def _escaped(char: str) -> str:
+    if char in '"\\':
+        return "\\" + char
+    return char if char.isprintable() else f"\\U{ord(char):08x}"

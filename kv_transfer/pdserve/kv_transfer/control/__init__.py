@@ -1,0 +1,1 @@
+"""Control of transfers: `Attach` streams, leases and states of both sides."""

@@ -1,0 +1,269 @@
+"""The control stream at the receiver, over gRPC: opened when the request arrives, opened again when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+
+from pdserve.common import errors
+from pdserve.common.errors import (
+    Evicted,
+    InternalError,
+    KeyMismatch,
+    NeedsPrefill,
+    PdServeError,
+    PeerError,
+    ProtocolMismatch,
+    TransferFailed,
+    WorkerLost,
+    WrongWorker,
+)
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.net.rpc import from_rpc_error
+from pdserve.common.net.service_channel import ATTACH, ServiceChannel, readable
+from pdserve.common.rate_limited_log import RateLimitedLog
+from pdserve.common.request.sampling_params import MAX_SEQUENCES
+from pdserve.common.request.wire import layout_to_wire
+from pdserve.kv_transfer.control.attach_servicer import (
+    MAX_CAUSE_CHARS,
+    TICK_STALLED_S,
+    Heartbeat,
+    TickWatch,
+    answer_parts,
+)
+from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer
+from pdserve.kv_transfer.control.source_transfer import PeerId
+from pdserve.kv_transfer.control.transfer_state import ReceiverState
+from pdserve.kv_transfer.pull.digest_rule import DigestRule
+from pdserve.v1 import kv_source_pb2, prefill_pb2, request_pb2
+
+log = logging.getLogger(__name__)
+_warnings = RateLimitedLog(log)
+
+REATTACH_EVERY_S = 0.2
+_FINAL = (KeyMismatch, PeerError, ProtocolMismatch, WrongWorker)
+"""Another stream to the same source would end likewise."""
+_Message = kv_source_pb2.AttachRequest | bytes
+"""The first is serialized already: its bytes are signed."""
+ANSWER_MARGIN_S = 1.0
+"""The source waits as long for its prefill leg as the receiver for the source: its answer should still be heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receiving:
+    """What every attach of this worker says."""
+
+    identity: PeerId
+    layout: KvLayout
+    connectors: tuple[str, ...]
+    """Best first."""
+    engine_tick: Callable[[], int]
+    attach_timeout_s: float
+    """How long the source may take to accept."""
+    grace_s: float
+    """How long a broken stream is opened again and again."""
+    digests: DigestRule
+
+
+class _Requests:
+    """A `ControlStream`: what is said goes into a queue that gRPC reads."""
+
+    def __init__(self, engine_tick: Callable[[], int]) -> None:
+        self._engine_tick = engine_tick
+        self._messages: asyncio.Queue[_Message | None] = asyncio.Queue()
+
+    def say(self, message: _Message) -> None:
+        self._messages.put_nowait(message)
+
+    def want(self, first_index: int, num_blocks: int) -> None:
+        self.say(kv_source_pb2.AttachRequest(want=kv_source_pb2.Want(first_index=first_index, num_blocks=num_blocks)))
+
+    def landed(self, num_blocks: int) -> None:
+        self.say(kv_source_pb2.AttachRequest(landed=kv_source_pb2.BlocksLanded(num_blocks=num_blocks)))
+
+    def release(self) -> None:
+        self.say(kv_source_pb2.AttachRequest(release=kv_source_pb2.Release()))
+        self._messages.put_nowait(None)
+
+    def close(self) -> None:
+        self._messages.put_nowait(None)
+
+    async def __aiter__(self) -> AsyncIterator[_Message]:
+        heartbeat = Heartbeat[_Message | None](self._alive)
+        while (message := await heartbeat.next(self._messages)) is not None:
+            yield message
+
+    def _alive(self) -> kv_source_pb2.AttachRequest:
+        return kv_source_pb2.AttachRequest(alive=kv_source_pb2.Alive(engine_tick=self._engine_tick()))
+
+
+async def attach(transfer: ReceiverTransfer, receiving: Receiving, channel: ServiceChannel) -> None:
+    """Carry a transfer's control stream until the transfer has ended. Never raises for what a peer does."""
+    try:
+        await _attach(transfer, receiving, channel)
+    except Exception:
+        log.exception("the control stream to source %s failed", transfer.source.worker_id)
+        # nobody else would tell the request, and it would wait until its deadline
+        transfer.fail(InternalError("internal error; the worker's log has the details"))
+
+
+async def _attach(transfer: ReceiverTransfer, receiving: Receiving, channel: ServiceChannel) -> None:
+    broken_since: float | None = None
+    ticks = TickWatch()
+    loop = asyncio.get_running_loop()
+    while True:
+        before = (ticks.tick, receiving.engine_tick())
+        why: PdServeError | None = None
+        try:
+            await _one_stream(transfer, receiving, channel, ticks)
+        except WorkerLost as error:
+            why = error
+        except grpc.aio.AioRpcError as error:
+            why = from_rpc_error(error)
+        except grpc.aio.UsageError as error:
+            why = WorkerLost(f"its channel is closed: {error}")
+        except PeerError as error:
+            why = error
+        if transfer.is_ending:
+            return
+        if why is None:
+            continue  # over another connector
+        if isinstance(why, _FINAL):
+            cause = TransferFailed(f"source {transfer.source.worker_id}: {why.message}")
+            if isinstance(why, WrongWorker):
+                transfer.source_lost(cause)
+            else:
+                transfer.fail(cause)
+            return
+        if ticks.tick != before[0] and receiving.engine_tick() != before[1]:
+            broken_since = None  # both engines ran meanwhile, so this is another break, with a grace of its own
+        is_new = broken_since is None
+        broken_since = broken_since or loop.time()
+        if loop.time() - broken_since > receiving.grace_s:
+            transfer.source_lost(TransferFailed(f"source {transfer.source.worker_id} is lost: {why.message}"))
+            return
+        level = logging.WARNING if is_new else logging.DEBUG
+        log.log(level, "control stream to source %s broke: %s", transfer.source.worker_id, why.message)
+        await asyncio.sleep(REATTACH_EVERY_S)
+
+
+async def _one_stream(
+    transfer: ReceiverTransfer,
+    receiving: Receiving,
+    channel: ServiceChannel,
+    ticks: TickWatch,
+) -> None:
+    """One stream from Open until the transfer has ended, or needs another over another connector.
+
+    Raises: WorkerLost when the source hangs up or stalls, PeerError for a message that cannot be read, AioRpcError when
+    the channel breaks.
+    """
+    loop = asyncio.get_running_loop()
+    requests = _Requests(receiving.engine_tick)
+    opening = _open(transfer, receiving)
+    first = kv_source_pb2.AttachRequest(open=opening).SerializeToString()
+    requests.say(first)
+    # a source that has never accepted may still be waiting for its prefill leg
+    is_new = transfer.state is ReceiverState.ATTACHING
+    patience_s = receiving.attach_timeout_s + ANSWER_MARGIN_S if is_new else TICK_STALLED_S
+    limit = loop.time() + patience_s
+    call = channel.stream_stream(ATTACH, first, aiter(requests))
+    accepted = False
+    try:
+        while True:
+            try:
+                async with asyncio.timeout_at(limit):
+                    message = await call.read()
+            except TimeoutError:
+                raise WorkerLost(f"the source has said nothing for {patience_s:.0f} s") from None
+            if message is grpc.aio.EOF:
+                if transfer.is_ending or (accepted and transfer.wants_attach):
+                    return
+                raise WorkerLost("the source closed the control stream")
+            event = readable(cast(kv_source_pb2.AttachEvent, message))
+            match event.WhichOneof("event"):
+                case "accepted":
+                    accepted = True
+                    ticks.start()
+                    answer = event.accepted
+                    source = transfer.source
+                    proof = receiving.digests.answer_proof(source.transfer_id, source.epoch, answer_parts(answer))
+                    if not hmac.compare_digest(answer.proof, proof):
+                        transfer.fail(TransferFailed("who answers for the source does not have the deployment key"))
+                        return
+                    if answer.connector not in opening.connectors:
+                        what = f"the connector {answer.connector[:64]!r}, which was not asked for"
+                        transfer.fail(TransferFailed(f"the source chose {what}"))
+                        return
+                    if answer.digest_algorithm not in opening.digest_algorithms:
+                        what = f"the digest algorithm {answer.digest_algorithm[:64]!r}, which was not asked for"
+                        transfer.fail(TransferFailed(f"the source chose {what}"))
+                        return
+                    digest = receiving.digests.make(answer.digest_algorithm, transfer.source.transfer_id, answer.token)
+                    transfer.attached(requests, answer.connector, answer.metadata, answer.token, digest)
+                case "published":
+                    transfer.published(event.published.first_index, event.published.digests, event.published.locations)
+                    if event.published.HasField("finished"):
+                        _finish(transfer, event.published.finished)
+                case "finished":
+                    _finish(transfer, event.finished)
+                case "alive":
+                    ticks.saw(event.alive.engine_tick)
+                case "revoked":
+                    cause = event.revoked.cause[:MAX_CAUSE_CHARS]
+                    transfer.fail(TransferFailed(f"the source gave the transfer up: {cause}"))
+                    return
+                case "failed":
+                    transfer.fail(_failure(event.failed.error))
+                    return
+                case other:
+                    source_id = transfer.source.worker_id
+                    _warnings.warning(source_id, "an unexpected %s came from %s: dropped", other, source_id)
+            if accepted and ticks.stalled:
+                raise WorkerLost(f"the source's engine has stood still for {TICK_STALLED_S:.0f} s")
+            if accepted and not transfer.is_ending:  # its last words have one limit together
+                patience_s = TICK_STALLED_S
+                limit = loop.time() + patience_s
+    finally:
+        transfer.detached(requests)
+        requests.close()
+        call.cancel()
+
+
+def _finish(transfer: ReceiverTransfer, finished: kv_source_pb2.Finished) -> None:
+    num_tokens = [len(outputs.token_ids) for outputs in finished.first_outputs[: MAX_SEQUENCES + 1]]
+    if len(num_tokens) > MAX_SEQUENCES or any(num != 1 for num in num_tokens):
+        told = f"{len(finished.first_outputs)} sequences, of which the first have {num_tokens[:4]} tokens"
+        limit = f"one token of each is needed, for at most {MAX_SEQUENCES}"
+        transfer.fail(TransferFailed(f"the source finished with {told}: {limit}"))
+        return
+    tokens = tuple(outputs.token_ids[0] for outputs in finished.first_outputs)
+    transfer.finished(finished.num_tokens, finished.request_digest, tokens)
+
+
+def _failure(error: request_pb2.Error) -> PdServeError:
+    """What the source says went wrong; it goes into logs, to the router and to the client."""
+    cause = errors.from_code(error.code, error.message[:MAX_CAUSE_CHARS])
+    if isinstance(cause, NeedsPrefill | Evicted):  # these are the receiver's own to say: they send the router elsewhere
+        return TransferFailed(f"the source failed with {cause.code}: {cause.message}")
+    return cause
+
+
+def _open(transfer: ReceiverTransfer, receiving: Receiving) -> kv_source_pb2.Open:
+    receiver = prefill_pb2.Receiver(worker_id=receiving.identity.worker_id, epoch=receiving.identity.epoch)
+    return kv_source_pb2.Open(
+        transfer_id=transfer.source.transfer_id,
+        source_epoch=transfer.source.epoch,
+        receiver=receiver,
+        request_digest=transfer.source.request_digest,
+        layout=layout_to_wire(receiving.layout),
+        digest_algorithms=receiving.digests.allowed(transfer.source.address),
+        connectors=[name for name in receiving.connectors if name not in transfer.given_up],
+        have=transfer.num_landed,
+    )

@@ -1,0 +1,285 @@
+"""`AttachServicer`: the control stream at the source, over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from pdserve.common.address.peer_address import verify_worker_id
+from pdserve.common.address.peer_host import peer_host
+from pdserve.common.errors import InvalidRequest, LayoutMismatch, PdServeError, TransferFailed
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.rate_limited_log import RateLimitedLog
+from pdserve.common.request.wire import layout_from_wire
+from pdserve.common.security.role_guard import CallerRoles, Context
+from pdserve.common.security.tls_roles import ServiceRole
+from pdserve.kv_transfer.connector import BlockConnector
+from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.kv_transfer.control.source_transfer import PeerId, PublishedRange, SourceResult, SourceTransfer
+from pdserve.kv_transfer.control.source_transfers import AttachedTooLate, SourceTransfers
+from pdserve.kv_transfer.control.transfer_state import SourceState
+from pdserve.kv_transfer.pull.digest_rule import DigestRule
+from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, request_pb2
+
+log = logging.getLogger(__name__)
+
+ALIVE_EVERY_S = 1.0
+TICK_STALLED_S = 3.0
+OPEN_TIMEOUT_S = 5.0
+MAX_DIGESTS_A_MESSAGE = 65_536
+MAX_NAMES = 16
+"""Of digest algorithms, and of connectors, in an `Open`."""
+MAX_CAUSE_CHARS = 2000
+"""Of what a peer says, or makes this side say, about a failure."""
+
+
+Message = TypeVar("Message")
+
+
+class Heartbeat(Generic[Message]):
+    """Puts an `Alive` between other messages whenever one is due: by the clock, however much else there is to say."""
+
+    def __init__(self, make_alive: Callable[[], Message]) -> None:
+        self._make_alive = make_alive
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time() + ALIVE_EVERY_S
+
+    async def next(self, messages: asyncio.Queue[Message]) -> Message:
+        """The next message, or an `Alive` if that is due before one comes."""
+        if self._loop.time() < self._due:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._due):
+                    return await messages.get()
+        self._due = self._loop.time() + ALIVE_EVERY_S
+        return self._make_alive()
+
+
+class TickWatch:
+    """Notices a peer whose engine stands still although its process answers."""
+
+    def __init__(self) -> None:
+        self.tick = -1
+        """The last one seen."""
+        self._since = time.monotonic()
+
+    def saw(self, tick: int) -> None:
+        if tick != self.tick:
+            self.tick, self._since = tick, time.monotonic()
+
+    def start(self) -> None:
+        """Count from now on: only from here can ticks be expected."""
+        self._since = time.monotonic()
+
+    @property
+    def stalled(self) -> bool:
+        return time.monotonic() - self._since > TICK_STALLED_S
+
+
+class _EventQueue:
+    """A `SourceStream` that puts what it hears into a queue of messages; None ends the stream."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[kv_source_pb2.AttachEvent | None] = asyncio.Queue()
+        self._last_published: kv_source_pb2.AttachEvent | None = None
+        """The blocks that were put last; while they wait to be sent, the transfer's end may go with them."""
+
+    def published(self, blocks: PublishedRange) -> None:
+        for start in range(0, len(blocks.digests), MAX_DIGESTS_A_MESSAGE):
+            end = start + MAX_DIGESTS_A_MESSAGE
+            message = kv_source_pb2.Published(
+                first_index=blocks.first_index + start,
+                digests=blocks.digests[start:end],
+                locations=blocks.block_ids[start:end],
+            )
+            self._last_published = kv_source_pb2.AttachEvent(published=message)
+            self.messages.put_nowait(self._last_published)
+
+    def finished(self, result: SourceResult, request_digest: bytes) -> None:
+        outputs = [request_pb2.Outputs(index=index, token_ids=[token]) for index, token in enumerate(result.token_ids)]
+        message = kv_source_pb2.Finished(
+            num_tokens=result.num_tokens, request_digest=request_digest, first_outputs=outputs
+        )
+        if self._last_published is not None and not self.messages.empty():
+            # it waits there still; a message of its own would reach the receiver when the blocks have been read
+            self._last_published.published.finished.CopyFrom(message)
+        else:
+            self.messages.put_nowait(kv_source_pb2.AttachEvent(finished=message))
+
+    def replaced(self) -> None:
+        self.messages.put_nowait(None)
+
+    def ended(self, state: SourceState, cause: PdServeError | None) -> None:
+        if state is SourceState.REVOKED:
+            revoked = kv_source_pb2.Revoked(cause=cause.message if cause else "")
+            self.messages.put_nowait(kv_source_pb2.AttachEvent(revoked=revoked))
+        elif state is not SourceState.RELEASED:
+            self.messages.put_nowait(failed_event(cause or TransferFailed("the source's request was cancelled")))
+        self.messages.put_nowait(None)
+
+
+def failed_event(error: PdServeError) -> kv_source_pb2.AttachEvent:
+    message = error.message[:MAX_CAUSE_CHARS]
+    wire = request_pb2.Error(code=error.code, message=message, retryable=error.retryable)
+    return kv_source_pb2.AttachEvent(failed=kv_source_pb2.Failed(error=wire))
+
+
+def _verify_open(request: kv_source_pb2.Open) -> None:
+    """Counts, and who attaches. Raises: InvalidRequest."""
+    for field in ("digest_algorithms", "connectors"):
+        if (num := len(getattr(request, field))) > MAX_NAMES:
+            raise InvalidRequest(f"open.{field} has {num} names, at most {MAX_NAMES} are read", field)
+    verify_worker_id("open.receiver.worker_id", request.receiver.worker_id)
+
+
+def answer_parts(accepted: kv_source_pb2.Accepted) -> list[bytes]:
+    """What the proof of an answer covers."""
+    return [accepted.connector.encode(), accepted.digest_algorithm.encode(), accepted.metadata, accepted.token]
+
+
+class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
+    """Serves `KvSourceService` over the transfers of this worker."""
+
+    def __init__(
+        self,
+        transfers: SourceTransfers,
+        connectors: ConnectorSet,
+        layout: KvLayout,
+        epoch: int,
+        engine_tick: Callable[[], int],
+        digests: DigestRule,
+        callers: CallerRoles,
+    ) -> None:
+        self._transfers = transfers
+        self._connectors = connectors
+        self._layout = layout
+        self._epoch = epoch
+        self._engine_tick = engine_tick
+        self._digests = digests
+        self._callers = callers
+        self._warnings = RateLimitedLog(log)
+
+    async def Attach(
+        self,
+        requests: AsyncIterator[kv_source_pb2.AttachRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[kv_source_pb2.AttachEvent]:
+        stream = _EventQueue()
+        incoming = aiter(requests)
+        try:
+            transfer, connector = await self._open(incoming, stream, context)
+        except PdServeError as error:
+            level = logging.DEBUG if isinstance(error, AttachedTooLate) else logging.WARNING
+            log.log(level, "an attach was refused: %s", error.message[:MAX_CAUSE_CHARS])
+            yield failed_event(error)
+            return
+        reader = asyncio.create_task(self._read(incoming, transfer, stream), name="attach reader")
+        heartbeat = Heartbeat[kv_source_pb2.AttachEvent | None](self._alive)
+        try:
+            yield self._accepted(transfer, connector)
+            while True:
+                message = await heartbeat.next(stream.messages)
+                if message is None:
+                    return
+                yield message
+        finally:
+            reader.cancel()
+            transfer.detach(stream, "it was closed")
+
+    async def _open(
+        self, requests: AsyncIterator[kv_source_pb2.AttachRequest], stream: _EventQueue, context: Context
+    ) -> tuple[SourceTransfer, BlockConnector]:
+        """Check the first message, find its transfer, choose its connector. Raises: PdServeError."""
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                first = await anext(requests)
+        except StopAsyncIteration:
+            # as decode does that holds so much of the prompt that it needs no transfer
+            raise AttachedTooLate("no Open came: the receiver left") from None
+        except TimeoutError:
+            raise TransferFailed("no Open came") from None
+        if first.WhichOneof("message") != "open":
+            raise TransferFailed("the first message is not Open")
+        request = first.open
+        self._callers.verify(context, (ServiceRole.DECODE,), request.receiver.worker_id)
+        if request.source_epoch != self._epoch:
+            raise TransferFailed("the transfer belongs to another life of this worker")
+        _verify_open(request)
+        if differences := self._layout.differences(layout_from_wire(request.layout)):
+            raise LayoutMismatch(f"KV layouts differ (source != receiver): {'; '.join(differences)}")
+        algorithm = self._digests.choose(request.digest_algorithms, peer_host(context.peer()))
+        connector = self._connectors.choose(request.connectors)
+        if connector is None:
+            here, there = ", ".join(self._connectors.names), ", ".join(request.connectors)
+            raise TransferFailed(f"no common connector: {here} here, {there or 'none'} there")
+        receiver = PeerId(request.receiver.worker_id, request.receiver.epoch)
+        transfer = await self._transfers.attach(
+            request.transfer_id, receiver, request.request_digest, stream, request.have
+        )
+        self._agree_on_digest(transfer, algorithm, request, stream)
+        return transfer, connector
+
+    def _agree_on_digest(
+        self, transfer: SourceTransfer, algorithm: str, request: kv_source_pb2.Open, stream: _EventQueue
+    ) -> None:
+        """What is published already keeps its digests, so the first stream's algorithm stays. Raises: TransferFailed."""
+        if transfer.digest is None:
+            transfer.digest = self._digests.make(algorithm, request.transfer_id, transfer.token)
+        elif transfer.digest.name not in request.digest_algorithms:
+            transfer.detach(stream, "it wants another digest algorithm")
+            raise TransferFailed(f"the transfer's digests are {transfer.digest.name}, which this stream did not offer")
+
+    def _alive(self) -> kv_source_pb2.AttachEvent:
+        return kv_source_pb2.AttachEvent(alive=kv_source_pb2.Alive(engine_tick=self._engine_tick()))
+
+    def _accepted(self, transfer: SourceTransfer, connector: BlockConnector) -> kv_source_pb2.AttachEvent:
+        transfer.connector_name = connector.name
+        accepted = kv_source_pb2.Accepted(
+            connector=connector.name,
+            digest_algorithm=transfer.digest.name if transfer.digest is not None else "",
+            metadata=connector.metadata,
+            token=transfer.token,
+        )
+        transfer_id = transfer.expected.transfer_id
+        accepted.proof = self._digests.answer_proof(transfer_id, self._epoch, answer_parts(accepted))
+        return kv_source_pb2.AttachEvent(accepted=accepted)
+
+    async def _read(
+        self, requests: AsyncIterator[kv_source_pb2.AttachRequest], transfer: SourceTransfer, stream: _EventQueue
+    ) -> None:
+        """Hear the receiver until it releases, leaves or stalls; then end the stream."""
+        ticks = TickWatch()
+        why = "the receiver closed it"
+        try:
+            while True:
+                async with asyncio.timeout(TICK_STALLED_S):
+                    message = await anext(requests)
+                match message.WhichOneof("message"):
+                    case "want":
+                        transfer.want(message.want.first_index, message.want.num_blocks)
+                    case "landed":
+                        transfer.landed(message.landed.num_blocks)
+                    case "alive":
+                        ticks.saw(message.alive.engine_tick)
+                    case "release":
+                        transfer.release()
+                        return
+                    case other:
+                        receiver = transfer.expected.receiver
+                        self._warnings.warning(str(receiver), "an unexpected %s came from %s: dropped", other, receiver)
+                if ticks.stalled:
+                    why = f"the receiver's engine has stood still for {TICK_STALLED_S:.0f} s"
+                    break
+        except StopAsyncIteration:
+            pass
+        except TimeoutError:
+            why = f"nothing came for {TICK_STALLED_S:.0f} s"
+        except Exception as error:  # whatever gRPC raises when the peer is gone: it ends this stream and nothing else
+            why = f"it broke: {type(error).__name__}"
+        transfer.detach(stream, why)
+        stream.messages.put_nowait(None)

@@ -1,0 +1,367 @@
+"""`ReceiverTransfer`: one transfer at the worker that decodes. Lives in the asyncio thread.
+
+It opens the control stream when the request arrives, says `Want` when the engine has reserved room, pulls what is
+published while later chunks still compute, and tells the engine side what has landed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdserve.common.errors import DigestMismatch, PdServeError, TransferFailed
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
+from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, ReadOutcome
+from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.kv_transfer.control.transfer_state import RECEIVER_MOVES, ReceiverState, has_ended, move
+
+log = logging.getLogger(__name__)
+
+TELL_EVERY_S = 0.005
+"""While blocks land, the engine and the source hear of it this often: each word costs both of them more than a block does."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRef:
+    """Where the blocks are; single use, bound to one life of the source."""
+
+    worker_id: str
+    epoch: int
+    address: str
+    transfer_id: bytes
+    request_digest: bytes
+
+
+class ReceiverEvents(Protocol):
+    """What the owner of the blocks hears; all in the asyncio thread."""
+
+    def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
+        """The first `num_blocks` wanted blocks are here, verified; grows. All that landed is told before `failed`."""
+
+    def source_finished(self, transfer: ReceiverTransfer, num_tokens: int, token_ids: tuple[int, ...]) -> None:
+        """Count and digest agree with what was asked for."""
+
+    def failed(self, transfer: ReceiverTransfer, cause: PdServeError) -> None:
+        """No more will come; `fenced` follows."""
+
+    def fenced(self, transfer: ReceiverTransfer) -> None:
+        """No read of this transfer writes any more: all blocks may go back. Called once, if there was room."""
+
+
+class ControlStream(Protocol):
+    """The receiver's half of the control stream."""
+
+    def want(self, first_index: int, num_blocks: int) -> None: ...
+
+    def landed(self, num_blocks: int) -> None: ...
+
+    def release(self) -> None:
+        """The last word."""
+
+    def close(self) -> None:
+        """Leave without a word: the source's grace or cancellation ends it there."""
+
+
+class ReceiverTransfer:
+    """What has come, what is on its way, and who must hear of it."""
+
+    def __init__(self, request_id: str, source: SourceRef, connectors: ConnectorSet, events: ReceiverEvents) -> None:
+        self.request_id = request_id
+        self.source = source
+        self.state = ReceiverState.ATTACHING
+        self.num_landed = 0
+        """Wanted blocks here without a gap from the first."""
+        self.given_up = connectors.avoided(self._peer)
+        """Connectors that this transfer does not use: they failed with this source, in it or shortly before."""
+        self.fell_back_from: list[str] = []
+        """Those of them that failed in it, in order."""
+        self.cause: PdServeError | None = None
+        """Why it failed."""
+        self.began_at = time.monotonic()
+        self._falls_back = False
+        self._connectors = connectors
+        self._connector: BlockConnector | None = None
+        self._events = events
+        self._stream: ControlStream | None = None
+        self._metadata = b""
+        self._token = b""
+        self._digest: BlockDigest = XXH3
+        self._first_index = 0
+        self._local_blocks: tuple[int, ...] | None = None
+        self._landed: list[bool] = []
+        self._asked: list[bool] = []
+        self._reads: dict[int, BlockRead] = {}
+        self._num_reads = 0
+        self._num_told = 0
+        self._told_at = float("-inf")
+        self._source_finished = False
+        self._ends_as: ReceiverState | None = None
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def has_ended(self) -> bool:
+        return has_ended(RECEIVER_MOVES, self.state)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the control stream is not needed any more; reads may still be draining."""
+        return self._ends_as is not None or self.has_ended
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether it ended, or is ending, before everything had landed."""
+        return self._ends_as is not None
+
+    @property
+    def _peer(self) -> str:
+        return f"{self.source.worker_id}:{self.source.epoch:016x}"
+
+    @property
+    def wants_attach(self) -> bool:
+        """Whether it waits for a new stream, over another connector: every read over the old one has ended."""
+        return self._falls_back and not self._reads and not self.is_ending
+
+    @property
+    def connector_name(self) -> str:
+        """What the blocks come over, the last if there were several; empty before the source has accepted."""
+        return "" if self._connector is None else self._connector.name
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks wanted; 0 until the engine has reserved room."""
+        return len(self._local_blocks or ())
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks that nobody else may write before reads that are not wanted any more have ended."""
+        if not self._reads:
+            return 0
+        if self._ends_as is not None:
+            return self.num_blocks
+        if not self._falls_back:
+            return 0
+        return sum(asked and not landed for asked, landed in zip(self._asked, self._landed, strict=True))
+
+    # ---- the engine side
+
+    def room(self, first_index: int, local_blocks: Sequence[int]) -> None:
+        """The engine has reserved room: blocks from `first_index` on go into `local_blocks`."""
+        if self.is_ending:
+            self._events.fenced(self)
+            return
+        self._first_index = first_index
+        self._local_blocks = tuple(local_blocks)
+        self._landed = [False] * len(local_blocks)
+        self._asked = [False] * len(local_blocks)
+        self._want()
+
+    def stop(self) -> None:
+        """The request has ended: read no more."""
+        self._end(ReceiverState.CANCELLED)
+
+    # ---- the control stream
+
+    def attached(
+        self, stream: ControlStream, connector: str, metadata: bytes, token: bytes, digest: BlockDigest
+    ) -> None:
+        """The source has accepted, for the first time or again after a break, and has chosen connector and digest."""
+        if self.is_ending:
+            stream.close()
+            return
+        chosen = self._connectors.get(connector)
+        if connector in self.given_up and self._falls_back:
+            # asked for before it failed: this stream only carries words until the next, which asks for another
+            self._stream = stream
+            if self.wants_attach:
+                stream.close()
+            return
+        if chosen is None or connector in self.given_up:
+            self.fail(TransferFailed(f"the source chose the connector {connector[:64]!r}, which is not used with it"))
+            stream.close()
+            return
+        if not self._falls_back or self.wants_attach:
+            self._connector, self._falls_back = chosen, False
+        self._stream, self._metadata, self._token = stream, metadata, token
+        self._digest = digest
+        self._connectors.reached(self.source.worker_id, self.source.epoch, connector, metadata)
+        if self.state is ReceiverState.ATTACHING:
+            self.state = move(RECEIVER_MOVES, self.state, ReceiverState.ATTACHED)
+        self._want()
+
+    def detached(self, stream: ControlStream) -> None:
+        """The stream broke; reads under way go on, and a re-attach changes no state."""
+        if self._stream is stream:
+            self._stream = None
+
+    def _want(self) -> None:
+        if self._stream is None or self._local_blocks is None:
+            return
+        self._stream.want(self._first_index, len(self._local_blocks))
+        if self.state is ReceiverState.ATTACHED and self._local_blocks:
+            self.state = move(RECEIVER_MOVES, self.state, ReceiverState.RECEIVING)
+        self._finish_if_done()
+
+    def published(self, first_index: int, digests: Sequence[int], locations: Sequence[int]) -> None:
+        """The source has final blocks: pull those that are wanted and were not asked for yet."""
+        if self.state is not ReceiverState.RECEIVING or self._local_blocks is None or self._connector is None:
+            return
+        if self._falls_back:
+            return  # the source says it again to the next stream
+        if len(locations) not in (0, len(digests)):
+            self.fail(TransferFailed(f"{len(digests)} digests came with {len(locations)} locations"))
+            return
+        blocks = []
+        # a source may say more than was wanted: only what was is looked at
+        begin = max(0, self._first_index - first_index)
+        end = min(len(digests), self._first_index + len(self._asked) - first_index)
+        for offset in range(begin, end):
+            place = first_index + offset - self._first_index
+            if not self._asked[place]:
+                self._asked[place] = True
+                location = locations[offset] if locations else 0
+                blocks.append(BlockToRead(first_index + offset, digests[offset], self._local_blocks[place], location))
+        if blocks:
+            number = self._num_reads
+            self._num_reads += 1
+            listener = _ReadToLoop(self, number, [block.index - self._first_index for block in blocks])
+            self._reads[number] = self._connector.read(self._metadata, self._token, blocks, listener, self._digest)
+
+    def finished(self, num_tokens: int, request_digest: bytes, token_ids: tuple[int, ...]) -> None:
+        """The source is done."""
+        if self._source_finished or self.is_ending:
+            return
+        if self._local_blocks is None:
+            self.fail(TransferFailed("the source finished before its blocks were wanted"))
+            return
+        if request_digest != self.source.request_digest:
+            self.fail(DigestMismatch("the source computed another request: the digests differ"))
+            return
+        self._source_finished = True
+        self._events.source_finished(self, num_tokens, token_ids)
+        self._finish_if_done()
+
+    def fail(self, cause: PdServeError) -> None:
+        """It cannot go on. Harmless when it has ended."""
+        if not self.is_ending:
+            self.cause = cause
+            if self.num_landed > self._num_told:
+                self._tell_landed()
+            self._events.failed(self, cause)
+            self._end(ReceiverState.FAILED)
+
+    def source_lost(self, cause: PdServeError) -> None:
+        """The source does not answer any more: no transfer will be read from this life of it."""
+        self._connectors.lost(self.source.worker_id, self.source.epoch)
+        self.fail(cause)
+
+    # ---- reads, told by `_ReadToLoop` in the asyncio thread
+
+    def read_landed(self, places: Sequence[int]) -> None:
+        for place in places:
+            self._landed[place] = True
+        before = self.num_landed
+        while self.num_landed < len(self._landed) and self._landed[self.num_landed]:
+            self.num_landed += 1
+        if self.num_landed > before and self._ends_as is None:
+            has_all = self.num_landed == self.num_blocks
+            if has_all or self._loop.time() - self._told_at >= TELL_EVERY_S:
+                self._tell_landed()
+                if self._stream is not None and not (has_all and self._source_finished):  # then `Release` says it
+                    self._stream.landed(self.num_landed)
+
+    def _tell_landed(self) -> None:
+        self._num_told, self._told_at = self.num_landed, self._loop.time()
+        self._events.landed(self, self.num_landed)
+
+    def read_ended(self, number: int, outcome: ReadOutcome, cause: TransferFailed | None) -> None:
+        self._reads.pop(number, None)
+        if outcome is not ReadOutcome.DONE and self._ends_as is None and not self._falls_back:
+            cause = cause or TransferFailed("a read was cancelled")
+            if not self._fall_back(cause):
+                self.fail(cause)
+        if self.wants_attach:
+            self._attach_again()
+        self._finish_if_done()
+
+    def _fall_back(self, cause: TransferFailed) -> bool:
+        """Go on over the next connector, if there is one. Nothing that reads still write to is read into by it."""
+        name = self.connector_name
+        rest = [other for other in self._connectors.names if other not in self.given_up and other != name]
+        if not rest:
+            return False
+        log.warning(
+            "reading from %s over %s failed, going on over %s: %s",
+            self.source.worker_id, name, " or ".join(rest), cause.message,
+        )  # fmt: skip
+        self.given_up.add(name)
+        self.fell_back_from.append(name)
+        self._connectors.failed(self._peer, name)
+        self._falls_back = True
+        for read in list(self._reads.values()):
+            read.cancel()
+        return True
+
+    def _attach_again(self) -> None:
+        """Every read over the old connector has ended, so all blocks that did not land may be written once more."""
+        self._asked = list(self._landed)
+        if self._stream is not None:
+            self._stream.close()
+
+    def _finish_if_done(self) -> None:
+        """Everything here: release. Ending, and the last read over: fenced."""
+        if self._ends_as is not None:
+            self._fence_if_quiet()
+            return
+        everything = self._local_blocks is not None and self.num_landed == len(self._local_blocks)
+        if everything and not self._reads and self._source_finished and not self.has_ended:
+            if self.state is ReceiverState.ATTACHING:
+                return
+            self.state = move(RECEIVER_MOVES, self.state, ReceiverState.LANDED)
+            if self._stream is not None:
+                self._stream.release()
+            self._events.fenced(self)
+
+    def _end(self, state: ReceiverState) -> None:
+        if self.is_ending:
+            return
+        self._ends_as = state
+        if self.state is ReceiverState.RECEIVING:
+            self.state = move(RECEIVER_MOVES, self.state, ReceiverState.DRAINING)
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        for read in list(self._reads.values()):
+            read.cancel()
+        self._fence_if_quiet()
+
+    def _fence_if_quiet(self) -> None:
+        if not self._reads and not self.has_ended and self._ends_as is not None:
+            self.state = move(RECEIVER_MOVES, self.state, self._ends_as)
+            if self._local_blocks is not None:
+                self._events.fenced(self)
+
+    def call_soon(self, callback: object, *args: object) -> None:
+        """From a transport thread into the asyncio thread; a closed loop has nobody left to tell."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)  # type: ignore[arg-type]
+        except RuntimeError:
+            log.debug("the event loop has closed before a read ended")
+
+
+class _ReadToLoop:
+    """A `ReadListener` that carries what transport threads say into the asyncio thread."""
+
+    def __init__(self, transfer: ReceiverTransfer, number: int, places: list[int]) -> None:
+        self._transfer = transfer
+        self._number = number
+        self._places = places
+
+    def landed(self, first: int, count: int) -> None:
+        self._transfer.call_soon(self._transfer.read_landed, self._places[first : first + count])
+
+    def ended(self, outcome: ReadOutcome, cause: TransferFailed | None) -> None:
+        self._transfer.call_soon(self._transfer.read_ended, self._number, outcome, cause)

@@ -1,0 +1,278 @@
+"""`SourceTransfer`: one transfer at the worker that computed the blocks. Lives in the asyncio thread.
+
+It ends by itself: nobody attached in time, the control stream stayed away longer than the grace, or the lease's own
+end came. Whatever ends it, the grant is fenced first and only then do the blocks go back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdserve.common.errors import PdServeError, TransferFailed
+from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.kv_transfer.connector import Grant
+from pdserve.kv_transfer.connector_set import Granting
+from pdserve.kv_transfer.control.transfer_state import SOURCE_MOVES, SourceState, has_ended, move
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PeerId:
+    """One life of one worker."""
+
+    worker_id: str
+    epoch: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """(worker_id, epoch), as routers name a life."""
+        return self.worker_id, self.epoch
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}:{self.epoch:016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLimits:
+    """How long blocks wait for a peer, seconds."""
+
+    attach_timeout_s: float
+    grace_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTransfer:
+    """What the prefill leg says of a transfer: who may read it, and of which request."""
+
+    transfer_id: bytes
+    request_id: str
+    """The engine's name for the sequence that computes it."""
+    receiver: PeerId
+    request_digest: bytes
+    lease_s: float
+    num_blocks: int
+    """Blocks of the request's prompt, the last of which may be partial: nobody can want one beyond."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRange:
+    """Final blocks, in order."""
+
+    first_index: int
+    digests: tuple[int, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceResult:
+    """What the source knows when the prompt is computed."""
+
+    num_tokens: int
+    token_ids: tuple[int, ...]
+    """The first output token of each of the request's sequences, in the order of their indexes."""
+
+
+class SourceStream(Protocol):
+    """The control stream to the receiver, as the transfer sees it."""
+
+    def published(self, blocks: PublishedRange) -> None: ...
+
+    def finished(self, result: SourceResult, request_digest: bytes) -> None: ...
+
+    def replaced(self) -> None:
+        """Another stream of the receiver has come; if it was an older one, who listens here comes again. The last call."""
+
+    def ended(self, state: SourceState, cause: PdServeError | None) -> None:
+        """The transfer has ended. The last call."""
+
+
+class SourceEvents(Protocol):
+    """What the owner of the blocks hears."""
+
+    def wanted(self, transfer: SourceTransfer, first_index: int) -> None:
+        """The receiver has room; called once."""
+
+    def ended(self, transfer: SourceTransfer) -> None:
+        """The transfer is over and fenced: its blocks are the engine's alone again; called once."""
+
+
+class SourceTransfer:
+    """Owned by `SourceTransfers`."""
+
+    def __init__(
+        self, expected: ExpectedTransfer, connectors: Granting, limits: LeaseLimits, events: SourceEvents
+    ) -> None:
+        self.expected = expected
+        self.state = SourceState.OPEN
+        self.cause: PdServeError | None = None
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.over: asyncio.Future[SourceState] = asyncio.get_running_loop().create_future()
+        self.num_landed = 0
+        self.connector_name = ""
+        """What the receiver was told to use, the last if there were several."""
+        self.digest: BlockDigest | None = None
+        """How its blocks are digested; agreed upon with the first stream, and kept."""
+        self.began_at = time.monotonic()
+        self._limits = limits
+        self._events = events
+        self._grant: Grant = connectors.grant(self.token)
+        self._stream: SourceStream | None = None
+        self._wanted: tuple[int, int] | None = None
+        self._published: list[PublishedRange] = []
+        self._result: SourceResult | None = None
+        self._loop = asyncio.get_running_loop()
+        self._lease_end = self._loop.call_later(
+            min(expected.lease_s, limits.max_s), self._expire, "the lease has run out"
+        )
+        self._patience = self._loop.call_later(limits.attach_timeout_s, self._expire, "nobody attached")
+
+    @property
+    def has_ended(self) -> bool:
+        return has_ended(SOURCE_MOVES, self.state)
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._wanted is not None
+
+    @property
+    def num_wanted(self) -> int:
+        """Blocks; 0 until the receiver has room."""
+        return 0 if self._wanted is None else self._wanted[1]
+
+    # ---- the control stream
+
+    def attach(self, stream: SourceStream, have: int) -> None:
+        """A stream of the right receiver: it replaces an older one and goes on from `have` landed blocks."""
+        if self._stream is not None:
+            self._stream.replaced()
+        self._stream = stream
+        self._patience.cancel()
+        if self._wanted is None:
+            return
+        start = self._wanted[0] + have
+        for blocks in self._published:
+            if blocks.first_index + len(blocks.digests) > start:
+                stream.published(blocks)
+        self._tell_finished()
+
+    def detach(self, stream: SourceStream, why: str) -> None:
+        """The stream broke: the receiver has `grace_s` to come back."""
+        if self._stream is stream and not self.has_ended:
+            self._stream = None
+            self._patience.cancel()
+            self._patience = self._loop.call_later(
+                self._limits.grace_s, self._expire, f"the control stream broke: {why}"
+            )
+
+    def want(self, first_index: int, num_blocks: int) -> None:
+        """The receiver has room for these. A repeated or changed wish is dropped: the first one stands.
+
+        One that goes beyond the prompt ends the transfer: no block that it names would ever come.
+        """
+        if self._wanted is None and not self.has_ended:
+            if first_index + num_blocks > self.expected.num_blocks:
+                limit = f"together at most {self.expected.num_blocks}, the prompt's blocks, are possible"
+                self.fail(
+                    TransferFailed(f"Want.first_index is {first_index}, Want.num_blocks is {num_blocks}: {limit}")
+                )
+                return
+            self._wanted = (first_index, num_blocks)
+            self._events.wanted(self, first_index)
+            self._complete_if_done()
+
+    def landed(self, num_blocks: int) -> None:
+        self.num_landed = max(self.num_landed, num_blocks)
+
+    def release(self) -> None:
+        """The receiver has everything. Before the source is done this is a receiver that gave up."""
+        if self.has_ended:
+            return
+        if self.state is SourceState.COMPLETE:
+            self.landed(self.num_wanted)
+            self._end(SourceState.RELEASED, None)
+        else:
+            self._end(SourceState.CANCELLED, None)
+
+    # ---- the engine
+
+    def settled(self, first_index: int, block_ids: Sequence[int], digests: Sequence[int]) -> None:
+        """Final blocks: let the receiver have them."""
+        blocks = PublishedRange(first_index, tuple(digests), tuple(block_ids))
+        self._grant.publish(first_index, block_ids)
+        self._published.append(blocks)
+        if self._stream is not None:
+            self._stream.published(blocks)
+        self._complete_if_done()
+
+    def computed(self, result: SourceResult) -> None:
+        """The prompt is done and its first token known; a second result, of a repeated prefill, is dropped."""
+        if self._result is None and not self.has_ended:
+            self._result = result
+            self._complete_if_done()
+
+    def _complete_if_done(self) -> None:
+        if self.state is not SourceState.OPEN or self._result is None or self._wanted is None:
+            return
+        num_published = sum(len(blocks.digests) for blocks in self._published)
+        if num_published >= self._wanted[1]:
+            self.state = move(SOURCE_MOVES, self.state, SourceState.COMPLETE)
+            self._tell_finished()
+
+    def _tell_finished(self) -> None:
+        if self.state is SourceState.COMPLETE and self._result is not None and self._stream is not None:
+            self._stream.finished(self._result, self.expected.request_digest)
+
+    # ---- the end
+
+    def cancel(self) -> None:
+        """The prefill leg is gone: whoever placed this does not want it any more."""
+        if not self.has_ended:
+            self._end(SourceState.CANCELLED, None)
+
+    def revoke(self, cause: PdServeError) -> None:
+        """The source gives it up: it drains."""
+        if not self.has_ended:
+            self._end(SourceState.REVOKED, cause)
+
+    def fail(self, cause: PdServeError) -> None:
+        """The engine could not compute it."""
+        if not self.has_ended:
+            self._end(SourceState.FAILED, cause)
+
+    def _expire(self, why: str) -> None:
+        if not self.has_ended:
+            log.warning("transfer of %s to %s expired: %s", self.expected.request_id, self.expected.receiver, why)
+            self._end(SourceState.EXPIRED, TransferFailed(f"the lease ended: {why}"))
+
+    def _end(self, state: SourceState, cause: PdServeError | None) -> None:
+        self.state = move(SOURCE_MOVES, self.state, state)
+        self.cause = cause
+        self._lease_end.cancel()
+        self._patience.cancel()
+        if self._stream is not None:
+            self._stream.ended(state, cause)
+            self._stream = None
+        self._grant.close(lambda: _call_soon(self._loop, self._fenced))
+        if not self.over.done():
+            self.over.set_result(state)
+
+    def _fenced(self) -> None:
+        self._events.ended(self)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    """From any thread; a loop that is closed has nobody left to tell."""
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:
+        log.debug("the event loop has closed before a transfer was fenced")

@@ -1,0 +1,127 @@
+"""`SourceTransfers`: all transfers of one source, and the ids of those that have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+
+from pdserve.common.errors import PdServeError, TransferFailed
+from pdserve.kv_transfer.connector_set import Granting
+from pdserve.kv_transfer.control.source_transfer import (
+    ExpectedTransfer,
+    LeaseLimits,
+    PeerId,
+    SourceEvents,
+    SourceStream,
+    SourceTransfer,
+)
+
+TRANSFER_ID_BYTES = 16
+MAX_WAITING = 4096
+"""Attaches that may wait for their prefill legs, in all."""
+MAX_WAITING_PER_PEER = 1024
+MAX_TOMBSTONES = 1 << 16
+"""Ids of ended transfers; beyond them the oldest is forgotten. Ids are random, and no call is taken twice anyway."""
+
+
+class AttachedTooLate(TransferFailed):
+    """Nothing is wrong with it: its client left meanwhile, say, or whoever ended the transfer has said why."""
+
+
+class SourceTransfers:
+    """Lives in the asyncio thread. Attach may come before or after the prefill leg: each waits for the other."""
+
+    def __init__(self, connectors: Granting, limits: LeaseLimits, events: SourceEvents) -> None:
+        self._connectors = connectors
+        self._limits = limits
+        self._events = events
+        self._transfers: dict[bytes, SourceTransfer] = {}
+        self._awaited: dict[bytes, dict[asyncio.Future[SourceTransfer], None]] = {}
+        """In the order in which they came: the newest stream is the one that stays."""
+        self._num_waiting: Counter[str] = Counter()
+        """Receiver's id -> attaches of it that wait."""
+        self._num_waiting_in_all = 0
+        # an id is used once: tombstones outlive every attach that may still be under way
+        self._tombstones: OrderedDict[bytes, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def expect(self, expected: ExpectedTransfer) -> SourceTransfer:
+        """The prefill leg is here. Raises: TransferFailed when the id was used before."""
+        self._bury()
+        if expected.transfer_id in self._transfers or expected.transfer_id in self._tombstones:
+            raise TransferFailed("the transfer id was used before")
+        transfer = SourceTransfer(expected, self._connectors, self._limits, self._events)
+        self._transfers[expected.transfer_id] = transfer
+        transfer.over.add_done_callback(lambda _: self._ended(expected.transfer_id))
+        for awaited in self._awaited.pop(expected.transfer_id, ()):
+            if not awaited.done():
+                awaited.set_result(transfer)
+        return transfer
+
+    async def attach(
+        self, transfer_id: bytes, receiver: PeerId, request_digest: bytes, stream: SourceStream, have: int
+    ) -> SourceTransfer:
+        """A receiver's control stream is here; waits for the prefill leg if need be.
+
+        Raises: TransferFailed when the reference is stale, forged, of another receiver or another request (I8), or when
+        no prefill leg comes within `attach_timeout_s`.
+        """
+        self._bury()
+        if len(transfer_id) != TRANSFER_ID_BYTES:
+            raise TransferFailed(f"transfer_id has {len(transfer_id)} bytes, {TRANSFER_ID_BYTES} are needed")
+        if transfer_id in self._tombstones:
+            raise AttachedTooLate("the transfer has ended")
+        transfer = self._transfers.get(transfer_id) or await self._wait_for(transfer_id, receiver.worker_id)
+        if receiver != transfer.expected.receiver:
+            raise TransferFailed(f"the transfer is for another receiver, not for {receiver}")
+        if request_digest != transfer.expected.request_digest:
+            raise TransferFailed("the transfer is of another request: the digests differ")
+        if transfer.has_ended:
+            raise AttachedTooLate("the transfer has ended")
+        transfer.attach(stream, have)
+        return transfer
+
+    async def _wait_for(self, transfer_id: bytes, worker_id: str) -> SourceTransfer:
+        if self._num_waiting[worker_id] >= MAX_WAITING_PER_PEER or self._num_waiting_in_all >= MAX_WAITING:
+            raise TransferFailed(
+                f"{self._num_waiting[worker_id]} attaches of {worker_id} and {self._num_waiting_in_all} in all wait for "
+                f"their prefill legs, {MAX_WAITING_PER_PEER} and {MAX_WAITING} may"
+            )
+        self._num_waiting[worker_id] += 1
+        self._num_waiting_in_all += 1
+        awaited: asyncio.Future[SourceTransfer] = asyncio.get_running_loop().create_future()
+        # several streams of one receiver may wait: an older one that breaks must not take the wait of a newer along
+        together = self._awaited.setdefault(transfer_id, {})
+        together[awaited] = None
+        try:
+            async with asyncio.timeout(self._limits.attach_timeout_s):
+                return await awaited
+        except TimeoutError:
+            raise TransferFailed("no such transfer") from None
+        finally:
+            self._num_waiting_in_all -= 1
+            self._num_waiting[worker_id] -= 1
+            if not self._num_waiting[worker_id]:
+                del self._num_waiting[worker_id]
+            del together[awaited]
+            if not together and self._awaited.get(transfer_id) is together:
+                del self._awaited[transfer_id]
+
+    def revoke_all(self, cause: PdServeError) -> None:
+        """The source is leaving."""
+        for transfer in list(self._transfers.values()):
+            transfer.revoke(cause)
+
+    def _ended(self, transfer_id: bytes) -> None:
+        self._transfers.pop(transfer_id, None)
+        self._tombstones[transfer_id] = time.monotonic() + self._limits.attach_timeout_s + self._limits.max_s
+
+    def _bury(self) -> None:
+        now = time.monotonic()
+        while self._tombstones and (
+            next(iter(self._tombstones.values())) < now or len(self._tombstones) > MAX_TOMBSTONES
+        ):
+            self._tombstones.popitem(last=False)

@@ -1,0 +1,1 @@
+"""The NIXL connector (UCX: RDMA, shared memory)."""

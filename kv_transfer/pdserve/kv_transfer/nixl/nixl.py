@@ -1,0 +1,169 @@
+"""Blocks over NIXL: one-sided reads of the source's memory by RDMA, shared memory or whatever else UCX finds.
+
+nixl.py           NixlConnector: one agent that serves, two for each peer that is read from
+nixl_wire.py      reads windows, condemns agents       nixl_peer.py      an agent and its source; the fence
+nixl_spares.py    agents made ahead of time            nixl_agent.py     NIXL behind types
+nixl_settings.py  settings, metadata                   read_desk.py, lanes.py, read_queue.py as with TCP
+
+A connector cannot refuse here: reads happen without the source's doing, so a token opens nothing and a closed grant stops
+nobody. The digest of each block, which comes over the control stream, protects the receiver. Nothing protects the source: NIXL
+registers memory for writing as well, and a peer keeps the metadata that it needs for that (docs/protocol.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pdserve.common.errors import ConfigError, TransferFailed
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
+from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.nixl.nixl_agent import Agent, AgentMaker, Region, UcxAgent
+from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer, buffer_address, new_name, pool_region
+from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress, NixlSettings
+from pdserve.kv_transfer.nixl.nixl_spares import NixlSpares
+from pdserve.kv_transfer.nixl.nixl_wire import NixlWire
+from pdserve.kv_transfer.pull.grant_book import GrantBook
+from pdserve.kv_transfer.pull.lanes import LaneLimits, ReadCounters
+from pdserve.kv_transfer.pull.read_desk import ReadDesk
+from pdserve.kv_transfer.pull.wire import Wire
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    agent: Agent
+    hello: bytearray
+    """Registered, so it lives as long as the agent."""
+    address: NixlAddress
+    grants: GrantBook
+    spares: NixlSpares
+    reads: ReadDesk[NixlAddress]
+
+
+@dataclass(slots=True)
+class AgentCounters:
+    """Counted up. Thread-safe."""
+
+    condemned: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add_condemned(self) -> None:
+        with self._lock:
+            self.condemned += 1
+
+
+class NixlConnector:
+    """A `BlockConnector` over NIXL. See `NixlSettings` for every number.
+
+    make_agent: makes the agents; a test's may have faults.
+    """
+
+    name = "nixl"
+
+    def __init__(self, settings: NixlSettings | None = None, make_agent: AgentMaker = UcxAgent) -> None:
+        self._settings = settings or NixlSettings()
+        self._make_agent = make_agent
+        self._events = EventThread("nixl-events")
+        self._closing = threading.Event()
+        self._started: _Started | None = None
+        self.agent_counters = AgentCounters()
+
+    def serve(self, pool: PoolMemory) -> None:
+        """As `BlockConnector.serve`."""
+        if self._started is not None:
+            raise RuntimeError("a connector serves once")
+        settings = self._settings
+        hello = bytearray(secrets.token_bytes(HELLO_BYTES))
+        region, hello_address, name = pool_region(pool), buffer_address(hello), new_name()
+        try:
+            agent = self._make_agent(name)
+            agent.register(region)
+            agent.register(Region(hello_address, HELLO_BYTES, 1))
+        except TransferFailed as error:
+            raise ConfigError(error.message) from error
+        address = NixlAddress(
+            agent=name,
+            agent_metadata=agent.metadata,
+            address=region.address,
+            block_bytes=pool.block_bytes,
+            num_blocks=pool.num_blocks,
+            hello_address=hello_address,
+            hello=bytes(hello),
+            memory=region.kind,
+            device_id=region.device_id,
+        )
+        limits = LaneLimits.of_bytes(
+            pool.block_bytes,
+            # each with its own agent, which moves one window: a read that hangs takes no other with it when its agent goes
+            max_lanes=settings.agents_per_peer,
+            window_bytes=settings.request_bytes,
+            longest_window_bytes=settings.longest_request_bytes,
+            in_flight_bytes=settings.read_window_bytes,
+            idle_close_s=settings.idle_close_s,
+        )
+        spares = NixlSpares(lambda: NixlPeer(pool, self._make_agent), self._closing, settings.close_wait_s)
+
+        def connect(source: NixlAddress) -> Wire:
+            return NixlWire(
+                source, pool, settings, spares.take, self._closing, self.agent_counters.add_condemned
+            )  # fmt: skip
+
+        reads = ReadDesk[NixlAddress]("nixl-read", pool, limits, self._events, connect, settings.max_resting_peers)
+        self._block_bytes = pool.block_bytes
+        self._started = _Started(agent, hello, address, GrantBook(pool.num_blocks, self._events, 0.0), spares, reads)
+
+    @property
+    def metadata(self) -> bytes:
+        """A `NixlAddress` as msgpack."""
+        return self._require_started().address.to_metadata()
+
+    @property
+    def read_counters(self) -> ReadCounters:
+        return self._require_started().reads.counters
+
+    def meet(self, worker_id: str, epoch: int) -> None:
+        """A peer has come up that may be read from: have an agent ready for it. Returns at once; may be repeated."""
+        self._require_started().spares.expect((worker_id, epoch))
+
+    def forget(self, metadata: bytes) -> None:
+        """As `Forgetful.forget`: its agent goes when no read of it is under way."""
+        started = self._require_started()
+        with contextlib.suppress(TransferFailed):
+            started.reads.retire(NixlAddress.from_metadata(metadata, started.address.block_bytes))
+
+    def grant(self, token: bytes) -> Grant:
+        """As `BlockConnector.grant`; it is fenced as soon as it is closed, see the head of this file."""
+        return self._require_started().grants.open(token)
+
+    def read(
+        self,
+        metadata: bytes,
+        token: bytes,
+        blocks: Sequence[BlockToRead],
+        listener: ReadListener,
+        digest: BlockDigest = XXH3,
+    ) -> BlockRead:
+        """As `BlockConnector.read`."""
+        started = self._require_started()
+        return started.reads.read(
+            lambda: NixlAddress.from_metadata(metadata, started.address.block_bytes), token, blocks, listener, digest
+        )
+
+    def close(self) -> None:
+        """As `BlockConnector.close`. May take `connect_timeout_s`, when a connection is just being made."""
+        self._closing.set()
+        if self._started is not None:
+            self._started.reads.close()
+            self._started.spares.close()
+            self._started.grants.close()
+            self._started.agent.destroy()
+        self._events.close()
+
+    def _require_started(self) -> _Started:
+        if self._started is None:
+            raise RuntimeError("serve() comes first")
+        return self._started

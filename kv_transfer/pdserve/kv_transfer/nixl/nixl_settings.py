@@ -1,0 +1,114 @@
+"""Settings of the NIXL connector, and what it tells its peers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+
+from pdserve.common.errors import ConfigError, TransferFailed
+from pdserve.kv_transfer.nixl.nixl_agent import MemoryKind, Region
+
+METADATA_VERSION = 1
+MAX_METADATA_BYTES = 64 << 10
+MAX_BLOCKS = 1 << 24
+HELLO_BYTES = 16
+
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_ADDRESS_LIMIT = 1 << 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NixlSettings:
+    read_stall_s: float = 3.0
+    """A read that makes no progress for so long condemns its agent."""
+    cancel_drain_s: float = 0.5
+    """A cancelled read that is not over after this time condemns its agent: NIXL cannot cancel it."""
+    connect_timeout_s: float = 2.0
+    """The first bytes of a new peer must be here within this time."""
+    agents_per_peer: int = 2
+    """Most agents that reads from one peer use at once. Where a processor moves the bytes (shared memory) one copies while
+    another's are digested."""
+    request_bytes: int = 1 << 20
+    """Most bytes in one window, save that a block is never cut: what a short read may wait for."""
+    longest_request_bytes: int = 8 << 20
+    """The same while windows come within milliseconds (`ReadQueue`)."""
+    read_window_bytes: int = 16 << 20
+    """Most bytes in flight for one read."""
+    idle_close_s: float = 300.0
+    """An agent without reads is destroyed after this time."""
+    max_resting_peers: int = 32
+    """Agents without reads, at most: the one that has rested longest is destroyed. Each holds threads and file handles."""
+    close_wait_s: float = 5.0
+    """How long `close` waits for an agent that does not let itself be destroyed."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.request_bytes <= self.longest_request_bytes <= self.read_window_bytes:
+            raise ConfigError(
+                "request_bytes must be at least 1, longest_request_bytes at least that, read_window_bytes at least both"
+            )
+        if self.agents_per_peer < 1:
+            raise ConfigError("agents_per_peer must be at least 1")
+        if self.max_resting_peers < 0:
+            raise ConfigError("max_resting_peers must be at least 0")
+        if min(self.read_stall_s, self.cancel_drain_s, self.connect_timeout_s) <= 0:
+            raise ConfigError("read_stall_s, cancel_drain_s and connect_timeout_s must be above 0")
+
+
+class NixlAddress(msgspec.Struct, frozen=True):
+    """One life of a source, as msgpack: where its pool lies, and its agent's own metadata."""
+
+    agent: str
+    """The agent's name: new at each start, so it names an epoch."""
+    agent_metadata: bytes
+    address: int
+    """Of block 0, in the source's memory."""
+    block_bytes: int
+    num_blocks: int
+    hello_address: int
+    """Where `hello` lies in the source's memory."""
+    hello: bytes
+    """What a first read must find there: proof that reads work, and that they reach this life of the source."""
+    memory: MemoryKind = MemoryKind.DRAM
+    device_id: int = 0
+    version: int = METADATA_VERSION
+
+    def __str__(self) -> str:
+        return self.agent
+
+    @property
+    def pool(self) -> Region:
+        return Region(self.address, self.block_bytes, self.num_blocks, self.memory, self.device_id)
+
+    @property
+    def hello_region(self) -> Region:
+        return Region(self.hello_address, HELLO_BYTES, 1)
+
+    def to_metadata(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def from_metadata(metadata: bytes, block_bytes: int) -> NixlAddress:
+        """Read what a peer sent. Raises TransferFailed for anything that cannot be a source of such blocks."""
+        if len(metadata) > MAX_METADATA_BYTES:
+            raise TransferFailed(f"the source's NIXL metadata has {len(metadata)} bytes, of {MAX_METADATA_BYTES}")
+        try:
+            address = msgspec.msgpack.decode(metadata, type=NixlAddress, strict=True)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise TransferFailed(f"the source's NIXL metadata cannot be read: {error}") from error
+        if address.version != METADATA_VERSION:
+            raise TransferFailed(f"the source speaks version {address.version} of the NIXL connector's metadata")
+        if not _NAME.fullmatch(address.agent) or len(address.hello) != HELLO_BYTES:
+            raise TransferFailed(f"the source's NIXL metadata names no agent: {address.agent[:128]!r}")
+        if address.block_bytes != block_bytes:
+            raise TransferFailed(
+                f"the source's blocks have another size: {address.block_bytes} bytes there, {block_bytes} here"
+            )
+        for region in (address.pool, address.hello_region):
+            end = region.address + region.num_bytes
+            if not 0 < region.address < end <= _ADDRESS_LIMIT or region.count > MAX_BLOCKS or region.device_id < 0:
+                raise TransferFailed(
+                    f"the source's NIXL metadata names no memory: {region.count} blocks at {region.address:#x}"
+                )
+        return address

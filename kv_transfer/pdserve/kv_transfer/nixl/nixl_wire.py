@@ -1,0 +1,110 @@
+"""The reader's side of one NIXL agent: reads blocks out of the source's memory straight into the pool.
+
+A read that was posted cannot be cancelled. So `interrupt` only sets a deadline, and a read that passes a deadline
+condemns the agent: `fetch` raises WireBroken, the lane closes the wire, and closing destroys the agent *before* the lane
+reports the end of anything. The end of a read is therefore always the proof that nobody writes its blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from pdserve.common.errors import TransferFailed
+from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
+from pdserve.kv_transfer.nixl.nixl_agent import AgentRead, ReadStatus
+from pdserve.kv_transfer.nixl.nixl_peer import Doze, NixlPeer
+from pdserve.kv_transfer.nixl.nixl_settings import NixlAddress, NixlSettings
+from pdserve.kv_transfer.pull.wire import WireBroken
+
+_PIECE_BYTES = 512 << 10
+"""In one read; digested while the next is on its way."""
+
+
+class NixlWire:
+    """A `Wire`. Raises TransferFailed from construction when the source cannot be read."""
+
+    def __init__(
+        self,
+        source: NixlAddress,
+        pool: PoolMemory,
+        settings: NixlSettings,
+        take_peer: Callable[[], NixlPeer],
+        closing: threading.Event,
+        on_condemned: Callable[[], None],
+    ) -> None:
+        self._source = source
+        self._settings = settings
+        self._piece_blocks = max(1, _PIECE_BYTES // pool.block_bytes)
+        self._closing = closing
+        self._on_condemned = on_condemned
+        self._drain_until: float | None = None
+        self._peer = take_peer()
+        try:
+            self._peer.connect(source, settings.connect_timeout_s)
+        except TransferFailed:
+            self.close()
+            raise
+
+    def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
+        """As `Wire.fetch`. The token opens nothing here: memory is read without its owner's doing."""
+        self._drain_until = None
+        return self._read(blocks)
+
+    def _read(self, blocks: Sequence[BlockToRead]) -> Iterator[int]:
+        for block in blocks:
+            if not 0 <= block.location < self._source.num_blocks:
+                raise TransferFailed(
+                    f"{self._source} published block {block.index} at {block.location}, "
+                    f"outside its pool of {self._source.num_blocks} blocks"
+                )
+        pieces = [blocks[first : first + self._piece_blocks] for first in range(0, len(blocks), self._piece_blocks)]
+        num_received = 0
+        read: AgentRead | None = None
+        for number, piece in enumerate(pieces):
+            travels = self._wait(read or self._post(piece), piece)
+            num_received += len(piece)
+            # Ahead only where it travels by itself: where a processor copies, this one has just done it, and would throw
+            # out of its cache what is to be digested.
+            read = self._post(pieces[number + 1]) if travels and number + 1 < len(pieces) else None
+            yield num_received
+
+    def interrupt(self) -> bool:
+        """As `Wire.interrupt`: what is under way has a little time to end by itself, and the wire with it to live on."""
+        self._drain_until = time.monotonic() + self._settings.cancel_drain_s
+        return False
+
+    def close(self) -> None:
+        """Destroy the agent; returns when it is gone."""
+        self._peer.destroy(self._closing, self._settings.close_wait_s)
+
+    def _post(self, piece: Sequence[BlockToRead]) -> AgentRead:
+        # One at a time, the next before this one is digested: a read that hangs has then the least of the pool in hand.
+        try:
+            return self._peer.read([block.local_block for block in piece], [block.location for block in piece])
+        except TransferFailed as error:
+            raise WireBroken(error.message) from error
+
+    def _wait(self, read: AgentRead, blocks: Sequence[BlockToRead]) -> bool:
+        """Until the read is done; whether it was under way still. Raises WireBroken."""
+        status = read.status()
+        travels = status is ReadStatus.UNDER_WAY
+        stalled_at = time.monotonic() + self._settings.read_stall_s
+        doze = Doze()
+        where = f"blocks {blocks[0].index} to {blocks[-1].index} from {self._source}"
+        while status is ReadStatus.UNDER_WAY:
+            now, drain_until = time.monotonic(), self._drain_until
+            if now > stalled_at:
+                self._on_condemned()
+                raise WireBroken(f"reading {where}: nothing for {self._settings.read_stall_s:g} s")
+            if drain_until is not None and now > drain_until:
+                self._on_condemned()
+                raise WireBroken(f"reading {where}: cancelled, and not over")
+            doze.wait()
+            status = read.status()
+        if status is ReadStatus.FAILED:
+            self._on_condemned()
+            raise WireBroken(f"reading {where} failed")
+        read.release()
+        return travels

@@ -1,0 +1,1 @@
+"""Reading blocks: queues, connections, grants and digests, without a transport."""

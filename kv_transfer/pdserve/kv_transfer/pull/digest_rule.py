@@ -1,0 +1,67 @@
+"""`DigestRule`: which digest a worker's transfers use, by `kv_digest` and by where the peer is.
+
+`auto` asks for a message authentication code where somebody other than the peer could change bytes: where they may travel
+without TLS, and the peer is beyond loopback. Each side has its own rule, and neither takes less than it asks for, so
+whoever changes the messages of the negotiation can end a transfer, and cannot weaken it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pdserve.common.errors import TransferFailed
+from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.settings.worker_settings import KvDigestName
+from pdserve.kv_transfer.block_digest import ALGORITHMS, GMAC, XXH3, XXH3_64, BlockDigest, Gmac
+
+_SHOWN_NAMES = 8
+_ANSWER = b"the answer to an attach"
+_SHOWN_CHARS = 32
+
+
+class DigestRule:
+    """One worker's."""
+
+    def __init__(self, setting: KvDigestName, derive: Callable[[bytes], bytes], *, clear: bool) -> None:
+        """setting: `kv_digest`. derive: a key of 32 bytes for a context, equal on both sides, known to no other.
+
+        clear: whether blocks may travel without TLS, over any of the worker's connectors.
+        """
+        self._setting = setting
+        self._derive = derive
+        self._clear = clear
+
+    def allowed(self, peer: str) -> tuple[str, ...]:
+        """The algorithms that count with a peer at this host, or host:port; best first."""
+        if self._setting != "auto":
+            return (self._setting,)
+        return (GMAC,) if self._clear and not is_loopback(peer) else (XXH3_64, GMAC)
+
+    def choose(self, offered: Sequence[str], peer: str) -> str:
+        """The first of a receiver's algorithms that counts with it. Raises: TransferFailed when none does."""
+        allowed = self.allowed(peer)
+        chosen = next((name for name in offered if name in allowed), None)
+        if chosen is None:
+            there = ", ".join(name[:_SHOWN_CHARS] for name in offered[:_SHOWN_NAMES])
+            raise TransferFailed(
+                f"no common digest algorithm: {', '.join(allowed)} here, {there or 'none'} there (kv_digest)"
+            )
+        return chosen
+
+    def answer_proof(self, transfer_id: bytes, source_epoch: int, said: Sequence[bytes]) -> bytes:
+        """32 bytes that the transfer's own source can make alone: who answers at its address may be somebody else.
+
+        said: what the source answers, in a fixed order.
+        """
+        parts = (_ANSWER, transfer_id, source_epoch.to_bytes(8, "big"), *said)
+        # each part under its length, so that no two answers read alike; a digest's context has 32 bytes
+        return self._derive(b"".join(len(part).to_bytes(4, "big") + part for part in parts))
+
+    def make(self, name: str, transfer_id: bytes, token: bytes) -> BlockDigest:
+        """The algorithm for one transfer. token: 16 random bytes of the source, which make the key new in each transfer.
+
+        Raises: TransferFailed for an unknown name.
+        """
+        if name not in ALGORITHMS:
+            raise TransferFailed(f"the digest algorithm {name[:_SHOWN_CHARS]!r} is unknown here")
+        return Gmac(self._derive(token + transfer_id)) if name == GMAC else XXH3

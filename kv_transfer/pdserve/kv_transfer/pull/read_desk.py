@@ -1,0 +1,132 @@
+"""The receiver's side that all lane-based connectors share: finds the peer's lanes, and refuses what cannot begin."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar
+
+from pdserve.common.errors import TransferFailed
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, PoolMemory, ReadListener, ReadOutcome
+from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.pull.grant_book import TOKEN_BYTES
+from pdserve.kv_transfer.pull.lanes import LaneLimits, PeerLanes, ReadCounters
+from pdserve.kv_transfer.pull.wire import Wire
+
+Address = TypeVar("Address", bound=Hashable)
+
+_MAX_INDEX = 0xFFFF_FFFF
+
+
+class EndedRead:
+    """A read that never began."""
+
+    def cancel(self) -> None:
+        """Without effect, for it has ended."""
+
+
+class ReadDesk(Generic[Address]):
+    """Reads of one connector into one pool. Thread-safe.
+
+    connect: makes a wire to an address within a bounded time, or raises TransferFailed.
+    name: begins the names of the lanes' threads.
+    max_resting: most peers for which a wire is kept that has nothing to do, beside the one that is read from; None keeps
+        all until they close by themselves.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: PoolMemory,
+        limits: LaneLimits,
+        events: EventThread,
+        connect: Callable[[Address], Wire],
+        max_resting: int | None = None,
+    ) -> None:
+        self.counters = ReadCounters()
+        self._name = name
+        self._pool = pool
+        self._limits = limits
+        self._events = events
+        self._connect = connect
+        self._max_resting = max_resting
+        self._lock = threading.Lock()
+        self._closed = False
+        self._peers: dict[Address, PeerLanes] = {}
+
+    def read(
+        self,
+        find_address: Callable[[], Address],
+        token: bytes,
+        blocks: Sequence[BlockToRead],
+        listener: ReadListener,
+        digest: BlockDigest = XXH3,
+    ) -> BlockRead:
+        """As `BlockConnector.read`. find_address: reads the peer's metadata, or raises TransferFailed."""
+        try:
+            address = find_address()
+            self._check(token, blocks)
+        except TransferFailed as error:
+            return self._ended(listener, ReadOutcome.FAILED, error)
+        if not blocks:
+            return self._ended(listener, ReadOutcome.DONE)
+        with self._lock:
+            if self._closed:
+                return self._ended(listener, ReadOutcome.CANCELLED)
+            lanes = self._lanes(address)
+            self._trim(lanes)
+            return lanes.read(token, tuple(blocks), listener, digest)
+
+    def retire(self, address: Address) -> None:
+        """Keep nothing for this peer that has nothing to do; a read that comes later begins anew. Returns at once."""
+        with self._lock:
+            if (lanes := self._peers.get(address)) is not None:
+                lanes.retire()
+
+    def close(self) -> None:
+        """End all reads with CANCELLED and join all lanes. Idempotent."""
+        with self._lock:
+            self._closed = True
+            peers = list(self._peers.values())
+            self._peers.clear()
+        for lanes in peers:
+            lanes.close()
+
+    def _lanes(self, address: Address) -> PeerLanes:
+        lanes = self._peers.get(address)
+        if lanes is None:
+            # Workers come and go with new ports; what is left of those that went must not pile up.
+            self._peers = {known: old for known, old in self._peers.items() if not old.is_idle}
+            lanes = self._peers[address] = PeerLanes(
+                str(address),
+                self._pool,
+                self._limits,
+                self.counters,
+                lambda: self._connect(address),
+                self._events.call_soon,
+                f"{self._name}-{address}",
+            )
+        return lanes
+
+    def _trim(self, used: PeerLanes) -> None:
+        """Of the other peers those that were read from longest ago give up what they keep, when there are too many."""
+        if self._max_resting is None or len(self._peers) <= self._max_resting:
+            return
+        resting = sorted(
+            (lanes for lanes in self._peers.values() if lanes is not used and lanes.is_resting),
+            key=lambda lanes: lanes.used_at,
+        )
+        for lanes in resting[: max(0, len(resting) - self._max_resting)]:
+            lanes.retire()
+
+    def _check(self, token: bytes, blocks: Sequence[BlockToRead]) -> None:
+        if len(token) != TOKEN_BYTES:
+            raise TransferFailed(f"a token has {TOKEN_BYTES} bytes, not {len(token)}")
+        for block in blocks:
+            if not 0 <= block.local_block < self._pool.num_blocks or not 0 <= block.index < _MAX_INDEX:
+                raise TransferFailed(f"index {block.index} cannot be read into block {block.local_block}")
+
+    def _ended(self, listener: ReadListener, outcome: ReadOutcome, cause: TransferFailed | None = None) -> EndedRead:
+        self._events.call_soon(lambda: listener.ended(outcome, cause))
+        return EndedRead()

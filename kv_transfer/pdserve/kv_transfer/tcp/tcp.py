@@ -1,0 +1,116 @@
+"""Blocks over TCP: the connector for every network, and what the faster ones fall back to.
+
+tcp.py            TcpConnector: composes a source and a read desk
+read_desk.py      finds a peer's lanes
+tcp_source.py     accepts, answers from the pool        grant_book.py   who may read what, fences
+tcp_connections.py  places for connections
+tcp_wire.py       asks, receives into the pool          lanes.py        threads of a peer, digests
+tcp_stream.py     sockets                               read_queue.py   windows, round robin, states of a read
+tls_stream.py     TLS over a socket                     tcp_settings.py settings, the peers' address
+tcp_frames.py     the bytes on the wire
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
+from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.pull.lanes import LaneLimits, ReadCounters
+from pdserve.kv_transfer.pull.read_desk import ReadDesk
+from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
+from pdserve.kv_transfer.tcp.tcp_source import SourceCounters, TcpSource
+from pdserve.kv_transfer.tcp.tcp_wire import TcpWire
+
+
+class TcpConnector:
+    """A `BlockConnector` over TCP. See `TcpSettings` for every number."""
+
+    name = "tcp"
+
+    def __init__(self, settings: TcpSettings | None = None) -> None:
+        self._settings = settings or TcpSettings()
+        self._events = EventThread("tcp-events")
+        self._started: tuple[TcpSource, ReadDesk[TcpAddress]] | None = None
+
+    def serve(self, pool: PoolMemory) -> None:
+        """As `BlockConnector.serve`."""
+        if self._started is not None:
+            raise RuntimeError("a connector serves once")
+        settings = self._settings
+        settings.check_peers_host()
+        limits = LaneLimits.of_bytes(
+            pool.block_bytes,
+            max_lanes=settings.sockets_per_peer,
+            window_bytes=settings.request_bytes,
+            longest_window_bytes=settings.longest_request_bytes,
+            in_flight_bytes=settings.read_window_bytes,
+            idle_close_s=settings.idle_close_s,
+        )
+        source = TcpSource(pool, settings, self._events)
+        reads = ReadDesk[TcpAddress](
+            "tcp-read", pool, limits, self._events, lambda address: TcpWire(address, pool, settings)
+        )
+        self._started = (source, reads)
+
+    @property
+    def metadata(self) -> bytes:
+        """A `TcpAddress` as JSON."""
+        return TcpAddress(self._settings.peers_host, self._source.port).to_metadata()
+
+    @property
+    def read_counters(self) -> ReadCounters:
+        return self._reads.counters
+
+    @property
+    def source_counters(self) -> SourceCounters:
+        return self._source.counters
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that peers hold to this source."""
+        return self._source.num_connections
+
+    @property
+    def num_refused_connections(self) -> int:
+        """Connections of peers that found no place, or lost it to another newcomer; counted up."""
+        return self._source.num_refused_connections
+
+    def grant(self, token: bytes) -> Grant:
+        """As `BlockConnector.grant`."""
+        return self._source.grant(token)
+
+    def read(
+        self,
+        metadata: bytes,
+        token: bytes,
+        blocks: Sequence[BlockToRead],
+        listener: ReadListener,
+        digest: BlockDigest = XXH3,
+    ) -> BlockRead:
+        """As `BlockConnector.read`."""
+        return self._reads.read(lambda: TcpAddress.from_metadata(metadata), token, blocks, listener, digest)
+
+    def close(self) -> None:
+        """As `BlockConnector.close`. May take `connect_timeout_s` when a connection is just being made, and as long again
+        for TLS, and for a name that has to be resolved.
+        """
+        if self._started is not None:
+            source, reads = self._started
+            reads.close()
+            source.close()
+        self._events.close()
+
+    @property
+    def _source(self) -> TcpSource:
+        return self._require_started()[0]
+
+    @property
+    def _reads(self) -> ReadDesk[TcpAddress]:
+        return self._require_started()[1]
+
+    def _require_started(self) -> tuple[TcpSource, ReadDesk[TcpAddress]]:
+        if self._started is None:
+            raise RuntimeError("serve() comes first")
+        return self._started

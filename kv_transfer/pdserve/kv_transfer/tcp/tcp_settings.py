@@ -1,0 +1,124 @@
+"""Settings of the TCP connector, and the address that it gives to its peers."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+import msgspec
+
+from pdserve.common.address.host_address import host_and_port
+from pdserve.common.errors import ConfigError, TransferFailed
+from pdserve.common.security.tls import TlsIdentity
+
+METADATA_VERSION = 1
+MAX_METADATA_BYTES = 1024
+
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?")
+_LOOKS_NUMERIC = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpSettings:
+    host: str = "127.0.0.1"
+    """Where to listen: an address of this machine."""
+    port: int = 0
+    """0: any free port."""
+    advertise_host: str | None = None
+    """The host that peers are told; needed when `host` is a wildcard. A name is resolved by the peers."""
+    sockets_per_peer: int = 2
+    """Most connections that reads from one peer use at once; they are kept open and used again."""
+    read_window_bytes: int = 16 << 20
+    """Most bytes in flight for one read."""
+    request_bytes: int = 1 << 20
+    """Most bytes in one answer, save that a block is never cut: what a short read may wait for on each socket."""
+    longest_request_bytes: int = 8 << 20
+    """The same while answers come within milliseconds (`ReadQueue`)."""
+    max_request_bytes: int = 64 << 20
+    """Largest answer that this source gives to a peer that asks for more than one block at once."""
+    connect_timeout_s: float = 2.0
+    """For the connection; with TLS as long again for the handshake."""
+    read_stall_s: float = 3.0
+    """A read that gets no byte for so long fails."""
+    send_stall_s: float = 10.0
+    """A peer that takes no byte for so long loses its connection."""
+    first_request_s: float = 5.0
+    """A new connection that was granted no read within this time is closed; with TLS its handshake counts too."""
+    idle_close_s: float = 60.0
+    """Connections without reads are closed by the reader after this time, by the source after twice of it."""
+    fence_after_s: float = 1.0
+    """Sends that are under way when their grant closes are cut off after this time."""
+    max_connections: int = 512
+    """Connections of peers that read; one beyond is closed at its first read."""
+    max_connections_per_host: int = 128
+    """Of these, from one address, or one IPv6 network of 64 bits."""
+    max_newcomers: int = 128
+    """Connections that have not shown a token yet; one beyond takes the place of the oldest."""
+    max_newcomers_per_host: int = 64
+    """Of these, from one address, or one IPv6 network of 64 bits."""
+    tls: TlsIdentity | None = None
+    """Who this process is to its peers, which must show certificates too; None speaks in the clear."""
+
+    def __post_init__(self) -> None:
+        if min(self.sockets_per_peer, self.request_bytes) < 1:
+            raise ConfigError("sockets_per_peer and request_bytes must be at least 1")
+        places = (self.max_connections, self.max_connections_per_host, self.max_newcomers, self.max_newcomers_per_host)
+        if min(places) < 1:
+            raise ConfigError("the places for connections must be at least 1 each")
+        if self.longest_request_bytes < self.request_bytes:
+            raise ConfigError("longest_request_bytes must be at least request_bytes")
+        if min(self.read_window_bytes, self.max_request_bytes) < self.longest_request_bytes:
+            raise ConfigError("read_window_bytes and max_request_bytes must be at least longest_request_bytes")
+        if min(self.connect_timeout_s, self.read_stall_s, self.send_stall_s, self.first_request_s) <= 0:
+            raise ConfigError("timeouts must be above 0 s")
+
+    @property
+    def peers_host(self) -> str:
+        """The host for the metadata."""
+        return self.advertise_host or self.host
+
+    def check_peers_host(self) -> None:
+        """Raises ConfigError when peers could not connect to `peers_host`."""
+        if not is_plain_host(self.peers_host):
+            raise ConfigError(f"peers cannot be told to connect to {self.peers_host!r}: set advertise_host")
+
+
+class TcpAddress(msgspec.Struct, frozen=True):
+    """Where a source serves its blocks; the metadata of the TCP connector, as JSON."""
+
+    host: str
+    port: int
+    version: int = METADATA_VERSION
+
+    def __str__(self) -> str:
+        return host_and_port(self.host, self.port)
+
+    def to_metadata(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def from_metadata(metadata: bytes) -> TcpAddress:
+        """Read what a peer sent. Raises TransferFailed when it is not exactly a plain host and a port."""
+        if len(metadata) > MAX_METADATA_BYTES:
+            raise TransferFailed(f"the source's TCP metadata has {len(metadata)} bytes")
+        try:
+            address = msgspec.json.decode(metadata, type=TcpAddress, strict=True)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise TransferFailed(f"the source's TCP metadata cannot be read: {error}") from error
+        if address.version != METADATA_VERSION:
+            raise TransferFailed(f"the source speaks version {address.version} of the TCP connector's metadata")
+        if not is_plain_host(address.host) or not 1 <= address.port <= 65535:
+            raise TransferFailed(f"the source's TCP metadata names no usable address: {address.host!r}, {address.port}")
+        return address
+
+
+def is_plain_host(host: str) -> bool:
+    """An IP address of one machine, or a DNS name that no resolver takes for an address in disguise."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        labels = host.split(".")
+        is_name = len(host) <= 253 and all(_LABEL.fullmatch(label) for label in labels)
+        return is_name and not _LOOKS_NUMERIC.fullmatch(labels[-1])
+    return not address.is_unspecified and not address.is_multicast and "%" not in host

@@ -1,0 +1,194 @@
+"""The source's side of the TCP connector: one thread accepts, one thread a connection answers."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from pdserve.common.security.tls_roles import ServiceRole
+from pdserve.kv_transfer.block_runs import block_runs
+from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.pull.grant_book import BookedGrant, GrantBook, Refusal, Sending
+from pdserve.kv_transfer.tcp.tcp_connections import SourceConnections
+from pdserve.kv_transfer.tcp.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
+from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
+from pdserve.kv_transfer.tcp.tcp_stream import Listener, Stream, StreamBroken, TcpStream
+from pdserve.kv_transfer.tcp.tls_stream import HandshakeFailed, TlsStream
+
+logger = logging.getLogger(__name__)
+
+_WARN_EACH_S = 60.0
+_WARNED_PEERS = 256
+_ACCEPT_RETRY_S = 0.1
+
+Reader = tuple[str, ...]
+"""Who reads: the peer's address, and under TLS the names in its certificate, which stay when the certificate is renewed."""
+
+
+@dataclass(slots=True)
+class SourceCounters:
+    """What a source gave and refused, counted up. Thread-safe."""
+
+    blocks_sent: int = 0
+    refused_reads: int = 0
+    malformed_frames: int = 0
+    failed_handshakes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, *, sent: int = 0, refused: int = 0, malformed: int = 0, handshakes: int = 0) -> None:
+        with self._lock:
+            self.blocks_sent += sent
+            self.refused_reads += refused
+            self.malformed_frames += malformed
+            self.failed_handshakes += handshakes
+
+
+class TcpSource:
+    """Answers peers' reads from the pool, as far as its grants allow. Listens from construction until `close`.
+
+    Raises: ConfigError when the address cannot be had.
+    """
+
+    def __init__(self, pool: PoolMemory, settings: TcpSettings, events: EventThread) -> None:
+        self.counters = SourceCounters()
+        self._pool = pool
+        self._settings = settings
+        self._grants = GrantBook(pool.num_blocks, events, settings.fence_after_s)
+        self._listener = Listener(settings.host, settings.port)
+        self.port = self._listener.port
+        self._connections = SourceConnections(settings, events)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._warned_at: dict[str, float] = {}
+        self._accepting = threading.Thread(target=self._accept, name=f"tcp-accept-{self.port}", daemon=True)
+        self._accepting.start()
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    @property
+    def num_refused_connections(self) -> int:
+        """As `SourceConnections.num_refused`."""
+        return self._connections.num_refused
+
+    def grant(self, token: bytes) -> BookedGrant:
+        return self._grants.open(token)
+
+    def close(self) -> None:
+        """End all grants and connections, join all threads, free the port. Idempotent."""
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+        if was_closed:
+            return
+        self._listener.wake()
+        self._accepting.join()
+        self._listener.close()
+        self._grants.close()
+        self._connections.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted = self._listener.accept()
+            except OSError as error:
+                # No more descriptors, most likely: connections that end bring some back.
+                logger.warning("cannot accept a connection: %s", error)
+                time.sleep(_ACCEPT_RETRY_S)
+                continue
+            if accepted is None:
+                return
+            self._welcome(*accepted)
+
+    def _welcome(self, sock: socket.socket, peer: str) -> None:
+        try:
+            stream = TcpStream(sock, self._settings.first_request_s, self._settings.send_stall_s)
+        except OSError as error:  # the peer has gone already
+            logger.debug("connection from %s: %s", peer, error)
+            sock.close()
+            return
+        thread = threading.Thread(
+            target=self._serve, args=(stream, peer), name=f"tcp-serve-{self.port}-{peer}", daemon=True
+        )
+        try:
+            if not self._connections.admit(stream, peer, thread):
+                stream.close()
+        except RuntimeError as error:
+            logger.warning("no thread for a connection from %s: %s", peer, error)
+            stream.close()
+
+    def _serve(self, stream: TcpStream, peer: str) -> None:
+        frame = bytearray(ReadRequest.NUM_BYTES)
+        patience_s = self._settings.first_request_s
+        try:
+            talk = self._secure(stream)
+            reader = (peer, *talk.peer_names) if isinstance(talk, TlsStream) else (peer,)
+            while talk.wait_readable(patience_s):
+                talk.receive([memoryview(frame)])
+                self._answer(stream, talk, reader, ReadRequest.decode(frame))
+                patience_s = 2 * self._settings.idle_close_s
+        except HandshakeFailed as error:
+            self.counters.add(handshakes=1)
+            self._warn(peer, f"did not shake hands ({error})")
+        except StreamBroken as error:
+            logger.debug("connection from %s: %s", peer, error)
+        except MalformedFrame as error:
+            self.counters.add(malformed=1)
+            self._warn(peer, f"sent what is no frame of ours ({error})")
+        except Exception:
+            logger.exception("connection from %s", peer)
+        finally:
+            self._connections.leave(stream)
+
+    def _secure(self, stream: TcpStream) -> Stream:
+        """TLS, where it is wanted; its handshake holds up nobody but this connection's thread."""
+        tls = self._settings.tls
+        if tls is None:
+            return stream
+        secured = TlsStream(stream, tls.server.context, self._settings.first_request_s)
+        peers = tls.server.current.peers
+        if peers is not None and (objection := peers.objection(secured.peer_uris, (ServiceRole.DECODE,))) is not None:
+            raise HandshakeFailed(objection)
+        return secured
+
+    def _answer(self, connection: TcpStream, stream: Stream, reader: Reader, request: ReadRequest) -> None:
+        allowed = self._allow(stream, reader, request)
+        if isinstance(allowed, Refusal):
+            self.counters.add(refused=1)
+            stream.send([memoryview(ReadAnswer.to_request(request, allowed).encode())])
+            return
+        try:
+            if not self._connections.settle(connection):
+                raise StreamBroken("no place for it")
+            header = memoryview(ReadAnswer.to_request(request).encode())
+            stream.send([header, *block_runs(self._pool, allowed.blocks)])
+            self.counters.add(sent=request.count)
+        finally:
+            self._grants.end(allowed)
+
+    def _allow(self, stream: Stream, reader: Reader, request: ReadRequest) -> Sending | Refusal:
+        block_bytes = self._pool.block_bytes
+        if request.count > max(1, self._settings.max_request_bytes // block_bytes):
+            return Refusal.TOO_MANY
+        sending = self._grants.begin(request.token, request.first_index, request.count, stream.shutdown, reader)
+        if isinstance(sending, Sending) and request.block_bytes != block_bytes:
+            # Only a bearer of a token learns about the pool.
+            self._grants.end(sending)
+            return Refusal.WRONG_BLOCK_BYTES
+        return sending
+
+    def _warn(self, peer: str, what: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now - self._warned_at.get(peer, float("-inf")) < _WARN_EACH_S:
+                return
+            if len(self._warned_at) >= _WARNED_PEERS:
+                self._warned_at.clear()
+            self._warned_at[peer] = now
+        logger.warning(
+            "%s %s; its connection is closed. More from there within %g s is only counted.", peer, what, _WARN_EACH_S
+        )

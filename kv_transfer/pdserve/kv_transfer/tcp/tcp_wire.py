@@ -1,0 +1,109 @@
+"""The reader's side of one TCP connection: asks for blocks and receives them straight into the pool."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from pdserve.common.errors import TransferFailed
+from pdserve.common.security.tls_roles import ServiceRole
+from pdserve.kv_transfer.block_runs import block_runs
+from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
+from pdserve.kv_transfer.pull.wire import WireBroken
+from pdserve.kv_transfer.tcp.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
+from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
+from pdserve.kv_transfer.tcp.tcp_stream import Stream, StreamBroken, dial
+from pdserve.kv_transfer.tcp.tls_stream import TlsStream
+
+_STEP_BYTES = 512 << 10
+"""Received in one call, then digested: small enough to be in the processor's cache still."""
+
+
+class TcpWire:
+    """A `Wire` over one connection. Raises TransferFailed from construction when the peer cannot be reached."""
+
+    def __init__(self, address: TcpAddress, pool: PoolMemory, settings: TcpSettings) -> None:
+        self._peer = str(address)
+        self._pool = pool
+        self._step_blocks = max(1, _STEP_BYTES // pool.block_bytes)
+        self._serials = itertools.count(1)
+        self._has_served = False
+        self._header = bytearray(ReadAnswer.NUM_BYTES)
+        try:
+            self._stream: Stream = _connect(address, settings)
+        except StreamBroken as error:
+            raise TransferFailed(f"no connection to {self._peer}: {error}") from error
+
+    def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
+        """As `Wire.fetch`."""
+        request = ReadRequest(next(self._serials), token, blocks[0].index, len(blocks), self._pool.block_bytes)
+        self._ask(request)
+        # All at once, while the peer prepares its answer: between two steps it would find the processor's cache cold.
+        steps = list(self._steps(blocks))
+        answer = self._hear(request)
+        if answer.refusal is not None:
+            raise TransferFailed(
+                f"{self._peer} refused to send blocks {request.first_index} to "
+                f"{request.first_index + request.count - 1}: {answer.refusal.explanation}"
+            )
+        received = 0
+        for views, num_blocks in steps:
+            try:
+                self._stream.receive(views)
+            except StreamBroken as error:
+                index = blocks[received].index
+                raise WireBroken(f"reading block {index} and on from {self._peer}: {error}") from error
+            received += num_blocks
+            yield received
+
+    def interrupt(self) -> bool:
+        self._stream.shutdown()
+        return True
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _steps(self, blocks: Sequence[BlockToRead]) -> Iterator[tuple[list[memoryview], int]]:
+        """What is received in one call each: where it goes, and how many blocks it is."""
+        for first in range(0, len(blocks), self._step_blocks):
+            numbers = [block.local_block for block in blocks[first : first + self._step_blocks]]
+            yield block_runs(self._pool, numbers), len(numbers)
+
+    def _ask(self, request: ReadRequest) -> None:
+        try:
+            self._stream.send([memoryview(request.encode())])
+        except StreamBroken as error:
+            raise self._broken(request, error) from error
+
+    def _hear(self, request: ReadRequest) -> ReadAnswer:
+        try:
+            self._stream.receive([memoryview(self._header)])
+            answer = ReadAnswer.decode(self._header, request)
+        except StreamBroken as error:
+            raise self._broken(request, error) from error
+        except MalformedFrame as error:
+            raise WireBroken(f"asking {self._peer} for block {request.first_index}: {error}") from error
+        self._has_served = True
+        return answer
+
+    def _broken(self, request: ReadRequest, error: StreamBroken) -> WireBroken:
+        # A kept connection may have outlived its peer. One that stalls has not, and a new one proved nothing yet.
+        is_stale = self._has_served and not error.is_stall and error.num_bytes == 0
+        return WireBroken(f"asking {self._peer} for block {request.first_index}: {error}", is_stale)
+
+
+def _connect(address: TcpAddress, settings: TcpSettings) -> Stream:
+    stream = dial(address.host, address.port, settings.connect_timeout_s, settings.read_stall_s, settings.send_stall_s)
+    if settings.tls is None:
+        return stream
+    client = settings.tls.client.current
+    try:
+        secured = TlsStream(stream, client.context, settings.connect_timeout_s, client.server_name or address.host)
+        if client.peers is not None:
+            objection = client.peers.objection(secured.peer_uris, (ServiceRole.PREFILL,))
+            if objection is not None:
+                raise StreamBroken(f"TLS: {objection}")
+        return secured
+    except BaseException:
+        stream.close()
+        raise

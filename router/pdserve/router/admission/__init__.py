@@ -1,0 +1,1 @@
+"""Admission: which request may run next, by tenant and capacity."""

@@ -1,0 +1,392 @@
+"""Who may come in, and who may run: limits that hold at once, and a queue that is fair to tenants.
+
+A request *enters* the router, or is refused on the spot: by the limits of its key, by its tenant's share of the queue, or
+because it would wait longer than it may. It then waits for *places*, one per sequence: there are as many as the workers can
+serve at the same time. Tenants get them by what they were served in tokens (`FairQueue`), and within a tenant the lowest
+`priority` value is first, then the order of arrival.
+
+Where several tenants share the fleet, none may take everything that is left: a tenant may queue as many sequences as stay
+free in the queue, and hold `PLACES_PER_FREE` places for each that stays free. A tenant that comes anew finds room in both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, NoReturn
+
+from pdserve.common.errors import Draining, Overloaded
+from pdserve.router.admission.capacity import Capacity, Limits
+from pdserve.router.admission.fair_queue import FairQueue
+from pdserve.router.admission.place import Cost, Place, Waiter, granted
+from pdserve.router.tenants.client import ANYBODY, Client
+from pdserve.router.tenants.tenant_account import RETRY_AFTER_S, TenantAccounts
+
+RETRY_AFTER_MAX_S = 30.0
+PLACES_PER_FREE = 8
+"""Places that one tenant may hold for each that is free."""
+MAX_OVERTAKES = 8
+"""So often may others pass a request that does not fit yet; then nothing passes it."""
+PREFILL_AHEAD_S = 0.05
+"""With several tenants, prompts go to workers only while less than so much prefill waits there: workers' own queues know no
+tenants, so a prompt waits in this one, where its turn comes."""
+_LOOK_AHEAD = 16
+"""Requests that are looked at behind one that does not fit."""
+_LOOK_AHEAD_PER_TENANT = 4
+_KEPT = 0.9
+"""Part of the past in the mean time of a place, with each place that is given back."""
+
+
+class Admission:
+    """Counts the requests in the router, and gives places in the queue's order."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        capacity: Callable[[], Capacity],
+        *,
+        num_tenants: Callable[[], int] = lambda: 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """capacity: asked whenever a place might be given; call `recheck` when it has grown.
+
+        num_tenants: that there are keys of. clock: seconds, monotonic.
+        """
+        self._limits = limits
+        self._capacity = capacity
+        self._num_tenants = num_tenants
+        self._clock = clock
+        self._closing = asyncio.Event()
+        self.tenants = TenantAccounts(limits.max_requests_per_key, clock)
+        self.num_requests = 0
+        """Prompts that entered and have not left."""
+        self._num_sequences = 0
+        """Of these."""
+        self.num_running = 0
+        """Places that are held."""
+        self.num_sessions = 0
+        """Sessions that are open."""
+        self._unplaced_tokens = 0
+        """Of prompts that have their places and are on their way to a worker."""
+        self._running_blocks = 0
+        self._running_since = 0.0
+        """Sum of the moments at which those that run got their places."""
+        self._mean_s: float | None = None
+        self._queue = FairQueue[Waiter]()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+        self._expel: dict[Callable[[], None], None] = {}
+
+    @property
+    def closed(self) -> bool:
+        """Nobody comes in any more."""
+        return self._closing.is_set()
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the workers can do at the same time, now."""
+        return self._capacity()
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a place now."""
+        return len(self._queue)
+
+    def num_queued_of(self, tenant: str) -> int:
+        """Requests of one tenant that wait for a place now."""
+        return self._queue.num_of(tenant)
+
+    def enter(
+        self,
+        num_requests: int,
+        expel: Callable[[], None],
+        *,
+        client: Client = ANYBODY,
+        num_sequences: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Take requests in. Call `leave` with the same arguments when they have ended.
+
+        expel: called if the router cannot wait for these requests to end. client: whose they are. num_sequences: of all
+        requests together; None: one each. timeout_s: until when they must be done.
+        Raises: Overloaded, at once, when there is no room or the wait would be too long; InvalidRequest for more than a
+        key may ever have; Draining after `close`.
+        """
+        if self.closed:
+            raise _leaving()
+        sequences = num_requests if num_sequences is None else num_sequences
+        self.tenants.check_sequences(client, sequences)
+        self.tenants.check_tokens(client, 1.0)
+        self._check_room(client, sequences, timeout_s)
+        self.num_requests += num_requests
+        self._num_sequences += sequences
+        account = self.tenants[client.tenant]
+        account.num_requests += num_requests
+        account.num_sequences += sequences
+        self._expel[expel] = None
+        self._emptied.clear()
+
+    def leave(
+        self,
+        num_requests: int,
+        expel: Callable[[], None],
+        *,
+        client: Client = ANYBODY,
+        num_sequences: int | None = None,
+    ) -> None:
+        """Arguments as they were given to `enter`."""
+        sequences = num_requests if num_sequences is None else num_sequences
+        self.num_requests -= num_requests
+        self._num_sequences -= sequences
+        account = self.tenants[client.tenant]
+        account.num_requests -= num_requests
+        account.num_sequences -= sequences
+        self._expel.pop(expel, None)
+        if not self.num_requests:
+            self._emptied.set()
+
+    def open_session(self, client: Client = ANYBODY) -> Callable[[], None]:
+        """Count a session until the returned function is called. Raises: Overloaded; Draining after `close`."""
+        if self.closed:
+            raise _leaving()
+        self.tenants.check_sessions(
+            client, self.num_sessions, self._capacity().num_sessions, is_shared=self._num_tenants() > 1
+        )
+        account = self.tenants[client.tenant]
+        account.num_sessions += 1
+        self.num_sessions += 1
+        is_open = True
+
+        def close() -> None:
+            nonlocal is_open
+            if is_open:
+                is_open = False
+                account.num_sessions -= 1
+                self.num_sessions -= 1
+
+        return close
+
+    @contextlib.asynccontextmanager
+    async def place(
+        self,
+        cost: Cost,
+        priority: int = 0,
+        until_hopeless: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        *,
+        client: Client = ANYBODY,
+    ) -> AsyncIterator[Place]:
+        """Hold a place inside the context, or several.
+
+        priority: lower goes first among the tenant's own. until_hopeless: awaited by those that have to wait, raises when
+        a place would be of no use to them; it does not return.
+        Raises: Overloaded after `queue_timeout_s`, or when the tenant has spent its tokens; what `until_hopeless` does.
+        """
+        account = self.tenants[client.tenant]
+        expected = cost.num_tokens + account.expected_output(cost.max_tokens, cost.num_places)
+        self.tenants.check_tokens(client, expected)
+        place = Place(cost, account, lambda tokens: self._queue.charge(client.tenant, tokens))
+        waiter = Waiter(client.tenant, account, place, asyncio.get_running_loop().create_future())
+        self._queue.append(client.tenant, id(waiter), waiter, priority)
+        self.recheck()
+        try:
+            await self._granted(waiter, until_hopeless)
+        except BaseException:
+            self._abandon(waiter)
+            raise
+        started_at = self._clock()
+        self._running_since += started_at * cost.num_places
+        try:
+            yield place
+        finally:
+            self._running_since -= started_at * cost.num_places
+            self._learn(self._clock() - started_at)
+            place.settle(has_run=True)
+            self._give_back(waiter)
+
+    async def _granted(self, waiter: Waiter, until_hopeless: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        try:
+            async with asyncio.timeout(self._limits.queue_timeout_s):
+                if waiter.granted.done() or until_hopeless is None:
+                    await waiter.granted
+                else:
+                    await granted(waiter, until_hopeless())
+        except TimeoutError:
+            raise Overloaded(
+                f"no place became free within {self._limits.queue_timeout_s:g} s (queue_timeout_s)",
+                self._retry_after_s(self.num_queued),
+            ) from None
+
+    def recheck(self) -> None:
+        """Give free places to those whose turn it is."""
+        if not self._queue:
+            return
+        capacity = self._capacity()
+        while self._queue and (waiter := self._next(capacity)) is not None:
+            self._queue.take(id(waiter), waiter.place.expected_tokens)
+            self.num_running += waiter.cost.num_places
+            waiter.account.num_running += waiter.cost.num_places
+            self._running_blocks += waiter.cost.num_blocks
+            self._unplaced_tokens += waiter.cost.num_tokens
+            waiter.place.on_placed = lambda tokens=waiter.cost.num_tokens: self._placed(tokens)
+            if not waiter.granted.done():
+                waiter.granted.set_result(None)
+
+    def _next(self, capacity: Capacity) -> Waiter | None:
+        """The first that fits; those before it that have been passed too often are not passed again."""
+        if self._is_behind_with_prefill(capacity):
+            return None
+        passed: list[Waiter] = []
+        over_share: set[str] = set()
+        candidates = self._queue.first(
+            _LOOK_AHEAD, _LOOK_AHEAD_PER_TENANT, lambda tenant: self._is_within_share(tenant, 1, capacity)
+        )
+        for waiter in candidates:
+            if waiter.tenant in over_share:
+                continue
+            if not self._is_within_share(waiter.tenant, waiter.cost.num_places, capacity):
+                # its tenant's later requests do not pass it; other tenants' do, for they take nothing of its share
+                over_share.add(waiter.tenant)
+            elif self._fits(waiter, capacity):
+                for other in passed:
+                    other.num_passed += 1
+                return waiter
+            elif waiter.num_passed >= MAX_OVERTAKES:
+                return None
+            else:
+                passed.append(waiter)
+        return None
+
+    def _is_behind_with_prefill(self, capacity: Capacity) -> bool:
+        """Whether the workers have enough prompts to go on with for now."""
+        if not self.num_running or self._num_tenants() <= 1 or capacity.prefill_tokens_per_s <= 0:
+            return False
+        ahead = capacity.waiting_tokens + self._unplaced_tokens
+        return ahead > 0 and ahead >= PREFILL_AHEAD_S * capacity.prefill_tokens_per_s
+
+    def _placed(self, num_tokens: int) -> None:
+        self._unplaced_tokens -= num_tokens
+
+    def _fits(self, waiter: Waiter, capacity: Capacity) -> bool:
+        if not self.num_running:
+            return True
+        if self.num_running + waiter.cost.num_places > capacity.num_requests:
+            return False
+        return capacity.num_blocks is None or self._running_blocks + waiter.cost.num_blocks <= capacity.num_blocks
+
+    def _is_within_share(self, tenant: str, num_places: int, capacity: Capacity) -> bool:
+        """Whether the tenant, with so many more places, leaves enough free for those that come anew."""
+        held = self.tenants[tenant].num_running
+        if not held or self._num_tenants() <= 1:
+            return True
+        return held + num_places <= PLACES_PER_FREE * (capacity.num_requests - self.num_running)
+
+    def estimated_wait_s(self, num_ahead: int) -> float | None:
+        """How long somebody with so many before them, themselves included, waits for a place; None: not known yet."""
+        mean_s = self._mean_place_s()
+        if mean_s is None:
+            return None
+        # what runs while others wait is what fits, whatever the count of places says
+        at_once = self.num_running if self._queue else self._capacity().num_requests
+        # without a worker nobody knows
+        return num_ahead * mean_s / at_once if at_once else None
+
+    def close(self) -> None:
+        """From now on nobody comes in."""
+        self._closing.set()
+
+    async def until_closed(self) -> NoReturn:
+        """For who stays in the router without a request. Raises: Draining after `close`."""
+        await self._closing.wait()
+        raise _leaving()
+
+    def expel(self) -> None:
+        """End the requests that are still in the router."""
+        for expel in list(self._expel):
+            expel()
+
+    async def emptied(self) -> None:
+        """Returns when no request is in the router."""
+        await self._emptied.wait()
+
+    def _check_room(self, client: Client, num_more: int, timeout_s: float | None) -> None:
+        capacity = self._capacity().num_requests
+        # those that are still being tokenized will wait too
+        num_ahead = self._num_sequences + num_more - capacity
+        if self._queue:
+            num_ahead = max(num_ahead, self._num_sequences - self.num_running + num_more)
+        if num_ahead <= 0:
+            return
+        free = 0 if self._queue else max(0, capacity - self.num_running)
+        num_own = max(0, self.tenants[client.tenant].num_waiting - free)
+        self._check_queue(client, num_ahead, num_own, num_more)
+        # turns are by tenant: what others have queued behind their own first ones does not come before this
+        num_tenants = self._queue.num_tenants + (0 if self._queue.num_of(client.tenant) else 1)
+        num_ahead = min(num_ahead, (num_own + num_more) * num_tenants)
+        wait_s = self.estimated_wait_s(num_ahead)
+        if wait_s is None:
+            return
+        if wait_s > self._limits.queue_timeout_s:
+            raise Overloaded(
+                f"a place would be free in about {wait_s:.1f} s, queue_timeout_s is {self._limits.queue_timeout_s:g}",
+                self._retry_after_s(num_ahead),
+            )
+        if timeout_s is not None and wait_s + (self._mean_place_s() or 0.0) > timeout_s:
+            raise Overloaded(
+                f"it could not be done in time: a place would be free in about {wait_s:.1f} s, the request's deadline "
+                f"is in {timeout_s:.1f} s",
+                self._retry_after_s(num_ahead),
+            )
+
+    def _check_queue(self, client: Client, num_ahead: int, num_own: int, num_more: int) -> None:
+        """num_ahead: sequences that would wait, of all tenants. num_own: of them those of this tenant before it came."""
+        self.tenants.check_waiting(client, num_own, num_more)
+        limit = self._limits.max_queued_requests
+        # those of one request may be more, or it would be refused however often it came
+        if num_ahead > limit and num_ahead > num_more:
+            raise Overloaded(
+                f"{self._num_sequences} requests are in the router, {self.num_running} of them run, and {num_more} "
+                f"more came; at most {limit} may wait (max_queued_requests)",
+                self._retry_after_s(num_ahead - limit),
+            )
+        left = limit - (num_ahead - num_more)
+        if self._num_tenants() > 1 and num_own and num_own + num_more > left:
+            raise Overloaded(
+                f"{num_own} requests of tenant {client.tenant} wait and {num_more} more came; a tenant may have as many "
+                f"as stay free for others, which are {max(0, left)} of {limit} (max_queued_requests)",
+                self._retry_after_s(num_own),
+            )
+
+    def _retry_after_s(self, num_ahead: int) -> float:
+        wait_s = self.estimated_wait_s(num_ahead) or RETRY_AFTER_S
+        return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_S, wait_s))
+
+    def _mean_place_s(self) -> float | None:
+        """How long a place is held; before any was given back, how long those that run have held theirs."""
+        if self._mean_s is not None or not self.num_running:
+            return self._mean_s
+        return max(0.0, self._clock() - self._running_since / self.num_running)
+
+    def _learn(self, held_s: float) -> None:
+        self._mean_s = held_s if self._mean_s is None else _KEPT * self._mean_s + (1 - _KEPT) * held_s
+
+    def _abandon(self, waiter: Waiter) -> None:
+        waiter.place.settle(has_run=False)
+        if not self._queue.remove(id(waiter)):
+            self._queue.charge(waiter.tenant, -waiter.place.expected_tokens)
+            self._give_back(waiter)
+        else:
+            # others that were kept behind it may fit
+            self.recheck()
+
+    def _give_back(self, waiter: Waiter) -> None:
+        self.num_running -= waiter.cost.num_places
+        waiter.account.num_running -= waiter.cost.num_places
+        self._running_blocks -= waiter.cost.num_blocks
+        waiter.place.placed()
+        self.recheck()
+
+
+def _leaving() -> Draining:
+    return Draining("this router is shutting down")

@@ -1,0 +1,92 @@
+"""`FairThreads`: a few threads whose time goes to tenants in equal parts, however many calls each has waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from pdserve.router.admission.fair_queue import FairQueue
+
+T = TypeVar("T")
+
+
+class FairThreads:
+    """Used in one event loop; `close` it. What a call costs its tenant is the processor time that it took."""
+
+    def __init__(self, num_threads: int, name: str, *, processor_s: Callable[[], float] = time.thread_time) -> None:
+        """name: begins the threads' names. processor_s: seconds that the calling thread has used of a processor."""
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._num_free = num_threads
+        self._processor_s = processor_s
+        self._queue = FairQueue[asyncio.Future[None]]()
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that have no thread yet."""
+        return len(self._queue)
+
+    def num_waiting_of(self, tenant: str) -> int:
+        """Of one tenant."""
+        return self._queue.num_of(tenant)
+
+    async def run(self, tenant: str, call: Callable[[], T]) -> T:
+        """What `call` returns or raises, from one of the threads, when the tenant's turn has come.
+
+        Cancelled while it waits, it is never called. Cancelled later, it keeps its thread until it has ended.
+        """
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._queue.append(tenant, id(turn), turn)
+        self._dispatch()
+        try:
+            await turn
+        except BaseException:
+            if not self._queue.remove(id(turn)):
+                self._give_back()
+            raise
+        running = self._threads.submit(self._timed, call)
+
+        def ended(_: Future[tuple[float, T | None, BaseException | None]]) -> None:
+            # a loop that has closed has nothing to wait for
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._ended, tenant, running)
+
+        running.add_done_callback(ended)
+        _, result, error = await asyncio.wrap_future(running)
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]  # None is what the call has returned, then
+
+    def close(self) -> None:
+        """What has not begun is never called."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _timed(self, call: Callable[[], T]) -> tuple[float, T | None, BaseException | None]:
+        """Seconds of the processor, and what the call has returned or raised."""
+        started_s = self._processor_s()
+        try:
+            result, error = call(), None
+        except BaseException as raised:
+            result, error = None, raised
+        return self._processor_s() - started_s, result, error
+
+    def _ended(self, tenant: str, running: Future[tuple[float, T | None, BaseException | None]]) -> None:
+        if not running.cancelled():
+            self._queue.charge(tenant, running.result()[0])
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._num_free += 1
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        while self._num_free and (turns := self._queue.first(1)):
+            [turn] = turns
+            self._queue.take(id(turn), 0.0)
+            self._num_free -= 1
+            if not turn.done():
+                turn.set_result(None)

@@ -1,0 +1,98 @@
+"""`Place`: what a request holds while it runs, and `Waiter`: a request that waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from pdserve.router.tenants.tenant_account import TenantAccount
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request will ask of the workers, as far as it is known before it runs."""
+
+    num_blocks: int = 0
+    """KV blocks of the prompt."""
+    num_places: int = 1
+    """Its sequences."""
+    num_tokens: int = 1
+    """Of the prompt."""
+    max_tokens: int = 0
+    """Output of each sequence, at most."""
+
+
+class Place:
+    """Held by a request that runs; says what it costs as it becomes known."""
+
+    def __init__(self, cost: Cost, account: TenantAccount, charge: Callable[[float], None]) -> None:
+        self.cost = cost
+        self._account = account
+        self._charge = charge
+        self.on_placed: Callable[[], None] | None = None
+        """Called once, when a worker has the prompt; set with the place."""
+        self._output = 0
+        self._charged_output = account.expected_output(cost.max_tokens, cost.num_places)
+        account.spend(cost.num_tokens + self._charged_output)
+
+    @property
+    def expected_tokens(self) -> float:
+        """Prompt and output, as they were charged before it ran."""
+        return self.cost.num_tokens + self._charged_output
+
+    def placed(self) -> None:
+        """A worker has the prompt, or none will. Harmless when called again."""
+        on_placed, self.on_placed = self.on_placed, None
+        if on_placed is not None:
+            on_placed()
+
+    def produced(self, num_tokens: int) -> None:
+        """So many more output tokens went to the client."""
+        self._output += num_tokens
+        if (more := self._output - self._charged_output) > 0:
+            self._correct(more)
+
+    def settle(self, *, has_run: bool) -> None:
+        """Nothing more comes: give back what was charged and not used."""
+        if not has_run:
+            self._account.spend(-self.expected_tokens)
+            return
+        self._correct(self._output - self._charged_output)
+        if self.cost.max_tokens:
+            self._account.learn(self._output, self.cost.num_places)
+
+    def _correct(self, num_tokens: float) -> None:
+        self._charged_output += num_tokens
+        self._account.spend(num_tokens)
+        self._charge(num_tokens)
+
+
+class Waiter(msgspec.Struct, gc=False, eq=False):
+    """Stands in the queue until `granted` is set."""
+
+    tenant: str
+    account: TenantAccount
+    place: Place
+    granted: asyncio.Future[None]
+    num_passed: int = 0
+    """Others that came behind it and went before it."""
+
+    @property
+    def cost(self) -> Cost:
+        return self.place.cost
+
+
+async def granted(waiter: Waiter, hopeless: Coroutine[Any, Any, None]) -> None:
+    """Returns when the waiter has its places. Raises: what `hopeless` does before."""
+    losing_hope = asyncio.ensure_future(hopeless)
+    # not by `first_of`: it would cancel the grant while the waiter still stands in the queue
+    try:
+        await asyncio.wait((waiter.granted, losing_hope), return_when=asyncio.FIRST_COMPLETED)
+        if not waiter.granted.done():
+            losing_hope.result()
+    finally:
+        losing_hope.cancel()
+        # it may have ended beside the grant: its error is not asked for
+        await asyncio.gather(losing_hope, return_exceptions=True)

@@ -1,0 +1,350 @@
+"""One attempt: a placement of a request, and its legs in one cancel scope.
+
+Whatever way an attempt ends, both of its calls have ended with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+
+from pdserve.common.errors import (
+    DeadlineExceeded,
+    DigestMismatch,
+    Draining,
+    InternalError,
+    PdServeError,
+    TransferFailed,
+    WorkerLost,
+)
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.timeline import Timeline
+from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded
+from pdserve.router.attempts.attempt_state import AttemptState, moved
+from pdserve.router.attempts.legs import (
+    Admitted,
+    Computed,
+    DecodeLeg,
+    DecodeLegEvent,
+    Ended,
+    Landed,
+    LegFailed,
+    NeedsPrefill,
+    Outputs,
+    PrefillingLocally,
+    PrefillLeg,
+    PrefillLegEvent,
+    PromptLogprobs,
+)
+from pdserve.router.placement.placement import Placement
+from pdserve.router.workers.worker import Booking, Worker
+from pdserve.text.output_processor import PositionConflict
+
+log = logging.getLogger(__name__)
+
+TRANSFER_ID_BYTES = 16
+
+
+class Attempt:
+    """One placement of a request. `run` once."""
+
+    def __init__(
+        self,
+        number: int,
+        request: PreparedRequest,
+        placement: Placement,
+        timeline: Timeline,
+        relay: Callable[[Outputs], bool],
+        relay_prompt: Callable[[PromptLogprobs], None] | None = None,
+    ) -> None:
+        """relay: takes outputs, each sequence's in the order of their positions, returns whether their sequence has
+        ended, and raises PdServeError where they contradict what was relayed before."""
+        self.number = number
+        self.state = AttemptState.PLACED
+        self.request = request
+        self.placement = placement
+        self._timeline = timeline
+        self._relay = relay
+        self._relay_prompt = relay_prompt
+        self._transfer_id = secrets.token_bytes(TRANSFER_ID_BYTES) if self._remote else b""
+        self.transfer_bytes = 0
+        """What has landed at decode, as decode says."""
+        self._computed = False
+        self._landed = False
+        self._early: list[Outputs] = []
+        """Decode's outputs from before the first token was known."""
+        self._ended_sequences: set[int] = set()
+        self._ended: asyncio.Future[None] | None = None
+        self._prefill_leg: PrefillLeg | None = None
+        self._decode_leg: DecodeLeg | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._bookings: list[Booking] = []
+        self._farewells: list[Callable[[], None]] = []
+
+    async def run(self) -> None:
+        """Serve the request to its end. Both legs have ended when this returns or raises.
+
+        Raises: AttemptFailed; PrefillNeeded, when decode did nothing.
+        """
+        self._ended = asyncio.get_running_loop().create_future()
+        try:
+            self._open()
+            await self._ended
+            self._move(AttemptState.DONE)
+        except asyncio.CancelledError:
+            self._move(AttemptState.CANCELLED)
+            raise
+        except BaseException:
+            self._move(AttemptState.FAILED)
+            raise
+        finally:
+            self._cancel_legs()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            if self._ended.done() and not self._ended.cancelled():
+                # seen, also when a cancellation came between
+                self._ended.exception()
+
+    @property
+    def _remote(self) -> bool:
+        return self.placement.prefill is not None and self.placement.decode is not None
+
+    def _move(self, state: AttemptState) -> None:
+        self.state = moved(self.state, state)
+
+    def _open(self) -> None:
+        """Open both calls at once: decode attaches to its source while the prompt still waits there."""
+        prefill, decode = self.placement.prefill, self.placement.decode
+        self._move(AttemptState.STREAMING if prefill is None else AttemptState.PREFILLING)
+        shares = self.placement.prefill_share, self.placement.decode_share
+        for worker, share in zip((prefill, decode), shares, strict=True):
+            if worker is not None:
+                self._bookings.append(worker.book(share))
+                self._farewells.append(worker.tell_death(self._on_death))
+        if prefill is not None:
+            leg = PrefillLeg(prefill, self.request, self.number, self._transfer_id, decode)
+            self._prefill_leg = leg
+            self._tasks.append(asyncio.create_task(self._follow_prefill(leg, prefill)))
+        if decode is not None:
+            self._decode_leg = DecodeLeg(
+                decode,
+                self.request,
+                self.number,
+                transfer_id=self._transfer_id,
+                source=prefill,
+                prefill_here=self.placement.prefill_here,
+                local_prefill_tokens=self.placement.local_prefill_tokens,
+            )
+            self._tasks.append(asyncio.create_task(self._follow_decode(self._decode_leg, decode)))
+
+    def _cancel_legs(self) -> None:
+        """Both calls end in this turn of the event loop."""
+        for leg in (self._prefill_leg, self._decode_leg):
+            if leg is not None:
+                leg.cancel()
+        for task in self._tasks:
+            task.cancel()
+        for farewell in self._farewells:
+            farewell()
+        for booking in self._bookings:
+            booking.end()
+
+    def _end(self, failure: Exception | None = None) -> None:
+        """The first cause to end the attempt counts."""
+        if self._ended is None or self._ended.done():
+            return
+        if failure is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(failure)
+        # not after run() wakes: what is left of the legs must not be read any more
+        self._cancel_legs()
+
+    @property
+    def _over(self) -> bool:
+        return self._ended is None or self._ended.done()
+
+    @property
+    def _decode_finished(self) -> bool:
+        """Decode has said its last word, though the first token is not known yet."""
+        num_finished = sum(outputs.finish_reason is not None for outputs in self._early)
+        return num_finished == self.request.num_sequences
+
+    async def _follow_prefill(self, leg: PrefillLeg, worker: Worker) -> None:
+        try:
+            while (event := await leg.next()) is not None:
+                self._on_prefill(event)
+                if self._over:
+                    return
+            self._on_prefill_lost(worker, WorkerLost(f"prefill worker {worker} ended its call early"), died=False)
+        except LegFailed as failure:
+            if isinstance(failure.error, Draining):
+                worker.refuse_more()
+            self._on_prefill_lost(worker, failure.error, failure.died)
+        except PdServeError as error:
+            self._end(AttemptFailed(error, worker))
+        except Exception as error:
+            log.exception("request %s: the prefill leg failed in the router", self.request.request_id)
+            self._end(AttemptFailed(InternalError(f"the router failed: {type(error).__name__}")))
+
+    async def _follow_decode(self, leg: DecodeLeg, worker: Worker) -> None:
+        try:
+            while (event := await leg.next()) is not None:
+                self._on_decode(event)
+                if self._over:
+                    return
+            if not self._decode_finished:
+                error = WorkerLost(f"decode worker {worker} ended its call before the last token")
+                self._end(AttemptFailed(error, worker))
+        except LegFailed as failure:
+            self._on_decode_lost(worker, failure)
+        except PdServeError as error:
+            self._end(AttemptFailed(error, worker))
+        except Exception as error:
+            log.exception("request %s: the decode leg failed in the router", self.request.request_id)
+            self._end(AttemptFailed(InternalError(f"the router failed: {type(error).__name__}")))
+
+    def _on_prefill(self, event: PrefillLegEvent) -> None:
+        match event:
+            case Admitted(moments):
+                self._timeline.merge(moments)
+            case PromptLogprobs():
+                self._take_prompt(event)
+            case Computed():
+                self._on_computed(event)
+            case Ended():
+                self._timeline.merge(event.moments)
+                # the receiver's own word may still be on its way
+                self._landed |= event.released
+                if not event.released and self._remote:
+                    error = TransferFailed(
+                        f"prefill worker {self.placement.prefill} gave the transfer up: {event.cause}"
+                    )
+                    self._on_prefill_lost(self.placement.prefill, error, died=False)
+
+    def _on_computed(self, computed: Computed) -> None:
+        if self._computed:
+            return
+        self._computed = True
+        self._bookings[0].computed()
+        self._timeline.merge(computed.moments)
+        expected = len(self.request.given_token_ids)
+        if computed.request_digest != self.request.request_digest or computed.num_tokens != expected:
+            raise DigestMismatch(
+                f"prefill worker {self.placement.prefill} computed {computed.num_tokens} tokens of another request, "
+                f"{expected} of this one were asked for"
+            )
+        if self.state is AttemptState.PREFILLING:
+            self._move(AttemptState.STREAMING)
+        for outputs in computed.first_outputs:
+            self._take(outputs)
+        self._take_early()
+        if not self._remote and not self._over:
+            raise InternalError(f"prefill worker {self.placement.prefill} did not end a request of one token")
+
+    def _on_decode(self, event: DecodeLegEvent) -> None:
+        match event:
+            case Outputs():
+                self._bookings[-1].computed()
+                if self.state is AttemptState.PREFILLING:
+                    self._early.append(event)
+                else:
+                    self._take(event)
+            case Admitted(moments):
+                self._timeline.merge(moments)
+            case PromptLogprobs():
+                self._take_prompt(event)
+            case Landed():
+                self._landed = True
+                self.transfer_bytes = event.transfer_bytes
+                self._timeline.merge(event.moments)
+            case PrefillingLocally():
+                self._drop_prefill()
+            case NeedsPrefill(uncached_tokens):
+                self._end(PrefillNeeded(uncached_tokens))
+
+    def _take(self, outputs: Outputs) -> None:
+        if self._over:
+            return
+        if outputs.moments:
+            self._timeline.merge(outputs.moments)
+        if outputs.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            raise InternalError(f"the engine ended the request: {outputs.finish_reason}")
+        if (resume := self.request.resume) is not None and outputs.index != resume.index:
+            raise PositionConflict(f"sequence {outputs.index} came where {resume.index} was asked for")
+        if not self._relay(outputs) or outputs.index in self._ended_sequences:
+            return
+        self._ended_sequences.add(outputs.index)
+        if len(self._ended_sequences) == self.request.num_sequences:
+            self._end()
+        elif outputs.finish_reason is None and self._decode_leg is not None:
+            # its text has ended, by a stop string: decode need not go on with it
+            self._tasks.append(asyncio.create_task(self._decode_leg.end_sequence(outputs.index)))
+
+    def _take_early(self) -> None:
+        """What decode said before the first token was known; what is wrong with it is not prefill's fault."""
+        early, self._early = self._early, []
+        try:
+            for outputs in early:
+                self._take(outputs)
+        except PdServeError as error:
+            self._end(AttemptFailed(error, self.placement.decode))
+
+    def _take_prompt(self, logprobs: PromptLogprobs) -> None:
+        if self._relay_prompt is not None and not self._over:
+            self._relay_prompt(logprobs)
+
+    def _drop_prefill(self) -> None:
+        """Decode goes on without its source."""
+        if self._prefill_leg is not None:
+            leg, self._prefill_leg = self._prefill_leg, None
+            leg.cancel()
+            self._tasks[0].cancel()
+            self._bookings[0].end()
+            self._farewells[0]()
+        if self.state is AttemptState.PREFILLING:
+            self._move(AttemptState.STREAMING)
+        self._take_early()
+
+    def _on_prefill_lost(self, worker: Worker | None, error: PdServeError, died: bool) -> None:
+        """The prefill leg has no more to say. It may go when its first token and all of its blocks have come."""
+        if self._prefill_leg is None or (self._computed and self._landed):
+            return
+        kv_lost = self._remote and isinstance(error, (TransferFailed, WorkerLost))
+        self._end(_lost(self._prefill_leg, worker, error, died=died, in_transfer=kv_lost))
+
+    def _on_decode_lost(self, worker: Worker, failure: LegFailed) -> None:
+        error = failure.error
+        if isinstance(error, Draining):
+            worker.refuse_more()
+        if self._decode_finished:
+            return
+        if isinstance(error, TransferFailed) and self._remote:
+            self._end(AttemptFailed(error, self.placement.prefill, in_transfer=True))
+        elif isinstance(error, DeadlineExceeded):
+            self._end(AttemptFailed(error))
+        else:
+            self._end(_lost(self._decode_leg, worker, error, died=failure.died))
+
+    def _on_death(self, worker: Worker) -> None:
+        error = WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}")
+        if worker is self.placement.prefill:
+            self._on_prefill_lost(worker, error, died=True)
+        elif not self._decode_finished:
+            self._end(_lost(self._decode_leg, worker, error, died=True))
+
+
+def _lost(
+    leg: PrefillLeg | DecodeLeg | None,
+    worker: Worker | None,
+    error: PdServeError,
+    *,
+    died: bool,
+    in_transfer: bool = False,
+) -> AttemptFailed:
+    """The leg with which the attempt was lost; None for one that was not opened yet."""
+    unheard = leg is None or not leg.was_heard
+    return AttemptFailed(error, worker, died=died, unheard=unheard, in_transfer=in_transfer)

@@ -1,0 +1,65 @@
+"""One embedding as a gRPC call to a prefill worker."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+import grpc.aio
+import msgspec
+
+from pdserve.common.errors import PeerError, WorkerLost
+from pdserve.common.net.service_channel import EMBED, readable, warn_of
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.wire import moments_from_wire, prepared_to_wire
+from pdserve.router.attempts.legs import LegFailed, Moments, leg_failed
+from pdserve.router.workers.worker import Worker
+from pdserve.v1 import prefill_pb2, request_pb2
+
+
+class Embedded(msgspec.Struct):
+    """What a worker answered."""
+
+    values: array[float]
+    """float32, packed: a list takes eight times the memory."""
+    num_cached_tokens: int
+    moments: Moments
+
+
+async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedded:
+    """The call has ended when this returns or raises, also when the worker dies. number: of the attempt.
+
+    Raises: LegFailed, also for a vector of another length than was asked for.
+    """
+    message = prefill_pb2.PoolingRequest(request=prepared_to_wire(request), attempt=request_pb2.Attempt(number=number))
+    call = worker.channel.unary_unary(
+        EMBED, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
+    )
+    farewell = worker.tell_death(lambda _: call.cancel())  # type: ignore[arg-type]
+    try:
+        response = readable(await call)
+    except grpc.aio.AioRpcError as error:
+        raise leg_failed(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise LegFailed(WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}"), died=True) from None
+    except PeerError as error:
+        raise LegFailed(error, died=False) from error
+    finally:
+        farewell()
+        call.cancel()
+    try:
+        return _embedded(worker, request, response)
+    except PeerError as error:
+        warn_of(f"worker {worker}", error)
+        raise LegFailed(error, died=False) from error
+
+
+def _embedded(worker: Worker, request: PreparedRequest, response: prefill_pb2.PoolingResponse) -> Embedded:
+    """Raises: PeerError."""
+    asked = request.pooling_params.num_dimensions(worker.identity.hidden_size) if request.pooling_params else 0
+    if len(response.values) != asked:
+        raise PeerError(f"worker {worker} sent {len(response.values)} numbers, {asked} were asked for")
+    return Embedded(array("f", response.values), response.num_cached_tokens, moments_from_wire(response.moments))

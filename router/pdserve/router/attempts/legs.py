@@ -1,0 +1,377 @@
+"""The two legs of an attempt as gRPC calls, and their events as plain values."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+import msgspec
+
+from pdserve.common.errors import Cancelled, InternalError, PdServeError, PeerError, WorkerLost, WrongWorker
+from pdserve.common.first_done import first_of
+from pdserve.common.net.rpc import ERROR_CODE_KEY, from_rpc_error
+from pdserve.common.net.service_channel import END_SEQUENCES, GENERATE, PREFILL, SESSION, readable, warn_of
+from pdserve.common.request.engine_types import FinishReason, LogprobsLists
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.wire import (
+    finish_reason_from_wire,
+    logprobs_from_wire,
+    moments_from_wire,
+    prepared_to_wire,
+    sampling_to_wire,
+)
+from pdserve.router.workers.worker import Worker
+from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
+
+Moments = dict[str, int]
+"""name -> wall-clock nanoseconds"""
+_NO_MOMENTS: Moments = {}
+_ENDS = {number: name.lower() for name, number in prefill_pb2.Ended.How.items()}
+"""How a transfer ends; a newer worker may know further ways."""
+
+
+class Admitted(msgspec.Struct, gc=False):
+    moments: Moments
+
+
+class Outputs(msgspec.Struct, gc=False):
+    """New tokens of one sequence."""
+
+    index: int
+    first_position: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    moments: Moments = _NO_MOMENTS
+    logprobs: LogprobsLists | None = None
+
+
+class Computed(msgspec.Struct):
+    """Prefill has the prompt's KV and the first token."""
+
+    num_tokens: int
+    request_digest: bytes
+    first_outputs: list[Outputs]
+    moments: Moments
+
+
+class PromptLogprobs(msgspec.Struct):
+    """A run of prompt tokens."""
+
+    first_position: int
+    """In the prompt."""
+    logprobs: LogprobsLists
+
+
+class Ended(msgspec.Struct, gc=False):
+    """The transfer is over at its source."""
+
+    released: bool
+    """The receiver has everything; otherwise the source gave up, or its lease ran out."""
+    cause: str
+    moments: Moments
+
+
+class NeedsPrefill(msgspec.Struct, gc=False):
+    uncached_tokens: int
+
+
+class PrefillingLocally(msgspec.Struct, gc=False):
+    pass
+
+
+class Landed(msgspec.Struct, gc=False):
+    num_blocks: int
+    transfer_bytes: int
+    connector: str
+    moments: Moments
+
+
+class UnknownEvent(msgspec.Struct, gc=False):
+    """Something that a newer worker says."""
+
+
+PrefillLegEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
+DecodeLegEvent = Admitted | NeedsPrefill | PrefillingLocally | Landed | PromptLogprobs | Outputs | UnknownEvent
+END_SEQUENCE_TIMEOUT_S = 1.0
+E = TypeVar("E")
+M = TypeVar("M")
+
+
+class LegFailed(Exception):
+    """A leg ended with an error."""
+
+    def __init__(self, error: PdServeError, died: bool) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.died = died
+        """The channel broke, so that nobody on the other side said this; or a worker said that its engine has failed."""
+
+
+class _Leg(abc.ABC, Generic[M, E]):
+    """One open call. `next` until None; `cancel` at any time, more than once if need be."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        call: grpc.aio.UnaryStreamCall[Any, M] | grpc.aio.StreamStreamCall[Any, M],
+        request: PreparedRequest,
+    ) -> None:
+        self._call = call
+        self._peer = f"worker {worker}"
+        self._sampling = request.sampling_params
+        """What was asked for, by a session in its last turn. What a worker sends is counted before it is read."""
+        self._num_sequences = request.num_sequences
+        self._num_prompt_tokens = len(request.prompt_token_ids)
+        self.was_heard = False
+        """Whether the worker has said anything: it admits a request before it computes it."""
+
+    def cancel(self) -> None:
+        """Ends the call at both ends; goes out in this turn of the event loop."""
+        self._call.cancel()
+
+    async def next(self) -> E | None:
+        """The next event; None after the last of a call that ended well. Raises: LegFailed."""
+        try:
+            message: Any = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            failure = leg_failed(error)
+            self.was_heard |= _said_by_worker(error) and not isinstance(failure.error, WrongWorker)
+            raise failure from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise LegFailed(WorkerLost("the call was cancelled, but not by this router"), died=True) from None
+        except grpc.aio.UsageError as error:
+            raise LegFailed(InternalError(f"the call cannot be read: {error}"), died=False) from error
+        self.was_heard = True
+        if message is grpc.aio.EOF:
+            return None
+        try:
+            message = readable(message)
+        except PeerError as error:
+            raise LegFailed(error, died=False) from error
+        try:
+            return self._read(message)
+        except PeerError as error:
+            warn_of(self._peer, error)
+            raise LegFailed(error, died=False) from error
+
+    @abc.abstractmethod
+    def _read(self, message: M) -> E:
+        """The message as a plain value; one of a newer peer is an `UnknownEvent`."""
+
+    def _decode_event(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
+        """Raises: PeerError for more than was asked for."""
+        match message.WhichOneof("event"):
+            case "outputs":
+                return self._outputs(message.outputs)
+            case "prompt_logprobs":
+                return self._prompt_logprobs(message.prompt_logprobs)
+            case "admitted":
+                return Admitted(moments_from_wire(message.admitted.moments))
+            case "needs_prefill":
+                return NeedsPrefill(message.needs_prefill.uncached_tokens)
+            case "prefilling_locally":
+                return PrefillingLocally()
+            case "landed":
+                landed = message.landed
+                return Landed(
+                    landed.num_blocks, landed.transfer_bytes, landed.connector, moments_from_wire(landed.moments)
+                )
+            case _:
+                return UnknownEvent()
+
+    def _prompt_logprobs(self, message: request_pb2.PromptLogprobs) -> PromptLogprobs:
+        count, limit = len(message.logprobs.sampled_ranks), self._num_prompt_tokens
+        if count > limit or message.first_position > limit:
+            raise PeerError(
+                f"a worker sent log-probabilities of {count} prompt tokens from position {message.first_position} on, "
+                f"where the prompt has {limit}"
+            )
+        self._verify_width(message.logprobs, self._sampling.prompt_logprobs)
+        return PromptLogprobs(message.first_position, logprobs_from_wire(message.logprobs))
+
+    def _outputs(self, message: request_pb2.Outputs) -> Outputs:
+        num_tokens, limit = len(message.token_ids), self._sampling.max_tokens
+        if message.first_position + num_tokens > limit:
+            raise PeerError(
+                f"a worker sent {num_tokens} tokens from position {message.first_position} on, where max_tokens is {limit}"
+            )
+        if (count := len(message.logprobs.sampled_ranks)) > num_tokens:
+            raise PeerError(f"a worker sent log-probabilities of {count} tokens for {num_tokens} tokens")
+        self._verify_width(message.logprobs, self._sampling.logprobs)
+        return Outputs(
+            message.index,
+            message.first_position,
+            list(message.token_ids),
+            finish_reason_from_wire(message.finish_reason),
+            message.stop_token_id if message.HasField("stop_token_id") else None,
+            message.num_cached_tokens,
+            moments_from_wire(message.moments) if message.moments else _NO_MOMENTS,
+            logprobs_from_wire(message.logprobs) if message.HasField("logprobs") else None,
+        )
+
+    @staticmethod
+    def _verify_width(logprobs: request_pb2.Logprobs, asked: int | None) -> None:
+        if logprobs.width > 1 + (asked or 0):
+            raise PeerError(f"a worker sent {logprobs.width} log-probabilities per token, where {asked} were asked for")
+
+
+class PrefillLeg(_Leg[prefill_pb2.PrefillEvent, PrefillLegEvent]):
+    def __init__(
+        self, worker: Worker, request: PreparedRequest, number: int, transfer_id: bytes, receiver: Worker | None
+    ) -> None:
+        """Opens the call. receiver: who alone may read the blocks; None with an empty `transfer_id`."""
+        message = prefill_pb2.PrefillRequest(
+            request=prepared_to_wire(request),
+            attempt=request_pb2.Attempt(number=number),
+            transfer_id=transfer_id,
+        )
+        if receiver is not None:
+            message.receiver.worker_id, message.receiver.epoch = receiver.key
+        super().__init__(
+            worker,
+            worker.channel.unary_stream(
+                PREFILL, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
+            ),
+            request,
+        )
+
+    def _read(self, message: prefill_pb2.PrefillEvent) -> PrefillLegEvent:
+        match message.WhichOneof("event"):
+            case "admitted":
+                return Admitted(moments_from_wire(message.admitted.moments))
+            case "computed":
+                computed = message.computed
+                if (num := len(computed.first_outputs)) > self._num_sequences:
+                    raise PeerError(f"a worker sent outputs of {num} sequences, {self._num_sequences} were asked for")
+                return Computed(
+                    num_tokens=computed.num_tokens,
+                    request_digest=computed.request_digest,
+                    first_outputs=[self._outputs(outputs) for outputs in computed.first_outputs],
+                    moments=moments_from_wire(computed.moments),
+                )
+            case "prompt_logprobs":
+                return self._prompt_logprobs(message.prompt_logprobs)
+            case "ended":
+                released = message.ended.how == prefill_pb2.Ended.RELEASED
+                how = _ENDS.get(message.ended.how, "ended")
+                cause = f"{how}: {message.ended.cause}" if message.ended.cause else how
+                return Ended(released, cause, moments_from_wire(message.ended.moments))
+            case _:
+                return UnknownEvent()
+
+
+class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
+    def __init__(
+        self,
+        worker: Worker,
+        request: PreparedRequest,
+        number: int,
+        *,
+        transfer_id: bytes,
+        source: Worker | None,
+        prefill_here: bool,
+        local_prefill_tokens: int | None,
+    ) -> None:
+        """Opens the call. source: where the KV blocks come from; None to prefill at `worker`."""
+        self._channel = worker.channel
+        self._of_sequences = decode_pb2.EndSequencesRequest(request_id=request.request_id, attempt=number)
+        message = decode_pb2.DecodeRequest(
+            request=prepared_to_wire(request),
+            attempt=request_pb2.Attempt(
+                number=number, prefill_here=prefill_here, local_prefill_tokens=local_prefill_tokens
+            ),
+        )
+        if source is not None:
+            message.source.worker_id, message.source.epoch = source.key
+            message.source.address = source.identity.address
+            message.source.transfer_id = transfer_id
+        super().__init__(
+            worker,
+            worker.channel.unary_stream(
+                GENERATE, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
+            ),
+            request,
+        )
+
+    async def end_sequence(self, index: int) -> None:
+        """Decode goes on without this sequence. Not more than a wish: what it still sends of it is dropped."""
+        request = decode_pb2.EndSequencesRequest(indexes=[index])
+        request.MergeFrom(self._of_sequences)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._channel.unary_unary(END_SEQUENCES, request, timeout=END_SEQUENCE_TIMEOUT_S)
+
+    def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
+        return self._decode_event(message)
+
+
+class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
+    """A session's call: `open` it or `go_on` with a turn, then `next` until the turn's last outputs."""
+
+    def __init__(self, worker: Worker, request: PreparedRequest) -> None:
+        """Makes the call, with a proof for its first turn, which `open` sends."""
+        self._first = decode_pb2.DecodeTurn(open=prepared_to_wire(request)).SerializeToString()
+        self._turns: grpc.aio.StreamStreamCall[Any, decode_pb2.DecodeEvent] = worker.channel.stream_stream(
+            SESSION, self._first, metadata=request.trace_headers.items()
+        )
+        self._cancelled = asyncio.Event()
+        super().__init__(worker, self._turns, request)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._cancelled.set()
+
+    async def open(self) -> None:
+        """The first turn."""
+        await self._write(self._first)
+
+    async def go_on(self, token_ids: list[int], sampling: SamplingParams, headers: Mapping[str, str]) -> None:
+        """The next turn."""
+        self._num_prompt_tokens += self._sampling.max_tokens + len(token_ids)
+        self._sampling = sampling
+        turn = decode_pb2.NextTurn(
+            prompt_token_ids=token_ids, sampling=sampling_to_wire(sampling), trace_headers=dict(headers)
+        )
+        await self._write(decode_pb2.DecodeTurn(next=turn))
+
+    async def _write(self, turn: decode_pb2.DecodeTurn | bytes) -> None:
+        writing = asyncio.ensure_future(self._turns.write(turn))
+        # a call that is cancelled before it could connect never ends its write
+        async with first_of(writing, asyncio.ensure_future(self._cancelled.wait())):
+            if writing.done():
+                # of a call that has ended, `next` knows why
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    writing.result()
+
+    def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
+        return self._decode_event(message)
+
+
+def _said_by_worker(rpc_error: grpc.aio.AioRpcError) -> bool:
+    """Not by the channel, which broke."""
+    return any(name == ERROR_CODE_KEY for name, _ in rpc_error.trailing_metadata() or ())
+
+
+def leg_failed(rpc_error: grpc.aio.AioRpcError) -> LegFailed:
+    """Why a call of ours ended, and whether the worker died of it."""
+    error = from_rpc_error(rpc_error)
+    if _said_by_worker(rpc_error):
+        if isinstance(error, WrongWorker):
+            # another life answers there
+            return LegFailed(error, died=True)
+        # a worker says this of itself alone: its engine has failed, and its process follows
+        return LegFailed(error, died=isinstance(error, WorkerLost))
+    if isinstance(error, Cancelled):
+        # a server that stops cancels its calls; nobody here did
+        error = WorkerLost(f"the worker ended the call: {error.message}")
+    return LegFailed(error, died=isinstance(error, WorkerLost))

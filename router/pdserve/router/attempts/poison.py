@@ -1,0 +1,199 @@
+"""Prompts that take workers down with them: refused for a while, so that one of them cannot kill a fleet.
+
+A worker's death says little about each of the many requests that it served. It is divided among them; those that have
+met two deaths go on apart from each other, one at a worker, and only a prompt that the deaths point to is refused, to
+the client that sent it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from pdserve.common.errors import WorkerLost
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.router.attempts.attempt_failure import AttemptFailed
+from pdserve.router.placement.placement import Placement, WorkerKey
+from pdserve.router.tenants.client import Client
+from pdserve.router.workers.fleet import Fleet
+from pdserve.router.workers.worker import Worker
+
+REFUSED_S = 60.0
+DEATHS = 2
+"""Workers that must have died under one request after they had admitted it."""
+DEATHS_UNHEARD = 3
+"""Or workers in all."""
+SUSPICION = 1.5
+"""And the least sum of the shares of their deaths: two alone, or one alone and one with one other request."""
+LATELY_S = 1.0
+"""Requests that left a worker no longer ago than this may have left because it died."""
+_MAX_ENTRIES = 4096
+
+Name = tuple[str, str, bytes]
+"""Tenant, name of the API key, and digest of the prompt."""
+
+
+class PoisonList:
+    """Refused prompts, each with the time until which it is refused, and whether what it is refused for still holds."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Name, tuple[float, Callable[[], bool]]] = {}
+
+    def add(self, client: Client, request_digest: bytes, holds: Callable[[], bool]) -> None:
+        """Refuse it to this client. holds: called each time that the client asks the same again; False ends it early."""
+        if len(self._entries) >= _MAX_ENTRIES:
+            self._entries.pop(next(iter(self._entries)))
+        self._entries[_name(client, request_digest)] = time.monotonic() + REFUSED_S, holds
+
+    def check(self, client: Client, request_digest: bytes) -> None:
+        """Raises: WorkerLost for a prompt that is refused to this client."""
+        name = _name(client, request_digest)
+        if name not in self._entries:
+            return
+        until, holds = self._entries[name]
+        left = until - time.monotonic()
+        if left <= 0 or not holds():
+            del self._entries[name]
+            return
+        text = f"workers died while they served this prompt; it is refused for another {left:.0f} s"
+        raise WorkerLost(text).for_clients()
+
+
+def _name(client: Client, request_digest: bytes) -> Name:
+    return client.tenant, client.key_name, request_digest
+
+
+@dataclass(eq=False, slots=True)
+class _Stay:
+    """An attempt at a worker."""
+
+    request: Casualties
+    is_apart: bool
+    left_at: float | None = None
+
+
+class Company:
+    """Which of this router's requests are at each worker, and were lately."""
+
+    def __init__(self) -> None:
+        self._stays: dict[WorkerKey, list[_Stay]] = {}
+        self.on_left: Callable[[], None] = lambda: None
+        """Called when an attempt has ended that had its workers apart from other suspects."""
+
+    @contextmanager
+    def serving(self, request: Casualties, placement: Placement) -> Iterator[None]:
+        """Around an attempt."""
+        stay = _Stay(request, request.goes_apart)
+        keys = [worker.key for worker in (placement.prefill, placement.decode) if worker is not None]
+        for key in keys:
+            self._forget(key)
+            self._stays.setdefault(key, []).append(stay)
+        try:
+            yield
+        finally:
+            stay.left_at = time.monotonic()
+            if stay.is_apart:
+                self.on_left()
+
+    def _forget(self, key: WorkerKey) -> None:
+        """Attempts that left the worker too long ago to tell anything."""
+        since = time.monotonic() - LATELY_S
+        stays = [stay for stay in self._stays.pop(key, []) if stay.left_at is None or stay.left_at >= since]
+        if stays:
+            self._stays[key] = stays
+
+    def lately_at(self, key: WorkerKey) -> tuple[int, int]:
+        """Requests that are at a worker or were lately: all, and those with work that may stop an engine by itself."""
+        self._forget(key)
+        requests = {stay.request for stay in self._stays.get(key, [])}
+        return len(requests), sum(request.is_costly for request in requests)
+
+    def taken(self, request: Casualties) -> set[WorkerKey]:
+        """Workers at which a suspect other than this request is apart from the others."""
+        return {
+            key
+            for key, stays in self._stays.items()
+            if any(stay.is_apart and stay.left_at is None and stay.request is not request for stay in stays)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Death:
+    """One worker's, as far as it concerns one request."""
+
+    worker: Worker
+    share: float
+    """Share of the suspicion: 1 for a request that was alone at the worker."""
+    was_admitted: bool
+    outlives_return: bool
+    """True: counts though the worker comes back, because its engine stood still and the request had work that may do that."""
+
+
+class Casualties:
+    """The workers that died under one request.
+
+    One that had not admitted it weighs less: where several workers go at once, for a reason of their own, a request may be
+    sent to one of them before its death is known. One that comes back in the same life had not died: a connection
+    had, or an engine that stood still. For that, requests with a grammar or plug-ins are suspected before all others.
+    """
+
+    def __init__(
+        self, poison: PoisonList, fleet: Fleet, company: Company, client: Client, sampling: SamplingParams | None = None
+    ) -> None:
+        self._poison = poison
+        self._fleet = fleet
+        self._company = company
+        self._client = client
+        self.is_costly = sampling is not None and bool(sampling.structured_outputs or sampling.logits_processors)
+        self._deaths: dict[WorkerKey, _Death] = {}
+
+    @property
+    def workers(self) -> set[WorkerKey]:
+        """Those that have not come back."""
+        return {key for key, death in self._deaths.items() if not self._fleet.came_back(death.worker)}
+
+    @property
+    def unfit(self) -> set[WorkerKey]:
+        """Workers that the next attempt must not use: those, and for a suspect those where another one is."""
+        return self.workers | (self._company.taken(self) if self.goes_apart else set())
+
+    @property
+    def goes_apart(self) -> bool:
+        """True once `DEATHS` workers that had admitted it have died under it: its next attempts are apart from other suspects."""
+        return sum(death.was_admitted for death in self._dead) >= DEATHS
+
+    def count(self, failure: AttemptFailed, prompt_digest: bytes) -> None:
+        """An attempt has failed. Raises: WorkerLost when the deaths under the prompt point to it; it is refused."""
+        if not failure.died or failure.blamed is None:
+            return
+        self._deaths[failure.blamed.key] = self._death(failure.blamed, was_admitted=not failure.unheard)
+        if self._is_poison():
+            self._poison.add(self._client, prompt_digest, self._is_poison)
+            text = f"{len(self._dead)} workers died while they served this request"
+            raise WorkerLost(text).for_clients() from failure
+
+    def _death(self, worker: Worker, *, was_admitted: bool) -> _Death:
+        num_requests, num_costly = self._company.lately_at(worker.key)
+        load = worker.load
+        num_requests = max(1, num_requests, load.num_running + load.num_waiting + load.num_remote_kv)
+        share = 1 / num_requests
+        if self.goes_apart and was_admitted:
+            share = SUSPICION  # of all suspects it alone was there
+        elif worker.stood_still and num_costly:
+            share = 1 / num_costly if self.is_costly else 0.0
+        return _Death(worker, share, was_admitted, outlives_return=worker.stood_still and self.is_costly)
+
+    @property
+    def _dead(self) -> list[_Death]:
+        """Those that count."""
+        return [
+            death for death in self._deaths.values() if death.outlives_return or not self._fleet.came_back(death.worker)
+        ]
+
+    def _is_poison(self) -> bool:
+        dead = self._dead
+        num_admitted = sum(death.was_admitted for death in dead)
+        enough = num_admitted >= DEATHS or len(dead) >= DEATHS_UNHEARD
+        return enough and sum(death.share for death in dead) >= SUSPICION

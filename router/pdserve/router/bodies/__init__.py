@@ -1,0 +1,1 @@
+"""Sizes of clients' messages: limits, counts before parsing, and the thread for large ones."""

@@ -1,0 +1,84 @@
+"""`ClientBodies`: how both front ends take what clients send, within the router's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from pdserve.common.errors import BodyTooLarge, InvalidRequest
+from pdserve.common.net.body_budget import BodyBudget
+from pdserve.common.net.rpc import MAX_MESSAGE_BYTES
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.wire_size import verify_num_fields
+from pdserve.router.bodies.body_thread import ON_LOOP_BYTES, BodyThread
+from pdserve.router.bodies.unknown_fields import refuse_unknown_fields
+
+T = TypeVar("T")
+_BASE_BYTES = 1 << 20
+_TOKEN_BYTES = 8
+"""A token id with its comma and blank, or about the text of one and a half tokens."""
+_UNKNOWN_MODEL_LEN = 131_072
+_MIN_BUDGET_BYTES = 64 << 20
+_MIN_BODIES = 16
+"""Bodies at the limit that may be in reading at the same time."""
+
+
+class ClientBodies:
+    """Limits, the budget of bytes in reading, and the thread for large bodies. `close` it."""
+
+    def __init__(self, settings: RouterSettings, model_len: int) -> None:
+        """model_len: tokens that the model takes, from which the limits follow that `settings` leave open."""
+        self.model_len = model_len
+        self.max_request_bytes = settings.max_request_bytes or min(
+            MAX_MESSAGE_BYTES, _BASE_BYTES + _TOKEN_BYTES * model_len
+        )
+        self.timeout_s = settings.request_timeout_s
+        self.budget = BodyBudget(
+            settings.max_body_bytes_in_flight or max(_MIN_BUDGET_BYTES, _MIN_BODIES * self.max_request_bytes)
+        )
+        self._thread = BodyThread()
+
+    def close(self) -> None:
+        self._thread.close()
+
+    async def aside(self, num_bytes: int, call: Callable[[], T]) -> T:
+        """What `call` returns or raises, which is linear in `num_bytes`; in a thread where those are many."""
+        return await self._thread.run(num_bytes, call)
+
+    async def message(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
+        """The protobuf message that `data` holds. parse: its class' `FromString`. Raises: InvalidRequest, BodyTooLarge."""
+        if len(data) > self.max_request_bytes:
+            raise BodyTooLarge(
+                f"the message has {len(data)} bytes, at most {self.max_request_bytes} are allowed (max_request_bytes)"
+            )
+        return await self.aside(len(data), lambda: _message(data, parse))
+
+
+def _message(data: bytes, parse: Callable[[bytes], Any]) -> Any:
+    kind = getattr(parse, "__self__", None)
+    if len(data) > ON_LOOP_BYTES and kind is not None:
+        verify_num_fields(data, kind.DESCRIPTOR)
+    try:
+        message = parse(data)
+    except Exception as error:
+        raise InvalidRequest(f"the message cannot be parsed: {error}") from None
+    refuse_unknown_fields(message)
+    return message
+
+
+def model_len_of(model_folder: Path) -> int:
+    """Tokens that a model takes at most, as its `config.json` says; 131072 where it does not."""
+    try:
+        config = msgspec.json.decode((model_folder / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        return _UNKNOWN_MODEL_LEN
+    config = config.get("text_config") or config
+    positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    if not isinstance(positions, int) or not 0 < positions < 1 << 31:
+        return _UNKNOWN_MODEL_LEN
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    factor = scaling.get("factor") if isinstance(scaling, dict) else None
+    return round(positions * factor) if isinstance(factor, int | float) and 1 <= factor <= 1024 else positions

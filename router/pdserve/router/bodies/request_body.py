@@ -1,0 +1,137 @@
+"""A request's body: read within its limit, decoded, and every fault named by its field."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from pdserve.common.errors import (
+    BodyTooLarge,
+    Cancelled,
+    InvalidRequest,
+    UnsupportedMediaType,
+)
+from pdserve.router.bodies.body_thread import ON_LOOP_BYTES
+from pdserve.router.bodies.client_bodies import ClientBodies
+from pdserve.router.bodies.json_size import verify_num_values
+
+B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
+_MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
+_AT = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+_JSON_TYPE = re.compile(r"application/(?:[\w.-]+\+)?json")
+_MAX_SHOWN = 80
+_MAX_MESSAGE_CHARS = 400
+
+
+async def read_body(request: Request, kind: type[B], bodies: ClientBodies, build: Callable[[B], T]) -> T:
+    """What `build` makes of the body. It is called where the body is decoded: in a thread, if that is large.
+
+    Raises: InvalidRequest naming the field that is wrong; BodyTooLarge, UnsupportedMediaType; Overloaded when too many
+    bodies are being read; DeadlineExceeded when the body did not come within `request_timeout_s`; Cancelled when the
+    client left meanwhile; what `build` raises.
+    """
+    declared = request.headers.get("content-type", "")
+    if declared and not _JSON_TYPE.fullmatch(declared.partition(";")[0].strip().lower()):
+        raise UnsupportedMediaType(f"content-type is {declared!r:.80}, but only application/json is understood")
+    max_bytes = bodies.max_request_bytes
+    length = request.headers.get("content-length", "")
+    num_bytes = int(length) if length.isascii() and length.isdigit() and len(length) < 19 else max_bytes
+    if num_bytes > max_bytes:
+        raise _too_large(max_bytes)
+    async with bodies.budget.room(num_bytes) as room:
+        data = await room.read(_read(request, max_bytes), bodies.timeout_s)
+        return await bodies.aside(len(data), lambda: build(parse_body(data, kind, bodies.model_len)))
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body has more than {max_bytes} bytes, which are allowed at most (max_request_bytes)")
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    data = bytearray()
+    try:
+        async for part in request.stream():
+            data += part
+            if len(data) > max_bytes:
+                raise _too_large(max_bytes)
+    except ClientDisconnect:
+        raise Cancelled("the client left before its request was complete") from None
+    return bytes(data)
+
+
+def parse_body(data: bytes, kind: type[B], model_len: int) -> B:
+    """model_len: tokens that the model takes. Raises: InvalidRequest naming the field that is wrong."""
+    if len(data) > ON_LOOP_BYTES:
+        verify_num_values(data, model_len)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if (field := _not_finite(data)) is not None:
+            raise InvalidRequest(f"{field} must be a finite number", field) from None
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+
+
+@contextlib.contextmanager
+def writing(field: str) -> Iterator[None]:
+    """While what a client gave in this field is written as JSON: what could just be read may be too deep for that.
+
+    Raises: InvalidRequest.
+    """
+    try:
+        yield
+    except RecursionError as error:
+        raise InvalidRequest(f"{field} is nested too deeply", field) from error
+
+
+def shown(value: Any) -> str:
+    """A client's value, for a message."""
+    try:
+        return _clipped(json.dumps(value))
+    except RecursionError:
+        return "nested too deeply"
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+def _named(message: str) -> InvalidRequest:
+    if len(message) > _MAX_MESSAGE_CHARS:
+        # the client's own name for a field stands in it, in full
+        message = f"{message[: _MAX_MESSAGE_CHARS // 2]}...{message[-_MAX_MESSAGE_CHARS // 2 :]}"
+    for pattern, told in ((_UNKNOWN_FIELD, "is not a known field"), (_MISSING_FIELD, "is missing")):
+        if match := pattern.fullmatch(message):
+            field = ".".join(part for part in (match[2], _clipped(match[1])) if part)
+            return InvalidRequest(f"{field} {told}", field)
+    if (match := _AT.fullmatch(message)) and match[2]:
+        told = _clipped(match[1][:1].lower() + match[1][1:])
+        return InvalidRequest(f"{match[2]}: {told}", match[2].partition("[")[0])
+    return InvalidRequest(f"the body is wrong: {message}")
+
+
+def _not_finite(data: bytes) -> str | None:
+    """JSON knows no NaN and no infinity, yet clients send them: the first field that holds one, if that is the fault."""
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict):
+        return None
+    for key, value in values.items():
+        inner = value.values() if isinstance(value, dict) else (value,)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in inner):
+            return str(key)
+    return None

@@ -1,0 +1,140 @@
+"""`EmbedServicer`: the part of `InferenceService` that answers with embeddings."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, cast
+
+import grpc.aio
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.net.rpc import metadata_of
+from pdserve.common.request.prepared_request import verify_client_request_id
+from pdserve.common.request.trace_headers import valid_trace_headers
+from pdserve.common.request.wire import pooling_from_wire
+from pdserve.common.timeline import Timeline
+from pdserve.router.requests.inference import Inference
+from pdserve.router.requests.preparation import EmbeddingRequest
+from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
+from pdserve.router.requests.request_run import Usage
+from pdserve.router.tenants.client import ASKING, Client
+from pdserve.router.tenants.failed_attempts import peer_address
+from pdserve.text.prompt import TextInput, TokenInput
+from pdserve.v1 import inference_pb2, request_pb2
+from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer
+
+REQUEST_ID_KEY = "x-request-id"
+CALLER: ContextVar[Client] = ContextVar("caller")
+"""Whose key the call of this task has shown."""
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def caller() -> Client:
+    """Whose call this task serves; from here on refusals count as theirs."""
+    client = CALLER.get()
+    ASKING.set(client)
+    return client
+
+
+class EmbedServicer(InferenceServiceServicer):
+    """Serves `Embed`."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+        self._keys = inference.keys
+
+    async def authenticate(self, context: Context) -> None:
+        """Before a call's messages are read, in the task that serves it. Raises: Unauthenticated."""
+        with self._inference.telemetry.refusals():
+            authorization = metadata_of(context).get("authorization")
+            CALLER.set(await self._keys.authenticate(authorization, peer_address(context.peer())))
+
+    async def decode(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
+        """The message that `data` holds, for the server. Raises: InvalidRequest, BodyTooLarge."""
+        with self._inference.telemetry.refusals():
+            caller()
+            return await self._inference.bodies.message(data, parse)
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
+        with self._inference.telemetry.refusals():
+            metadata = metadata_of(context)
+            client = caller()
+            self._inference.check_model(request.model)
+            remaining_s = context.time_remaining()
+            requests = await self._inference.bodies.aside(
+                request.ByteSize(), lambda: self._embedding_requests(request, metadata, remaining_s)
+            )
+            embedding = await self._inference.embedding(requests, field="inputs", client=client)
+        vectors = await embedding.results()
+        response = inference_pb2.EmbedResponse(
+            request_id=embedding.request_id,
+            usage=usage_message(embedding.usage),
+            moments=moment_messages(embedding.timeline),
+        )
+        num_bytes = sum(vector.itemsize * len(vector) for vector in vectors)
+        data = await self._inference.bodies.aside(num_bytes, lambda: _serialized(vectors, response))
+        await context.send_initial_metadata(((REQUEST_ID_KEY, embedding.request_id),))
+        # the server takes bytes as they are
+        return cast("inference_pb2.EmbedResponse", data)
+
+    def _embedding_requests(
+        self, request: inference_pb2.EmbedRequest, metadata: dict[str, str], remaining_s: float | None
+    ) -> list[EmbeddingRequest]:
+        verify_client_request_id(request.client_request_id)
+        if (num_inputs := len(request.inputs)) > MAX_EMBEDDING_INPUTS:
+            raise InvalidRequest(f"inputs has {num_inputs} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", "inputs")
+        pooling = pooling_from_wire(request.pooling)
+        return [
+            EmbeddingRequest(
+                prompt=_input(entry, f"inputs[{place}]"),
+                field=f"inputs[{place}].{entry.WhichOneof('input')}",
+                pooling=pooling,
+                cache_salt=request.cache_salt or None,
+                timeout_s=self._timeout_s(remaining_s),
+                trace_headers=valid_trace_headers(metadata),
+                client_request_id=request.client_request_id,
+            )
+            for place, entry in enumerate(request.inputs)
+        ]
+
+    def _timeout_s(self, remaining_s: float | None) -> float:
+        """remaining_s: of the call's deadline; None for a call without one."""
+        timeout_s = self._inference.settings.request_timeout_s
+        return timeout_s if remaining_s is None else min(remaining_s, timeout_s)
+
+
+def _serialized(vectors: list[array[float]], response: inference_pb2.EmbedResponse) -> bytes:
+    """The message with the vectors, which may have 16 MiB: each is freed when its part of the message is made.
+
+    Messages that stand one after the other are read as one, with the entries of all.
+    """
+    parts = [response.SerializeToString()]
+    vectors.reverse()
+    while vectors:
+        entry = inference_pb2.Embedding(values=vectors.pop())
+        parts.append(inference_pb2.EmbedResponse(embeddings=[entry]).SerializeToString())
+    return b"".join(parts)
+
+
+def _input(entry: inference_pb2.EmbedInput, field: str) -> TextInput | TokenInput:
+    match entry.WhichOneof("input"):
+        case "text":
+            return TextInput(entry.text.text)
+        case "tokens":
+            return TokenInput(list(entry.tokens.token_ids))
+        case _:
+            raise InvalidRequest(f"{field} is missing: one of text and tokens is needed", "inputs")
+
+
+def usage_message(usage: Usage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def moment_messages(timeline: Timeline) -> list[request_pb2.Moment]:
+    return [request_pb2.Moment(name=name, unix_ns=unix_ns) for name, unix_ns in timeline.moments_unix_ns.items()]

@@ -1,0 +1,385 @@
+"""The gRPC front end: `InferenceService`, health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
+from functools import partial
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve.common.errors import DeadlineExceeded, InvalidRequest, PdServeError
+from pdserve.common.first_done import first_of
+from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
+from pdserve.common.net.public_server import make_public_server
+from pdserve.common.net.rpc import MAX_MESSAGE_BYTES, abort_with, metadata_of
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.request.prepared_request import verify_client_request_id
+from pdserve.common.request.sampling_params import RequestOutputKind
+from pdserve.common.request.trace_headers import valid_trace_headers
+from pdserve.common.request.wire import finish_reason_to_wire, sampling_from_wire, verify_entries
+from pdserve.router.grpc_front.embed_servicer import (
+    REQUEST_ID_KEY,
+    Context,
+    EmbedServicer,
+    caller,
+    moment_messages,
+    usage_message,
+)
+from pdserve.router.grpc_front.health_servicer import HealthServicer
+from pdserve.router.requests.client_stream import merged
+from pdserve.router.requests.generation import Generation
+from pdserve.router.requests.inference import Inference
+from pdserve.router.requests.preparation import ClientRequest
+from pdserve.router.requests.request_limits import MAX_MESSAGES
+from pdserve.router.requests.session import StreamingSession
+from pdserve.text.prompt import ChatInput, LengthRule, Prompt, TextInput, TokenInput
+from pdserve.text.request_output import CompletionOutput, Logprob
+from pdserve.v1 import inference_pb2, request_pb2
+from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+
+SERVICE_NAME = "pdserve.v1.InferenceService"
+_ABSENT_MAX_TOKENS = 2**31
+"""Stands for the prompt's default until its length is known; above any `min_tokens` that can be served."""
+_TOKENS_ON_LOOP = 128
+"""Of a message that is made in the event loop."""
+_TOKEN_BYTES = 1024
+"""What making a message costs for each token, with log-probabilities, as bytes of a body would."""
+_FINISH = {str(reason): finish_reason_to_wire(reason) for reason in FinishReason}
+
+
+class InferenceServicer(EmbedServicer):
+    """Serves clients over gRPC."""
+
+    def __init__(self, inference: Inference) -> None:
+        super().__init__(inference)
+        self._hanging_up: set[asyncio.Task[None]] = set()
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        with self._inference.telemetry.refusals():
+            metadata = metadata_of(context)
+            client = caller()
+            self._inference.check_model(request.model)
+            client_request = await self._built(request, metadata, context)
+            generation = self._inference.generation([client_request], stream=_streams(request), client=client)
+        generation.on_stalled = lambda error: self._hang_up(context, error)
+        # a cancelled call ends the legs at once, wherever this generator stands
+        context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
+        async with generation:
+            async for response in self._answer(generation, request, context):
+                yield response
+
+    async def Session(
+        self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        refusals = self._inference.telemetry.refusals
+        with refusals():
+            metadata = metadata_of(context)
+            client = caller()
+            session_id = uuid.uuid4().hex
+            session = self._inference.session(session_id, client)
+        turns: list[Generation] = []
+
+        def cancel(_: object) -> None:
+            for turn in turns:
+                turn.cancel()
+
+        context.add_done_callback(cancel)  # type: ignore[arg-type]  # as above
+        try:
+            while (request := await self._next_turn(request_iterator, session)) is not None:
+                with refusals():
+                    self._inference.check_model(request.model)
+                    turn = await self._built(request, metadata, context, session)
+                    stream = _streams(request)
+                    generation = self._inference.turn(session, session_id, turn, stream=stream, client=client)
+                generation.on_stalled = lambda error: self._hang_up(context, error)
+                is_first, turns[:] = not turns, [generation]
+                async with generation:
+                    async for response in self._answer(generation, request, context, headers=is_first):
+                        yield response
+        finally:
+            session.close()
+            await session.closed()
+
+    def _hang_up(self, context: Context, error: PdServeError) -> None:
+        """End a call whose handler is about to be cancelled while it waits for its client to read."""
+
+        async def tell() -> None:
+            # the first is how an abort ends; with the others the client has left meanwhile
+            with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
+                await abort_with(context, error)
+
+        telling = asyncio.create_task(tell())
+        self._hanging_up.add(telling)
+        telling.add_done_callback(self._hanging_up.discard)
+
+    async def _next_turn(
+        self, requests: AsyncIterator[inference_pb2.GenerateRequest], session: StreamingSession
+    ) -> inference_pb2.GenerateRequest | None:
+        """None when the client has closed its side. Raises: what ends the session meanwhile."""
+        reading = asyncio.ensure_future(_next(requests))
+        ends = [asyncio.ensure_future(end) for end in (session.ended(), self._inference.admission.until_closed())]
+        # once it is open, its worker sees to it that it is not idle for too long
+        timeout_s = self._inference.settings.request_timeout_s if session.worker is None else None
+        async with first_of(reading, *ends, timeout_s=timeout_s):
+            if reading.done():
+                return reading.result()
+            for end in ends:
+                if end.done():
+                    end.result()
+        raise DeadlineExceeded(f"the session's first message did not come within {timeout_s:g} s")
+
+    async def _answer(
+        self,
+        generation: Generation,
+        request: inference_pb2.GenerateRequest,
+        context: Context,
+        *,
+        headers: bool = True,
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """headers: whether they are still to be sent."""
+        kind = _output_kind(request)
+        take = generation.stream.take_all if kind is RequestOutputKind.FINAL_ONLY else generation.stream.take
+        so_far: list[CompletionOutput] = []
+        outputs = await take()
+        if headers:
+            # not before the first token: a call that fails without headers may be retried by any proxy
+            await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
+        num_open = generation.num_choices
+        while outputs:
+            if kind is RequestOutputKind.CUMULATIVE:
+                new = {output.index for output in outputs}
+                so_far = merged([*so_far, *outputs])
+                outputs = [output for output in so_far if output.index in new]
+            for output in outputs:
+                num_open -= output.finish_reason is not None
+                last = not num_open
+                num_tokens = len(output.token_ids) + len(output.prompt_logprobs or ())
+                if num_tokens <= _TOKENS_ON_LOOP:
+                    yield _response(generation, output, request.sampling, last=last)
+                    continue
+                make = partial(_response, generation, output, request.sampling, last=last)
+                yield await self._inference.bodies.aside(_TOKEN_BYTES * num_tokens, make)
+            if not num_open:
+                return
+            outputs = await take()
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: Context
+    ) -> inference_pb2.GetModelResponse:
+        limits = self._inference.limits()
+        return inference_pb2.GetModelResponse(
+            model=self._inference.model,
+            max_model_len=limits.max_model_len if limits else 0,
+            vocab_size=limits.vocab_size if limits else self._inference.tokenizer.vocab_size,
+            model_fingerprint=self._inference.model_fingerprint(),
+            hidden_size=self._inference.hidden_size(),
+        )
+
+    async def _built(
+        self,
+        request: inference_pb2.GenerateRequest,
+        metadata: dict[str, str],
+        context: Context,
+        session: StreamingSession | None = None,
+    ) -> ClientRequest:
+        remaining_s = context.time_remaining()
+        return await self._inference.bodies.aside(
+            request.ByteSize(), lambda: self._client_request(request, metadata, remaining_s, session)
+        )
+
+    def _client_request(
+        self,
+        request: inference_pb2.GenerateRequest,
+        metadata: dict[str, str],
+        remaining_s: float | None,
+        session: StreamingSession | None = None,
+    ) -> ClientRequest:
+        sampling = request.sampling
+        self._verify_counts(request)
+        verify_client_request_id(request.client_request_id)
+        goes_on = session is not None and bool(session.token_ids)
+        if session is not None:
+            _verify_turn(request, goes_on)
+        if sampling.bad_words_token_ids:
+            raise InvalidRequest(
+                "sampling.bad_words_token_ids is made here; send sampling.bad_words", "sampling.bad_words_token_ids"
+            )
+        return ClientRequest(
+            prompt=_prompt(request, goes_on),
+            field="session" if goes_on else request.WhichOneof("prompt") or "prompt",
+            sampling=sampling_from_wire(
+                sampling, {"max_tokens": _ABSENT_MAX_TOKENS, **self._inference.tokenizer.generation_defaults}
+            ),
+            max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+            max_tokens_field="sampling.max_tokens",
+            cache_salt=request.cache_salt or None,
+            priority=request.priority,
+            timeout_s=self._timeout_s(remaining_s),
+            trace_headers=valid_trace_headers(metadata),
+            client_request_id=request.client_request_id,
+        )
+
+    def _verify_counts(self, request: inference_pb2.GenerateRequest) -> None:
+        """Raises: InvalidRequest for more entries of a field than it may have, before anything is made of them."""
+        if (num_messages := len(request.chat.messages)) > MAX_MESSAGES:
+            raise InvalidRequest(f"chat.messages must be at most {MAX_MESSAGES} messages, not {num_messages}", "chat")
+        limits = self._inference.limits()
+        if request.WhichOneof("prompt") == "tokens" and limits is not None:
+            LengthRule(limits.max_model_len).verify(len(request.tokens.token_ids), "tokens")
+        verify_entries(request.sampling, limits.vocab_size if limits is not None else None)
+
+
+_FIRST_TURN_ONLY = ("chat", "cache_salt", "client_request_id", "priority")
+
+
+def _verify_turn(request: inference_pb2.GenerateRequest, goes_on: bool) -> None:
+    """Raises: InvalidRequest for what a session's turn cannot have."""
+    if request.sampling.stop:
+        # the engine has the sequence, and cannot tell where in it a string has ended the text
+        raise InvalidRequest(
+            "sampling.stop is not supported in a session; use sampling.stop_token_ids", "sampling.stop"
+        )
+    for field in ("n", "best_of"):
+        if getattr(request.sampling, field) > 1:
+            raise InvalidRequest(f"sampling.{field} is above 1, but a session has one sequence", f"sampling.{field}")
+    for field in _FIRST_TURN_ONLY if goes_on else ():
+        if request.HasField("chat") if field == "chat" else getattr(request, field):
+            raise InvalidRequest(f"{field} may only come with a session's first message", field)
+
+
+async def _next(requests: AsyncIterator[inference_pb2.GenerateRequest]) -> inference_pb2.GenerateRequest | None:
+    return await anext(requests, None)
+
+
+def _output_kind(request: inference_pb2.GenerateRequest) -> RequestOutputKind:
+    """Raises: InvalidRequest where `stream` and `output_kind` contradict each other."""
+    asked = request.sampling.output_kind
+    if asked == request_pb2.OUTPUT_KIND_UNSPECIFIED:
+        return RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    if request.stream and asked == request_pb2.OUTPUT_KIND_CUMULATIVE:
+        return RequestOutputKind.CUMULATIVE
+    if request.stream and asked == request_pb2.OUTPUT_KIND_DELTA:
+        return RequestOutputKind.DELTA
+    if asked == request_pb2.OUTPUT_KIND_DELTA:
+        raise InvalidRequest("sampling.output_kind is DELTA, which needs stream to be true", "sampling.output_kind")
+    return RequestOutputKind.FINAL_ONLY
+
+
+def _streams(request: inference_pb2.GenerateRequest) -> bool:
+    """Whether the client reads as it goes."""
+    return _output_kind(request) is not RequestOutputKind.FINAL_ONLY
+
+
+def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool) -> Prompt:
+    """goes_on: it follows a session's earlier turns."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextInput(request.text.text, add_special_tokens=not goes_on)
+        case "chat":
+            if not request.chat.messages:
+                raise InvalidRequest("chat.messages is empty, at least one message is needed", "chat")
+            return ChatInput([{"role": message.role, "content": message.content} for message in request.chat.messages])
+        case "tokens":
+            return TokenInput(list(request.tokens.token_ids))
+        case _:
+            raise InvalidRequest("prompt is missing: one of text, chat and tokens is needed", "prompt")
+
+
+def _response(
+    generation: Generation, output: CompletionOutput, sampling: request_pb2.SamplingParams, *, last: bool
+) -> inference_pb2.GenerateResponse:
+    """last: of all the request's messages. Raises: InvalidRequest."""
+    response = inference_pb2.GenerateResponse(
+        request_id=generation.request_id, index=output.index, text=output.text, token_ids=output.token_ids
+    )
+    for token_id, candidates in zip(output.token_ids, output.logprobs or (), strict=False):
+        response.logprobs.append(_token_logprobs(token_id, candidates, sampling.logprobs))
+    for of_prompt in (output.prompt_logprobs or ())[1:]:
+        if of_prompt is not None:
+            response.prompt_logprobs.append(_token_logprobs(next(iter(of_prompt)), of_prompt, sampling.prompt_logprobs))
+    if output.finish_reason is not None:
+        if output.cumulative_logprob is not None:
+            response.cumulative_logprob = output.cumulative_logprob
+        response.finish_reason = _FINISH[output.finish_reason]
+        response.stop_reason = "" if output.stop_reason is None else str(output.stop_reason)
+    if last:
+        response.usage.CopyFrom(usage_message(generation.usage))
+        response.moments.extend(moment_messages(generation.timeline))
+    _verify_size(response)
+    return response
+
+
+def _verify_size(response: inference_pb2.GenerateResponse) -> None:
+    """Raises: InvalidRequest for more than a message may hold, which the channel would call an overload."""
+    if (num_bytes := response.ByteSize()) <= MAX_MESSAGE_BYTES:
+        return
+    field = "prompt_logprobs" if len(response.prompt_logprobs) > len(response.logprobs) else "logprobs"
+    raise InvalidRequest(
+        f"the answer is a message of {num_bytes} bytes, at most {MAX_MESSAGE_BYTES} are allowed; ask for fewer {field}, "
+        "for a shorter answer, or with stream for what is new alone",
+        f"sampling.{field}",
+    )
+
+
+def _token_logprobs(token_id: int, candidates: dict[int, Logprob], num_top: int) -> inference_pb2.TokenLogprobs:
+    wire = {
+        candidate: inference_pb2.Logprob(
+            token_id=candidate,
+            token=logprob.decoded_bytes,
+            logprob=logprob.logprob,
+            rank=logprob.rank,
+        )
+        for candidate, logprob in candidates.items()
+    }
+    top = sorted((logprob for logprob in wire.values() if logprob.rank <= num_top), key=lambda logprob: logprob.rank)
+    return inference_pb2.TokenLogprobs(sampled=wire[token_id], top=top)
+
+
+class GrpcFront:
+    """The server with its services; `bind` it with `common.rpc.bind`, then start it."""
+
+    def __init__(self, inference: Inference, max_connections: int) -> None:
+        """max_connections: at a time; more are closed at once."""
+        servicer = InferenceServicer(inference)
+        self.server = make_public_server(
+            servicer.authenticate,
+            servicer.decode,
+            inference.bodies.budget,
+            max_request_bytes=inference.bodies.max_request_bytes,
+            max_connections=max_connections,
+            read_timeout_s=inference.bodies.timeout_s,
+        )
+        self._inference = inference
+        self._health = HealthServicer()
+        add_InferenceServiceServicer_to_server(servicer, self.server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.server)
+        inference.fleet.listeners.append(self._show_health)
+
+    async def start(self) -> None:
+        self._show_health()
+        self._health.set(LIVE_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        await self.server.start()
+
+    def leave(self) -> None:
+        """Say that nothing new is taken; calls go on."""
+        self._health.leave()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls now; those open have `grace_s`."""
+        self._inference.fleet.listeners.remove(self._show_health)
+        self.leave()
+        await self.server.stop(grace_s)
+
+    def _show_health(self) -> None:
+        statuses = health_pb2.HealthCheckResponse
+        for name in (*READY_SERVICES, SERVICE_NAME):
+            self._health.set(name, statuses.SERVING if self._inference.healthy else statuses.NOT_SERVING)

@@ -1,0 +1,1 @@
+"""The HTTP front end: routes and responses. OpenAI's messages are in `openai`."""

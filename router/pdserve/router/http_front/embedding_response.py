@@ -1,0 +1,61 @@
+"""Embeddings as an HTTP response: nothing goes out before the last of them or the error."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Iterator
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pdserve.common.errors import PdServeError
+from pdserve.router.bodies.client_bodies import ClientBodies
+from pdserve.router.http_front.generation_response import JSON, REQUEST_ID_HEADER, cancel_on_disconnect, error_response
+from pdserve.router.openai.openai_embeddings import PART_BYTES
+from pdserve.router.requests.embedding import Embedding
+
+_NUMBER_BYTES = 20
+"""About what a number takes in JSON."""
+
+
+class EmbeddingResponse(Response):
+    """Computes while it responds; a client that leaves ends it."""
+
+    def __init__(
+        self, embedding: Embedding, parts: Callable[[list[array[float]]], Iterator[bytes]], bodies: ClientBodies
+    ) -> None:
+        """parts: of the answer, of the vectors; each is made in a thread where the vectors are many."""
+        super().__init__()
+        self._embedding = embedding
+        self._bodies = bodies
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        listener = asyncio.create_task(cancel_on_disconnect(self._embedding, receive))
+        headers = {REQUEST_ID_HEADER: self._embedding.request_id}
+        try:
+            vectors = await self._embedding.results()
+        except PdServeError as error:
+            await error_response(error, headers)(scope, receive, send)
+            return
+        finally:
+            listener.cancel()
+        parts = self._parts(vectors)
+        num_bytes = min(PART_BYTES, _NUMBER_BYTES * sum(map(len, vectors)))
+        part = await self._next(parts, num_bytes)
+        following = await self._next(parts, num_bytes)
+        if not following:
+            await Response(part, headers=headers, media_type=JSON)(scope, receive, send)
+            return
+        # a client that reads slowly has the next parts made later
+        response = Response(headers=headers, media_type=JSON)
+        raw = [header for header in response.raw_headers if header[0] != b"content-length"]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        while part:
+            await send({"type": "http.response.body", "body": part, "more_body": bool(following)})
+            part, following = following, await self._next(parts, num_bytes) if following else b""
+
+    async def _next(self, parts: Iterator[bytes], num_bytes: int) -> bytes:
+        """Empty after the last."""
+        return await self._bodies.aside(num_bytes, lambda: next(parts, b""))

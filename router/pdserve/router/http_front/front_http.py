@@ -1,0 +1,210 @@
+"""The HTTP front end: OpenAI's API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdserve.common.errors import InternalError, PdServeError
+from pdserve.common.net.health_probe import answer_live, probe_response
+from pdserve.common.request.prepared_request import verify_client_request_id
+from pdserve.common.request.trace_headers import valid_trace_headers
+from pdserve.common.telemetry.metrics import CONTENT_TYPE
+from pdserve.router.bodies.request_body import read_body
+from pdserve.router.http_front.embedding_response import EmbeddingResponse
+from pdserve.router.http_front.generation_response import (
+    JSON,
+    REQUEST_ID_HEADER,
+    GenerationResponse,
+    error_response,
+    json_response,
+)
+from pdserve.router.http_front.tokenization_http import TokenizationHttp, authenticated
+from pdserve.router.openai.echo import Echo
+from pdserve.router.openai.openai_answer import Answer, error_json
+from pdserve.router.openai.openai_embeddings import EmbeddingBody, embeddings_parts
+from pdserve.router.openai.openai_protocol import ChatBody, CompletionBody
+from pdserve.router.openai.openai_tool_answer import ToolAnswer
+from pdserve.router.placement.routing_view import routing_view
+from pdserve.router.requests.inference import Inference
+from pdserve.router.requests.preparation import ClientRequest, EmbeddingRequest
+from pdserve.router.tenants.client import Client
+from pdserve.text.prompt import ChatInput
+from pdserve.text.tokenizer import Tokenizer
+
+TIMELINE_HEADER = "x-pdserve-timeline"
+_ALWAYS_ASIDE = 1 << 20
+_HTTP_ERRORS = {
+    404: ("there is no such path", "not_found"),
+    405: ("the path does not take this method", "method_not_allowed"),
+}
+
+
+class HttpFront:
+    """OpenAI's endpoints over one `Inference`."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+        self._keys = inference.keys
+        self._started_at = int(time.time())
+        self.app = Starlette(
+            routes=[
+                Route("/health", self.health, methods=["GET"]),
+                Route("/metrics", self.metrics, methods=["GET"]),
+                Route("/debug/routing", self.debug_routing, methods=["GET"]),
+                Route("/v1/models", self.models, methods=["GET"]),
+                Route("/v1/models/{model:path}", self.model, methods=["GET"]),
+                Route("/ready", self.ready),
+                Route("/live", answer_live),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+                *TokenizationHttp(inference, self._keys).routes,
+            ],
+            exception_handlers={
+                PdServeError: _on_error,
+                HTTPException: _on_http_exception,
+                Exception: _on_exception,
+            },
+        )
+
+    async def health(self, request: Request) -> Response:
+        """200 while some request could be served."""
+        healthy = self._inference.healthy
+        content = {
+            "status": "ok" if healthy else "unavailable",
+            "requests": self._inference.admission.num_requests,
+            "workers": self._inference.fleet.counts(),
+        }
+        return json_response(content, 200 if healthy else 503)
+
+    async def ready(self, request: Request) -> Response:
+        """200 while some request could be served."""
+        return probe_response(self._inference.healthy)
+
+    async def debug_routing(self, request: Request) -> Response:
+        """The last placements, newest first, and why they came out so."""
+        client, inference = await self._authenticate(request), self._inference
+        view = routing_view(client, inference.settings, inference.admission, inference.placer)
+        # 128 placements, with a candidate for each worker of a fleet
+        return await inference.bodies.aside(_ALWAYS_ASIDE, lambda: json_response(view))
+
+    async def metrics(self, request: Request) -> Response:
+        """For clients, with an operator's key also what is counted by API key; Prometheus has a port of its own."""
+        client = await self._authenticate(request)
+        content = await self._inference.telemetry.exposition(by_key=self._keys.needed and client.sees_all)
+        return Response(content, headers={"content-type": CONTENT_TYPE})
+
+    async def models(self, request: Request) -> Response:
+        await self._authenticate(request)
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        await self._authenticate(request)
+        self._inference.check_model(request.path_params["model"])
+        return json_response(self._model())
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, CompletionBody)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, ChatBody)
+
+    async def embeddings(self, request: Request) -> Response:
+        inference = self._inference
+        with inference.telemetry.refusals():
+            client = await self._authenticate(request)
+            headers, client_request_id = valid_trace_headers(request.headers), _client_request_id(request)
+
+            def build(body: EmbeddingBody) -> tuple[EmbeddingBody, list[EmbeddingRequest]]:
+                inference.check_model(body.model)
+                return body, body.requests(inference.settings.request_timeout_s, headers, client_request_id)
+
+            body, requests = await read_body(request, EmbeddingBody, inference.bodies, build)
+            embedding = await inference.embedding(requests, field="input", client=client)
+        return EmbeddingResponse(
+            embedding,
+            lambda vectors: embeddings_parts(vectors, embedding.usage, inference.model, body.encoding_format),
+            inference.bodies,
+        )
+
+    async def _authenticate(self, request: Request) -> Client:
+        """Whose key the request shows. Raises: Unauthenticated."""
+        return await authenticated(self._keys, request)
+
+    async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
+        inference = self._inference
+        with inference.telemetry.refusals():
+            client = await self._authenticate(request)
+            headers, client_request_id = valid_trace_headers(request.headers), _client_request_id(request)
+
+            def build(body: CompletionBody | ChatBody) -> tuple[CompletionBody | ChatBody, list[ClientRequest]]:
+                inference.check_model(body.model)
+                defaults, timeout_s = inference.tokenizer.generation_defaults, inference.settings.request_timeout_s
+                return body, body.requests(defaults, timeout_s, headers, client_request_id)
+
+            body, requests = await read_body(request, kind, inference.bodies, build)
+            stream = bool(body.stream)
+            generation = inference.generation(requests, stream=stream, client=client)
+        fields: dict[str, Any] = {
+            "request_id": generation.request_id,
+            "model": inference.model,
+            "include_usage": body.include_usage,
+            "continuous_usage": body.continuous_usage,
+            "num_logprobs": body.num_logprobs,
+            "num_prompt_logprobs": body.prompt_logprobs,
+            "include_timeline": request.headers.get(TIMELINE_HEADER) == "1",
+        }
+        prompt = requests[0].prompt
+        if isinstance(prompt, ChatInput) and prompt.tools:
+            answer: Answer = ToolAnswer(max_calls=requests[0].max_tool_calls, **fields)
+        else:
+            echo = _echo(body, requests, inference.tokenizer)
+            answer = Answer(chat=isinstance(body, ChatBody), echo=echo, **fields)
+        return GenerationResponse(generation, answer, inference.bodies, stream=stream)
+
+    def _model(self) -> dict[str, Any]:
+        limits = self._inference.limits()
+        return {
+            "id": self._inference.model,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "pdserve",
+            "max_model_len": limits.max_model_len if limits else None,
+        }
+
+
+def _client_request_id(request: Request) -> str:
+    """What the client, or a proxy before it, calls the request; empty if nothing. Raises: InvalidRequest."""
+    client_request_id = request.headers.get(REQUEST_ID_HEADER, "")
+    verify_client_request_id(client_request_id, REQUEST_ID_HEADER)
+    return client_request_id
+
+
+def _echo(body: CompletionBody | ChatBody, requests: Sequence[ClientRequest], tokenizer: Tokenizer) -> Echo | None:
+    if not isinstance(body, CompletionBody) or not body.echo:
+        return None
+    return Echo([request.prompt for request in requests], requests[0].sampling.n, tokenizer)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(error if isinstance(error, PdServeError) else InternalError("internal error"))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
+    told, code = _HTTP_ERRORS.get(status, ("the request failed", "invalid_request"))
+    allowed = f"; it takes {', '.join(sorted(headers['Allow'].split(', ')))}" if headers and "Allow" in headers else ""
+    message = f"{told}: {request.method} {request.url.path:.200}{allowed}"
+    return Response(error_json(status, message, code), status, headers=headers, media_type=JSON)
+
+
+async def _on_exception(request: Request, error: Exception) -> Response:
+    return error_response(InternalError("internal error; the router's log has the details"))

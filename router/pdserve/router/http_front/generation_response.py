@@ -1,0 +1,120 @@
+"""A generation as an HTTP response: nothing goes out before the first token or the error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pdserve.common.errors import PdServeError
+from pdserve.router.bodies.client_bodies import ClientBodies
+from pdserve.router.openai.openai_answer import Answer, error_body, error_headers
+from pdserve.router.requests.generation import Generation
+from pdserve.router.requests.visit import Visit
+from pdserve.text.request_output import CompletionOutput
+
+JSON = "application/json"
+REQUEST_ID_HEADER = "x-request-id"
+"""Of an answer: what this service calls the request; of a request: what its client does."""
+_SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+def error_response(error: PdServeError, headers: Mapping[str, str] | None = None) -> Response:
+    """An error in OpenAI's shape."""
+    return Response(
+        error_body(error), error.http_status, headers={**(headers or {}), **error_headers(error)}, media_type=JSON
+    )
+
+
+def json_response(content: object, status: int = 200) -> Response:
+    """Any other answer."""
+    return Response(msgspec.json.encode(content), status, media_type=JSON)
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Returns when the client has left. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def cancel_on_disconnect(visit: Visit[Any], receive: Receive) -> None:
+    """Ends the request when its client leaves; to be cancelled when it has ended by itself."""
+    await until_disconnect(receive)
+    visit.cancel()
+
+
+class GenerationResponse(Response):
+    """Runs the generation while it responds; a client that leaves ends it."""
+
+    def __init__(self, generation: Generation, answer: Answer, bodies: ClientBodies, *, stream: bool) -> None:
+        super().__init__()
+        self._bodies = bodies
+        self._generation = generation
+        self._answer = answer
+        self._num_open = generation.num_choices
+        self._stream = stream
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with self._generation as generation:
+                listener = asyncio.create_task(cancel_on_disconnect(generation, receive))
+                try:
+                    await (self._send_events(generation, send) if self._stream else self._send_whole(generation, send))
+                finally:
+                    listener.cancel()
+        except PdServeError as error:
+            await self._send_error(error, scope, receive, send)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._generation.stalled or task is None or task.uncancel():
+                raise
+
+    async def _send_whole(self, generation: Generation, send: Send) -> None:
+        outputs = await generation.stream.take_all()
+        usage, timeline = generation.usage, generation.timeline
+        body = await self._bodies.aside(
+            generation.stream.num_bytes, lambda: self._answer.whole(outputs, usage, timeline)
+        )
+        await self._start(send, {"content-type": JSON, "content-length": str(len(body))})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _send_events(self, generation: Generation, send: Send) -> None:
+        outputs = await generation.stream.take()
+        await self._start(send, _SSE_HEADERS)
+        while outputs:
+            body = b"".join([self._event(generation, output) for output in outputs])
+            await send({"type": "http.response.body", "body": body, "more_body": self._num_open > 0})
+            if not self._num_open:
+                return
+            outputs = await generation.stream.take()
+
+    def _event(self, generation: Generation, output: CompletionOutput) -> bytes:
+        if output.finish_reason is not None:
+            self._num_open -= 1
+            if not self._num_open:
+                return self._answer.last_chunk(output, generation.usage, generation.timeline)
+        return self._answer.chunk(output, generation.usage)
+
+    async def _start(self, send: Send, headers: Mapping[str, str]) -> None:
+        self._started = True
+        fields = {**headers, REQUEST_ID_HEADER: self._generation.request_id}
+        raw = [(name.encode(), value.encode()) for name, value in fields.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def _send_error(self, error: PdServeError, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._started:
+            response = error_response(error, {REQUEST_ID_HEADER: self._generation.request_id})
+            await response(scope, receive, send)
+            return
+        # a stream that ends without [DONE] is not an answer
+        event = b"data: " + error_body(error) + b"\n\n"
+        await send({"type": "http.response.body", "body": event, "more_body": False})

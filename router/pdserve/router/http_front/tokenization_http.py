@@ -1,0 +1,182 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shapes: bounded, and beside the generations, which wait for none of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdserve.common.errors import Cancelled, DeadlineExceeded, InvalidRequest
+from pdserve.common.first_done import first_of
+from pdserve.common.request.sampling_params import verify_token_ids
+from pdserve.router.bodies.request_body import read_body
+from pdserve.router.http_front.generation_response import json_response, until_disconnect
+from pdserve.router.requests.inference import Inference
+from pdserve.router.requests.preparation import Limits
+from pdserve.router.requests.request_limits import MAX_MESSAGES
+from pdserve.router.tenants.api_keys import ApiKeys
+from pdserve.router.tenants.client import Client
+from pdserve.text.tokenizer import Tokenizer
+
+_MIN_TEXT_BYTES = 1 << 19
+_TEXT_BYTES_PER_TOKEN = 5
+MAX_TOKENS = 5 << 17
+"""To detokenize, unless the model takes more: the library holds the text of each, some 60 bytes, for a moment."""
+MAX_TOKEN_STRS = 1 << 18
+"""A string takes more than 50 bytes of memory where a token's id takes 8."""
+
+
+def max_text_bytes(model_len: int) -> int:
+    """Of a text to tokenize. It may be longer than the model takes, for a client that asks by how much; but each byte may
+    be a token, which takes hundreds of bytes of memory for a moment.
+    """
+    return max(_MIN_TEXT_BYTES, _TEXT_BYTES_PER_TOKEN * model_len)
+
+
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    """Default: true for a prompt; false for messages, whose template writes them."""
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    def verify(self, model_len: int) -> None:
+        """Raises: InvalidRequest."""
+        if (self.prompt is None) == (self.messages is None):
+            given = "neither is given" if self.prompt is None else "both are given"
+            raise InvalidRequest(f"one of prompt and messages is needed, {given}", "prompt")
+        if self.messages is None:
+            for field in ("add_generation_prompt", "chat_template_kwargs"):
+                if getattr(self, field) is not None:
+                    raise InvalidRequest(f"{field} needs messages, but prompt is given", field)
+        elif not self.messages:
+            raise InvalidRequest("messages is empty, at least one message is needed", "messages")
+        elif len(self.messages) > MAX_MESSAGES:
+            raise InvalidRequest(
+                f"messages must be at most {MAX_MESSAGES} messages, not {len(self.messages)}", "messages"
+            )
+
+    def token_ids(self, tokenizer: Tokenizer, max_bytes: int) -> list[int]:
+        """max_bytes: of the text. Raises: InvalidRequest, also what the chat template raises."""
+        if self.prompt is not None:
+            _verify_length(self.prompt, max_bytes, "prompt")
+            add_special_tokens = self.add_special_tokens is not False
+            return tokenizer.encode(self.prompt, add_special_tokens=add_special_tokens, count=_any_number)
+        variables: Mapping[str, Any] = self.chat_template_kwargs or {}
+        _, token_ids = tokenizer.encode_chat(
+            self.messages or [],
+            add_generation_prompt=self.add_generation_prompt is not False,
+            variables=variables,
+            add_special_tokens=bool(self.add_special_tokens),
+            verify=lambda text: _verify_length(text, max_bytes, "messages"),
+            count=_any_number,
+        )
+        return token_ids
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+    def verify(self, model_len: int) -> None:
+        """Raises: InvalidRequest."""
+        if len(self.tokens) > (most := max(MAX_TOKENS, model_len)):
+            raise InvalidRequest(
+                f"tokens has {len(self.tokens)} entries, at most {most} are detokenized at once", "tokens"
+            )
+
+
+B = TypeVar("B", TokenizeBody, DetokenizeBody)
+
+
+async def authenticated(keys: ApiKeys, request: Request) -> Client:
+    """Whose key the request shows. Raises: Unauthenticated."""
+    address = request.client.host if request.client is not None else ""
+    return await keys.authenticate(request.headers.get("authorization"), address)
+
+
+class TokenizationHttp:
+    """Two endpoints that need no worker."""
+
+    def __init__(self, inference: Inference, keys: ApiKeys) -> None:
+        self._inference = inference
+        self._keys = keys
+        self.routes = [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    def _verified(self, body: B) -> B:
+        """Raises: NotFound, InvalidRequest."""
+        self._inference.check_model(body.model)
+        body.verify(self._inference.bodies.model_len)
+        return body
+
+    async def tokenize(self, request: Request) -> Response:
+        with self._inference.telemetry.refusals():
+            client = await authenticated(self._keys, request)
+            body = await read_body(request, TokenizeBody, self._inference.bodies, self._verified)
+            limits = self._inference.limits()
+            return await self._aside(request, client, lambda: self._tokenized(body, limits))
+
+    def _tokenized(self, body: TokenizeBody, limits: Limits | None) -> Response:
+        tokenizer = self._inference.tokenizer
+        token_ids = body.token_ids(tokenizer, max_text_bytes(self._inference.bodies.model_len))
+        if body.return_token_strs and len(token_ids) > MAX_TOKEN_STRS:
+            raise InvalidRequest(
+                f"return_token_strs is true, but there are {len(token_ids)} tokens, at most {MAX_TOKEN_STRS} are returned "
+                "as strings",
+                "return_token_strs",
+            )
+        return json_response(
+            {
+                "count": len(token_ids),
+                "max_model_len": limits.max_model_len if limits else None,
+                "tokens": token_ids,
+                "token_strs": tokenizer.token_strings(token_ids) if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        with self._inference.telemetry.refusals():
+            client = await authenticated(self._keys, request)
+            body = await read_body(request, DetokenizeBody, self._inference.bodies, self._verified)
+            limits = self._inference.limits()
+            return await self._aside(request, client, lambda: self._detokenized(body, limits))
+
+    def _detokenized(self, body: DetokenizeBody, limits: Limits | None) -> Response:
+        tokenizer = self._inference.tokenizer
+        verify_token_ids("tokens", body.tokens, limits.vocab_size if limits else tokenizer.vocab_size)
+        return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    async def _aside(self, request: Request, client: Client, answer: Callable[[], Response]) -> Response:
+        """What `answer` returns or raises. Raises: Overloaded; DeadlineExceeded; Cancelled when the client left."""
+        timeout_s = self._inference.settings.request_timeout_s
+        answering = asyncio.ensure_future(self._inference.preparation.aside(answer, client))
+        leaving = asyncio.ensure_future(until_disconnect(request.receive))
+        async with first_of(answering, leaving, timeout_s=timeout_s):
+            if answering.done():
+                return answering.result()
+            if leaving.done():
+                raise Cancelled("the client left")
+        raise DeadlineExceeded(f"the request was not done within {timeout_s:g} s")
+
+
+def _any_number(num_tokens: int) -> None:
+    """Of tokens is counted: a client asks by how much a text is too long."""
+
+
+def _verify_length(text: str, max_bytes: int, field: str) -> None:
+    """Raises: InvalidRequest."""
+    if (num_bytes := len(text.encode(errors="surrogatepass"))) > max_bytes:
+        raise InvalidRequest(f"{field} has {num_bytes} bytes, at most {max_bytes} are tokenized at once", field)

@@ -1,0 +1,1 @@
+"""OpenAI's requests and responses: fields, their limits, and how answers are written."""

@@ -1,0 +1,59 @@
+"""`Echo`: the prompts of a completion that is to begin with its prompt."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from pdserve.router.openai.openai_logprobs import completion_logprobs, finite, named_candidates
+from pdserve.text.prompt import Prompt, TextInput, TokenInput
+from pdserve.text.request_output import CompletionOutput
+from pdserve.text.tokenizer import Tokenizer
+
+
+class Echo:
+    """One request's prompts, and which choice begins with which."""
+
+    def __init__(self, prompts: Sequence[Prompt], choices_each: int, tokenizer: Tokenizer) -> None:
+        """choices_each: how many continue each prompt, one prompt's after the other's."""
+        self._prompts = prompts
+        self._choices_each = choices_each
+        self._tokenizer = tokenizer
+        self._said: dict[int, str] = {}
+
+    def before(self, choice: int) -> str:
+        """What comes before the next text of a choice: its prompt, once. Token ids have been verified by then."""
+        if choice in self._said:
+            return ""
+        match self._prompts[choice // self._choices_each]:
+            case TextInput(text):
+                prompt = text
+            case TokenInput(token_ids):
+                prompt = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+            case _:
+                prompt = ""
+        self._said[choice] = prompt
+        return prompt
+
+    def logprobs(self, output: CompletionOutput, num_top: int) -> dict[str, Any]:
+        """As `completion_logprobs`, of a text that begins with its prompt. Called after `before`.
+
+        The first token of all has no log-probability.
+        """
+        of_output = completion_logprobs(output, num_top)
+        shift = len(self._said.get(output.index, ""))
+        of_output["text_offset"] = [offset + shift for offset in of_output["text_offset"]]
+        if output.prompt_logprobs is None or output.prompt_token_ids is None:
+            return of_output
+        tokens = [
+            self._tokenizer.token_piece(token_id).decode(errors="replace") for token_id in output.prompt_token_ids
+        ]
+        known = [candidates for candidates in output.prompt_logprobs if candidates is not None]
+        of_prompt: dict[str, list[Any]] = {
+            "tokens": tokens,
+            "token_logprobs": [None, *(finite(next(iter(candidates.values())).logprob) for candidates in known)],
+            "top_logprobs": [None, *(named_candidates(next(iter(c)), c, num_top) for c in known)],
+            "text_offset": [0, *itertools.accumulate(map(len, tokens[:-1]))],
+        }
+        return {key: [*value, *of_output[key]] for key, value in of_prompt.items()}

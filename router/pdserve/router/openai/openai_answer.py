@@ -1,0 +1,209 @@
+"""What OpenAI clients get: whole answers, chunks of a stream, and errors."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import msgspec
+
+from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
+from pdserve.common.timeline import Timeline
+from pdserve.router.openai.echo import Echo
+from pdserve.router.openai.openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from pdserve.router.requests.request_run import Usage
+from pdserve.text.request_output import CompletionOutput
+
+_encode = msgspec.json.Encoder().encode
+_SLICE = 512
+"""Entries that are written in one call."""
+DONE = b"data: [DONE]\n\n"
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class Answer:
+    """Writes one request's answer, in one of OpenAI's two shapes.
+
+    The parts of a chunk that never change are encoded once: a token costs one encoded string and two joins.
+    """
+
+    def __init__(
+        self,
+        *,
+        chat: bool,
+        request_id: str,
+        model: str,
+        include_usage: bool,
+        include_timeline: bool,
+        continuous_usage: bool = False,
+        num_logprobs: int | None = None,
+        num_prompt_logprobs: int | None = None,
+        echo: Echo | None = None,
+    ) -> None:
+        """num_logprobs: most likely tokens to name with each; None for no log-probabilities. num_prompt_logprobs: likewise
+        with each prompt token, in a whole answer.
+
+        continuous_usage: every chunk tells the usage so far. echo: each choice begins with its prompt.
+        """
+        self._chat = chat
+        self._num_logprobs = num_logprobs
+        self._num_prompt_logprobs = num_prompt_logprobs
+        self._include_usage = include_usage
+        self._include_timeline = include_timeline
+        self._continuous_usage = continuous_usage
+        self._num_streamed = 0
+        self._echo = echo
+        self._head: dict[str, Any] = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        chunk_head = self._head | ({"object": "chat.completion.chunk"} if chat else {})
+        # an object without its closing brace, so that more can follow
+        self._chunk_head = b"data: " + _encode(chunk_head)[:-1]
+        opening = b'{"content":' if chat else b""
+        key = b'"delta":' if chat else b'"text":'
+        self._before_text = b',"choices":[{"index":%d,' + key + opening
+        self._after_text = (b"}" if chat else b"") + b',"logprobs":'
+        self._started: set[int] = set()
+
+    def whole(self, outputs: list[CompletionOutput], usage: Usage, timeline: Timeline) -> bytes:
+        """The body of an answer that is not streamed."""
+        body = self._head | {
+            "choices": [self._choice(output) for output in outputs],
+            "usage": usage_json(usage),
+        }
+        if self._chat and self._num_prompt_logprobs is not None:
+            body["prompt_logprobs"] = _raw(prompt_logprobs(outputs[0], self._num_prompt_logprobs))
+        return _encode(body | self._vendor(timeline))
+
+    def chunk(self, output: CompletionOutput, usage: Usage) -> bytes:
+        """The event for one choice's new text; before a chat choice's first, the event that opens it."""
+        opening = b""
+        if self._chat and output.index not in self._started:
+            self._started.add(output.index)
+            opening = self._chunk_head + (
+                b',"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,'
+                b'"finish_reason":null}]}\n\n' % output.index
+            )
+        return opening + self._text_chunk(output) + self._usage_so_far(output, usage) + b"}\n\n"
+
+    def last_chunk(self, output: CompletionOutput, usage: Usage, timeline: Timeline) -> bytes:
+        """Like `chunk`, for the output that ends the request, with all that follows it."""
+        event = self.chunk(output, usage)
+        vendor = self._vendor(timeline)
+        if self._include_usage:
+            return event + self._chunk_head + _tail({"choices": [], "usage": usage_json(usage)} | vendor) + DONE
+        return (event[:-3] + _tail(vendor) if vendor else event) + DONE
+
+    def _text_chunk(self, output: CompletionOutput) -> bytes:
+        text = _encode(self._text(output))
+        logprobs = b"null" if self._num_logprobs is None else _encode(self._logprobs(output))
+        reason = b',"finish_reason":null'
+        if output.finish_reason is not None:
+            reason = (
+                b',"finish_reason":' + _encode(output.finish_reason) + b',"stop_reason":' + _encode(output.stop_reason)
+            )
+        head = self._chunk_head + self._before_text % output.index
+        return head + text + self._after_text + logprobs + reason + b"}]"
+
+    def _text(self, output: CompletionOutput) -> str:
+        return output.text if self._echo is None else self._echo.before(output.index) + output.text
+
+    def _usage_so_far(self, output: CompletionOutput, usage: Usage) -> bytes:
+        """A further field of a chunk: tokens of the chunks up to and with this one, not of those that wait."""
+        if not self._continuous_usage:
+            return b""
+        self._num_streamed += len(output.token_ids)
+        so_far = msgspec.structs.replace(usage, completion_tokens=self._num_streamed)
+        return b',"usage":' + _encode(usage_json(so_far))
+
+    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+        text: dict[str, Any] = (
+            {"message": {"role": "assistant", "content": output.text}} if self._chat else {"text": self._text(output)}
+        )
+        choice = {
+            "index": output.index,
+            **text,
+            "logprobs": _in_slices(self._logprobs(output)),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        if not self._chat and self._num_prompt_logprobs is not None:
+            choice["prompt_logprobs"] = _raw(prompt_logprobs(output, self._num_prompt_logprobs))
+        return choice
+
+    def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
+        if self._num_logprobs is None:
+            return None
+        if self._echo is not None:
+            return self._echo.logprobs(output, self._num_logprobs)
+        write = chat_logprobs if self._chat else completion_logprobs
+        return write(output, self._num_logprobs)
+
+    def _vendor(self, timeline: Timeline) -> dict[str, Any]:
+        if not self._include_timeline:
+            return {}
+        return {
+            "pdserve": {
+                "timeline": {phase.name: seconds for phase, seconds in timeline.phases()},
+                "moments": timeline.moments_unix_ns,
+            }
+        }
+
+
+def _in_slices(logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The same for JSON, its lists written already."""
+    if logprobs is None:
+        return None
+    return {key: _raw(value) if isinstance(value, list) else value for key, value in logprobs.items()}
+
+
+def _raw(entries: list[Any]) -> msgspec.Raw:
+    """A list as JSON, slice after slice: one call of the encoder for 100,000 entries would hold the interpreter."""
+    slices = (_encode(entries[first : first + _SLICE]) for first in range(0, len(entries), _SLICE))
+    return msgspec.Raw(b"[" + b",".join(part[1:-1] for part in slices) + b"]")
+
+
+def _tail(fields: dict[str, Any]) -> bytes:
+    """More fields for an object that is open, its end, and the end of the event."""
+    return b"," + _encode(fields)[1:] + b"\n\n"
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def error_json(status: int, message: str, code: str, field: str | None = None) -> bytes:
+    kind = _ERROR_TYPES.get(status, "server_error")
+    return _encode({"error": {"message": message, "type": kind, "param": field, "code": code}})
+
+
+def error_body(error: PdServeError) -> bytes:
+    field = error.field if isinstance(error, InvalidRequest) else None
+    return error_json(error.http_status, error.message, error.code, field)
+
+
+def error_headers(error: PdServeError) -> dict[str, str]:
+    """Retry-After, where coming back later helps."""
+    if isinstance(error, Overloaded):
+        return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    return {"retry-after": "1"} if error.http_status == 503 and error.retryable else {}

@@ -1,0 +1,85 @@
+"""The form that an answer must have, as OpenAI's `response_format` and vLLM's `structured_outputs` say it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsFields, StructuredOutputsParams
+from pdserve.router.bodies.request_body import writing
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_TYPES = ("text", "json_object", "json_schema")
+
+
+class JsonSchemaBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    schema: dict[str, Any] | bool | None = None
+    """None: any JSON object."""
+    strict: bool | None = None
+    """The answer always has the form of the schema."""
+    description: str | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: str
+    json_schema: JsonSchemaBody | None = None
+
+
+class StructuredOutputsBody(StructuredOutputsFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """As an object; `StructuredOutputsParams` travel as an array."""
+
+
+class OutputForm(NamedTuple):
+    """What an answer must look like."""
+
+    params: StructuredOutputsParams | None = None
+    """None for any form."""
+    field: str = "structured_outputs"
+    """What the client calls it, for messages."""
+
+    def verify(self) -> None:
+        """Size and shape of the form; what compiles, an engine says. Raises: InvalidRequest in the client's words."""
+        if self.params is None:
+            return
+        try:
+            self.params.verify()
+        except InvalidRequest as error:
+            told = error.message if self.field == FIELD else f"{self.field}: {error.message}"
+            raise InvalidRequest(told, self.field) from None
+
+
+def output_form(response_format: ResponseFormat | None, structured_outputs: StructuredOutputsBody | None) -> OutputForm:
+    """Raises: InvalidRequest for a wrong `response_format`, and for both at once."""
+    by_format = None if response_format is None else _of_response_format(response_format)
+    if structured_outputs is None:
+        return OutputForm(by_format, "response_format")
+    if by_format is not None:
+        raise InvalidRequest("response_format and structured_outputs both ask for a form", "response_format")
+    return OutputForm(StructuredOutputsParams(**msgspec.structs.asdict(structured_outputs)))
+
+
+def _of_response_format(given: ResponseFormat) -> StructuredOutputsParams | None:
+    if given.type not in _TYPES:
+        raise InvalidRequest(
+            f"response_format.type is {given.type[:40]!r}, one of {', '.join(_TYPES)} is needed", "response_format"
+        )
+    if (given.json_schema is not None) != (given.type == "json_schema"):
+        told = "is missing" if given.json_schema is None else f"goes with type json_schema, not {given.type}"
+        raise InvalidRequest(f"response_format.json_schema {told}", "response_format")
+    if given.json_schema is None:
+        return StructuredOutputsParams(json_object=True) if given.type == "json_object" else None
+    if not _NAME.fullmatch(given.json_schema.name):
+        raise InvalidRequest(
+            f"response_format.json_schema.name is {given.json_schema.name[:80]!r}, "
+            "1 to 64 letters, digits, underscores and hyphens are needed",
+            "response_format",
+        )
+    schema = given.json_schema.schema
+    if schema is None:
+        return StructuredOutputsParams(json_object=True)
+    with writing("response_format"):
+        return StructuredOutputsParams(json=msgspec.json.encode(schema).decode())

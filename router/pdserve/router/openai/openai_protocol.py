@@ -1,0 +1,350 @@
+"""What OpenAI clients may send, and what it means here. Unknown fields, wrong types and NaN are refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGITS_PROCESSORS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    NamedLogitsProcessor,
+    SamplingParams,
+    clamped_logit_bias,
+)
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.router.bodies.request_body import shown
+from pdserve.router.openai.openai_form import OutputForm, ResponseFormat, StructuredOutputsBody, output_form
+from pdserve.router.openai.openai_neutral import verify_neutral
+from pdserve.router.openai.openai_prompts import OpenAIPrompts, as_prompts, num_prompts
+from pdserve.router.openai.openai_tools import NamedTool, ToolBody, tool_use
+from pdserve.router.requests.preparation import ClientRequest
+from pdserve.router.requests.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_MESSAGES, MAX_METADATA, MAX_PROMPTS
+from pdserve.text.prompt import ChatInput, Prompt
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: the usage so far in every chunk."""
+    include_obfuscation: bool | None = None
+
+    def verify(self) -> None:
+        """Raises: InvalidRequest."""
+        if self.continuous_usage_stats and not self.include_usage:
+            raise InvalidRequest(
+                "stream_options.continuous_usage_stats needs include_usage to be true", "stream_options"
+            )
+        if self.include_obfuscation:
+            raise InvalidRequest(
+                "stream_options.include_obfuscation is true, but only false is supported", "stream_options"
+            )
+
+
+class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    user: str | None = None
+    response_format: ResponseFormat | None = None
+    # extensions that go by vLLM's names
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    repetition_penalty: float | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    logits_processors: list[NamedLogitsProcessor] | None = None
+    prompt_logprobs: int | None = None
+    n: int | None = None
+    # known, but only with the value that changes nothing
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def verify(self) -> None:
+        """Raises: InvalidRequest for what is not supported."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+        if self.stream_options is not None:
+            self.stream_options.verify()
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs comes with a whole answer, not with stream true", "prompt_logprobs")
+        verify_neutral(self)
+
+    def sampling(self, defaults: Mapping[str, float | int], form: OutputForm) -> SamplingParams:
+        """All but `logprobs`, which completions and chats ask for each in its own way.
+
+        Absent fields take `defaults`, then ours; other limits than numbers of entries are held in `Preparation`, where
+        the lengths are known.
+        """
+        given: dict[str, Any] = dict(defaults)
+        given |= {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.stop_token_ids is not None:
+            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.logit_bias is not None:
+            given["logit_bias"] = _logit_bias(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            given["allowed_token_ids"] = tuple(self.allowed_token_ids)
+        if self.bad_words is not None:
+            given["bad_words"] = tuple(self.bad_words)
+        if self.logits_processors is not None:
+            given["logits_processors"] = tuple(self.logits_processors)
+        return SamplingParams(structured_outputs=form.params, **given)
+
+    def verify_counts(self, num_prompts: int) -> None:
+        """Raises: InvalidRequest for more entries of a field than it may have, before anything is made of them."""
+        for field, (limit, unit) in _MOST_ENTRIES.items():
+            entries = getattr(self, field, None)
+            if isinstance(entries, list | dict) and len(entries) > limit:
+                raise InvalidRequest(f"{field} must be at most {limit}{unit}, not {len(entries)}", field)
+        num_allowed = num_prompts * len(self.allowed_token_ids or ())
+        if num_allowed > MAX_ALLOWED_TOKEN_IDS:
+            raise InvalidRequest(
+                f"allowed_token_ids has {len(self.allowed_token_ids or ())} entries for each of {num_prompts} prompts, "
+                f"at most {MAX_ALLOWED_TOKEN_IDS} are allowed for all of them together",
+                "allowed_token_ids",
+            )
+
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        field: str,
+        *,
+        form: OutputForm,
+        max_tokens: int | None,
+        max_tokens_field: str,
+        max_tool_calls: int | None = None,
+        defaults: Mapping[str, float | int],
+        timeout_s: float,
+        trace_headers: dict[str, str],
+        client_request_id: str,
+    ) -> list[ClientRequest]:
+        """What is the same for all prompts is made and verified once."""
+        self.verify()
+        form.verify()
+        sampling = self.sampling(defaults, form)
+        return [
+            ClientRequest(
+                prompt=prompt,
+                field=field if len(prompts) == 1 else f"{field}[{place}]",
+                sampling=sampling,
+                max_tokens=max_tokens,
+                max_tokens_field=max_tokens_field,
+                form_field=form.field,
+                max_tool_calls=max_tool_calls,
+                cache_salt=self.cache_salt or None,
+                priority=self.priority or 0,
+                timeout_s=timeout_s,
+                trace_headers=trace_headers,
+                client_request_id=client_request_id,
+            )
+            for place, prompt in enumerate(prompts)
+        ]
+
+
+class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    prompt: OpenAIPrompts
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: int | None = None
+
+    def requests(
+        self,
+        defaults: Mapping[str, float | int],
+        timeout_s: float,
+        trace_headers: dict[str, str],
+        client_request_id: str = "",
+    ) -> list[ClientRequest]:
+        """One per prompt. Raises: InvalidRequest."""
+        self.verify_counts(num_prompts(self.prompt, "prompt", MAX_PROMPTS))
+        return self._requests(
+            as_prompts(self.prompt, "prompt"),
+            "prompt",
+            form=output_form(self.response_format, self.structured_outputs),
+            max_tokens=self.max_tokens,
+            max_tokens_field="max_tokens",
+            defaults=defaults,
+            timeout_s=timeout_s,
+            trace_headers=trace_headers,
+            client_request_id=client_request_id,
+        )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report with each; None for no log-probabilities."""
+        return self.logprobs
+
+    def sampling(self, defaults: Mapping[str, float | int], form: OutputForm) -> SamplingParams:
+        params = msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
+        if not self.echo or self.logprobs is None:
+            return params
+        # the echoed prompt has log-probabilities like the rest
+        most = max(self.logprobs, params.prompt_logprobs or 0)
+        return msgspec.structs.replace(params, prompt_logprobs=most)
+
+
+class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    # vLLM's, for the chat template
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # accepted, and without effect
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # OpenAI's, but only with the value that changes nothing
+    store: bool | None = None
+    service_tier: str | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    moderation: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report with each; None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def sampling(self, defaults: Mapping[str, float | int], form: OutputForm) -> SamplingParams:
+        return msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
+
+    def _form(self, forced: StructuredOutputsParams | None) -> OutputForm:
+        """What the answer must look like. forced: by the tools. Raises: InvalidRequest."""
+        form = output_form(self.response_format, self.structured_outputs)
+        if forced is None:
+            return form
+        if form.params is not None:
+            raise InvalidRequest("tool_choice forces a call, so that no other form can be asked for", "tool_choice")
+        return OutputForm(forced, "tools")
+
+    def requests(
+        self,
+        defaults: Mapping[str, float | int],
+        timeout_s: float,
+        trace_headers: dict[str, str],
+        client_request_id: str = "",
+    ) -> list[ClientRequest]:
+        """Always one. Raises: InvalidRequest."""
+        self.verify_counts(1)
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {self.top_logprobs}", "top_logprobs"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+        if not self.messages:
+            raise InvalidRequest("messages is empty, at least one message is needed", "messages")
+        tools = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        newer = self.max_completion_tokens is not None
+        if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
+            raise InvalidRequest(
+                f"max_completion_tokens must be at least 1, not {self.max_completion_tokens}", "max_completion_tokens"
+            )
+        return self._requests(
+            [
+                ChatInput(
+                    self.messages,
+                    self.add_generation_prompt is not False,
+                    self.chat_template_kwargs or {},
+                    tools=tools.tools,
+                )
+            ],
+            "messages",
+            form=self._form(tools.form),
+            max_tool_calls=tools.max_calls,
+            max_tokens=self.max_completion_tokens if newer else self.max_tokens,
+            max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+            defaults=defaults,
+            timeout_s=timeout_s,
+            trace_headers=trace_headers,
+            client_request_id=client_request_id,
+        )
+
+
+def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+    for key in biases:
+        if not _TOKEN_ID.fullmatch(key):
+            raise InvalidRequest(f"logit_bias has the key {shown(key)}, but its keys are token ids", "logit_bias")
+    return clamped_logit_bias({int(key): bias for key, bias in biases.items()})
+
+
+_MOST_ENTRIES: Mapping[str, tuple[int, str]] = {
+    "messages": (MAX_MESSAGES, " messages"),
+    "stop": (MAX_STOP_STRINGS, " strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, " ids"),
+    "logit_bias": (MAX_LOGIT_BIASES, " tokens"),
+    "bad_words": (MAX_BAD_WORDS, " texts"),
+    "logits_processors": (MAX_LOGITS_PROCESSORS, ""),
+    "metadata": (MAX_METADATA, " pairs"),
+}
+_TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "include_stop_str_in_output",
+    "n",
+    "best_of",
+    "prompt_logprobs",
+)

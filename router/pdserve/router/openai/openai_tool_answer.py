@@ -1,0 +1,82 @@
+"""`ToolAnswer`: a chat's answer in which the model may call tools."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+
+from pdserve.router.openai.openai_answer import Answer
+from pdserve.text.request_output import CompletionOutput
+from pdserve.text.tool_calls import Delta, TextDelta, ToolCallDelta, ToolCallParser
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ToolAnswer(Answer):
+    """Like `Answer`, but calls of tools stand in `tool_calls`, not in the text."""
+
+    def __init__(self, *, max_calls: int | None, **fields: Any) -> None:
+        """max_calls: further calls of an answer are dropped. fields: those of `Answer`."""
+        super().__init__(chat=True, **fields)
+        self._max_calls = max_calls
+        self._parsers: dict[int, ToolCallParser] = {}
+
+    def _text_chunk(self, output: CompletionOutput) -> bytes:
+        parser = self._parsers.setdefault(output.index, ToolCallParser(self._max_calls))
+        delta: dict[str, Any] = {}
+        for part in _parts(parser, output):
+            if isinstance(part, TextDelta):
+                delta["content"] = delta.get("content", "") + part.text
+            else:
+                delta.setdefault("tool_calls", []).append(_call_delta(part))
+        choice: dict[str, Any] = {
+            "index": output.index,
+            "delta": delta,
+            "logprobs": self._logprobs(output),
+            "finish_reason": _finish_reason(parser, output),
+        }
+        if output.finish_reason is not None:
+            choice["stop_reason"] = output.stop_reason
+        return self._chunk_head + b',"choices":' + _encode([choice])
+
+    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+        parser = ToolCallParser(self._max_calls)
+        text, calls = "", list[dict[str, Any]]()
+        for part in _parts(parser, output):
+            if isinstance(part, TextDelta):
+                text += part.text
+            elif part.name is not None:
+                calls.append(_call(part.name, part.arguments))
+            else:
+                calls[-1]["function"]["arguments"] += part.arguments
+        message: dict[str, Any] = {"role": "assistant", "content": text or None}
+        if calls:
+            message["tool_calls"] = calls
+        else:
+            message["content"] = text
+        return super()._choice(output) | {"message": message, "finish_reason": _finish_reason(parser, output)}
+
+
+def _parts(parser: ToolCallParser, output: CompletionOutput) -> list[Delta]:
+    parts = parser.feed(output.text)
+    return parts if output.finish_reason is None else parts + parser.flush()
+
+
+def _finish_reason(parser: ToolCallParser, output: CompletionOutput) -> str | None:
+    return "tool_calls" if output.finish_reason == "stop" and parser.num_calls else output.finish_reason
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    return {
+        "id": f"call_{uuid.uuid4().hex}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _call_delta(part: ToolCallDelta) -> dict[str, Any]:
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    return {"index": part.index, **_call(part.name, part.arguments)}

@@ -1,0 +1,130 @@
+"""`tools` and `tool_choice` of a chat: what they may be, and the form that they force upon the answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.router.bodies.request_body import writing
+from pdserve.text.tool_calls import BEGIN, END
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_CHOICES = ("none", "auto", "required")
+
+
+class FunctionBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema; None for a function without parameters."""
+    strict: bool | None = None
+    """Arguments that are forced have the form of the schema, strict or not."""
+
+
+class ToolBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    function: FunctionBody
+    type: str = "function"
+
+    def as_json(self) -> dict[str, Any]:
+        """As chat templates expect it: what was given and nothing else."""
+        given = {name: value for name, value in msgspec.structs.asdict(self.function).items() if value is not None}
+        return {"type": self.type, "function": given}
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    function: NamedFunction
+    type: str = "function"
+
+
+class ToolUse(NamedTuple):
+    """What a chat's tools come to."""
+
+    tools: list[dict[str, Any]]
+    """For the prompt; empty: the model hears of none, and no calls are looked for."""
+    form: StructuredOutputsParams | None = None
+    """What the answer must look like; None where the model may choose."""
+    max_calls: int | None = None
+
+
+def tool_use(tools: Sequence[ToolBody] | None, choice: str | NamedTool | None, parallel: bool | None) -> ToolUse:
+    """parallel: None is true. Raises: InvalidRequest."""
+    names = _verified_names(tools or ())
+    if isinstance(choice, str) and choice not in _CHOICES:
+        told = f"tool_choice is {choice[:40]!r}, one of {', '.join(_CHOICES)} or a function is needed"
+        raise InvalidRequest(told, "tool_choice")
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice asks for a call, but there are no tools", "tool_choice")
+        return ToolUse([])
+    if choice == "none":
+        return ToolUse([])
+    rendered = [tool.as_json() for tool in tools]
+    max_calls = 1 if parallel is False else None
+    if choice is None or choice == "auto":
+        return ToolUse(rendered, None, max_calls)
+    if isinstance(choice, NamedTool):
+        _verify_type(choice.type, "tool_choice")
+        name = choice.function.name
+        if name not in names:
+            raise InvalidRequest(
+                f"tool_choice names the function {name[:80]!r}, which is not among the tools", "tool_choice"
+            )
+        return ToolUse(rendered, _forced([tools[names.index(name)].function], only_one=True), 1)
+    return ToolUse(rendered, _forced([tool.function for tool in tools], only_one=max_calls == 1), max_calls)
+
+
+def _verified_names(tools: Sequence[ToolBody]) -> list[str]:
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed", "tools")
+    names: list[str] = []
+    for place, tool in enumerate(tools):
+        _verify_type(tool.type, f"tools[{place}]")
+        name = tool.function.name
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"tools[{place}].function.name is {name[:80]!r}, "
+                "1 to 64 letters, digits, underscores and hyphens are needed",
+                "tools",
+            )
+        if name in names:
+            raise InvalidRequest(f"tools[{place}].function.name is {name!r} again", "tools")
+        names.append(name)
+    return names
+
+
+def _verify_type(kind: str, where: str) -> None:
+    if kind != "function":
+        raise InvalidRequest(f"{where}.type is {kind[:40]!r}, only 'function' is supported", where.partition("[")[0])
+
+
+def _forced(functions: Sequence[FunctionBody], *, only_one: bool) -> StructuredOutputsParams:
+    """Calls of these functions and nothing else, as a structural tag."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'{BEGIN}\n{{"name": "{function.name}", "arguments": ',
+            "content": {"type": "json_schema", "json_schema": function.parameters or {"type": "object"}},
+            "end": f"}}\n{END}",
+        }
+        for function in functions
+    ]
+    calls = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": only_one,
+    }
+    with writing("tools"):
+        return StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", "format": calls}))

@@ -1,0 +1,1 @@
+"""Placement: which prefill and decode worker serve a prompt, and why."""

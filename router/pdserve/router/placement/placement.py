@@ -1,0 +1,336 @@
+"""Where the legs of an attempt run: pure functions over the workers as they stand.
+
+Decode is chosen first, then prefill among the workers whose blocks decode can read. Costs are in blocks of 16 tokens,
+whatever a worker's own blocks are, so that generations of a model can be compared:
+
+    load  = prompt tokens still to compute there + 1/4 * tokens in the blocks that its running requests hold
+    cost  = load + 2 * tokens of this prompt that are not cached there
+
+This prompt's own tokens count twice, because they are waited for by it and by whoever comes next. A held block costs its
+worker some reading a step, which is less than computing one; were it to count in full, one running request would outweigh
+the prefix that it shares with the next, and prefixes would scatter over all workers.
+
+    kv_aware       lowest cost         least_loaded   lowest load         round_robin    the next in turn
+
+Of equal workers the one that this router has used least is taken.
+
+Decode prefills itself, though a prefill worker could, when that is expected to be sooner. With u tokens of the prompt
+uncached at decode, rates in prompt tokens a second as the workers measure them:
+
+    local(u)  = (waiting at D + u * (2 + requests at D)) / rate of D
+    remote(u) = (waiting at P + uncached at P) / rate of P + u * bytes of a token / bandwidth
+
+What a step costs beside its prompt tokens is in neither: both have to make one.
+
+Every request at D stands still while D prefills, so those seconds count once for each of them, once for the prompt
+itself, and once for whoever comes meanwhile: an idle D and an idle P of one kind prefill at P. The u at which both are
+equal goes out with the attempt, and decode compares it with its real cache. Without both rates only a rest of at most
+one block is prefilled at D, and only if D has the blocks before it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from pdserve.common.errors import InternalError
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.protocol_version import works_with
+from pdserve.router.workers.worker import Share, Worker, WorkerRole
+
+LocalPrefill = Literal["never", "auto", "always"]
+PolicyName = Literal["kv_aware", "least_loaded", "round_robin"]
+WorkerKey = tuple[str, int]
+
+COST_BLOCK_TOKENS = 16
+"""The unit of cost."""
+HELD_WEIGHT = 0.25
+UNCACHED_WEIGHT = 2.0
+_DECODE_GROWTH_BLOCKS = 1
+"""What a request is expected to add at decode before the next report tells."""
+
+
+class Wish(enum.Enum):
+    """What the request's history asks of its next placement."""
+
+    ANY = "any"
+    LOCAL = "local"
+    """Decode prefills: a transfer failed before."""
+    REMOTE = "remote"
+    """Through a prefill worker: decode said that it needs one, or evicted the request."""
+    SESSION = "session"
+    """Decode prefills whatever the length: the KV of a session never moves."""
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker, seen by one prompt."""
+
+    worker: Worker
+    num_tokens: int
+    """Of the prompt."""
+    overlap_blocks: int = 0
+    """Blocks of the prompt's longest prefix that it has, or will have: what was just routed there counts."""
+    confirmed_blocks: int = 0
+    """The part of it that the worker has reported."""
+
+    @property
+    def block_size(self) -> int:
+        return self.worker.identity.layout.block_size
+
+    @property
+    def uncached_tokens(self) -> int:
+        """To compute for this prompt; its last token always is."""
+        return max(1, self.num_tokens - self.overlap_blocks * self.block_size)
+
+    @property
+    def unconfirmed_tokens(self) -> int:
+        """The same, if only what the worker has reported is there."""
+        return max(1, self.num_tokens - self.confirmed_blocks * self.block_size)
+
+    @property
+    def load_blocks(self) -> float:
+        tokens = self.worker.waiting_tokens + HELD_WEIGHT * self.worker.held_blocks * self.block_size
+        return tokens / COST_BLOCK_TOKENS
+
+    @property
+    def cost_blocks(self) -> float:
+        return self.load_blocks + UNCACHED_WEIGHT * self.uncached_tokens / COST_BLOCK_TOKENS
+
+    @property
+    def prompt_blocks(self) -> int:
+        return -(-self.num_tokens // self.block_size)
+
+    def share(self, *, prefills: bool, grows: bool) -> Share:
+        """What this prompt adds to the worker. prefills: it is computed here. grows: it is decoded here."""
+        growth = _DECODE_GROWTH_BLOCKS if grows else 0
+        return Share(
+            legs=1,
+            tokens=self.uncached_tokens if prefills else 0,
+            all_blocks=self.prompt_blocks + growth,
+            new_blocks=max(0, self.prompt_blocks - self.overlap_blocks) + growth,
+        )
+
+
+Policy = Callable[[Sequence[Candidate], int], Candidate]
+"""(candidates, at least one; how many were chosen of their role before) -> the chosen one"""
+
+
+def kv_aware(candidates: Sequence[Candidate], turn: int) -> Candidate:
+    """The one of lowest cost."""
+    return min(candidates, key=lambda candidate: (candidate.cost_blocks, candidate.worker.num_placed))
+
+
+def least_loaded(candidates: Sequence[Candidate], turn: int) -> Candidate:
+    """The one of lowest load, whatever it has cached."""
+    return min(candidates, key=lambda candidate: (candidate.load_blocks, candidate.worker.num_placed))
+
+
+def round_robin(candidates: Sequence[Candidate], turn: int) -> Candidate:
+    """One after the other."""
+    return sorted(candidates, key=lambda candidate: candidate.worker.key)[turn % len(candidates)]
+
+
+POLICIES: Mapping[PolicyName, Policy] = {
+    "kv_aware": kv_aware,
+    "least_loaded": least_loaded,
+    "round_robin": round_robin,
+}
+
+
+class Estimates(msgspec.Struct, frozen=True, kw_only=True):
+    """What prefilling at decode and at prefill would take; see the module's formulas."""
+
+    local_s: float | None = None
+    """None while decode's rate is unknown."""
+    remote_s: float | None = None
+    """None while prefill's rate is unknown."""
+    limit_tokens: int = 0
+    """Uncached tokens up to which decode should prefill itself."""
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt's workers. Without prefill, decode prefills; without decode, only the first token is wanted."""
+
+    prefill: Worker | None = None
+    decode: Worker | None = None
+    prefill_share: Share = Share(legs=1)
+    decode_share: Share = Share(legs=1)
+    prefill_here: bool = False
+    """No prefill worker lives, so decode must not ask for one."""
+    local_prefill_tokens: int | None = None
+    """Uncached tokens up to which decode, by its own cache, should prefill; None: the choice made here stands."""
+    estimates: Estimates | None = None
+    """Where two ways were compared."""
+
+    @property
+    def kind(self) -> str:
+        """`remote`, `local`, or `prefill-only`."""
+        if self.decode is None:
+            return "prefill-only"
+        return "local" if self.prefill is None else "remote"
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of the workers' blocks; they have the same."""
+        return self._last.identity.layout
+
+    @property
+    def sampler_version(self) -> int:
+        """Of the worker that samples the last token."""
+        return self._last.identity.sampler_version
+
+    @property
+    def sampler_versions(self) -> set[int]:
+        """Of all workers that sample: prefill the first token, decode the others."""
+        return {worker.identity.sampler_version for worker in (self.prefill, self.decode) if worker is not None}
+
+    @property
+    def _last(self) -> Worker:
+        worker = self.decode or self.prefill
+        if worker is None:
+            raise InternalError("a placement without workers")
+        return worker
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds for a placement beside the workers."""
+
+    policy: PolicyName = "kv_aware"
+    local_prefill: LocalPrefill = "auto"
+    wish: Wish = Wish.ANY
+    blamed: Collection[WorkerKey] = ()
+    """Workers to avoid while there is another way."""
+    sampler_version: int | None = None
+    """Workers with this one go first, before the policy: they go on with a sampled text as it began; None: all are alike."""
+    turns: Mapping[WorkerRole, int] = {}
+    """How often a worker of each role was chosen before."""
+    bytes_per_s: float = 1e9
+    """At which KV blocks move."""
+
+
+def place(
+    max_tokens: int, *, prefill: Sequence[Candidate], decode: Sequence[Candidate], rules: Rules
+) -> Placement | None:
+    """Workers for a prompt, or None while there are none that may serve it.
+
+    prefill, decode: workers that live.
+    """
+    if rules.wish is Wish.SESSION:
+        if rules.local_prefill == "never":
+            return None
+        at = choose(decode, WorkerRole.DECODE, rules)
+        return None if at is None else Placement(decode=at.worker, decode_share=at.share(prefills=True, grows=True))
+    if max_tokens == 1 and rules.local_prefill != "always":
+        # decode is another way than a blamed worker, where it may prefill
+        if alone := place_prefill(prefill, rules, strict=bool(decode) and rules.local_prefill != "never"):
+            return alone
+        if rules.local_prefill == "never":
+            return None
+    if rules.local_prefill == "never":
+        decode = [candidate for candidate in decode if partners(candidate, prefill)]
+    chosen = choose(decode, WorkerRole.DECODE, rules)
+    if chosen is None:
+        return None
+    sources = partners(chosen, prefill)
+    here = Placement(decode=chosen.worker, decode_share=chosen.share(prefills=True, grows=True))
+    if not sources:
+        return msgspec.structs.replace(here, prefill_here=True)
+    may_prefill = _may_prefill(chosen, rules)
+    if may_prefill and (rules.local_prefill == "always" or rules.wish is Wish.LOCAL):
+        return here
+    must = rules.local_prefill == "never" or rules.wish is Wish.REMOTE
+    source = choose(sources, WorkerRole.PREFILL, rules, strict=not must)
+    if source is None:
+        return here
+    if must:
+        return _remote(source, chosen)
+    estimates = estimate(chosen, source, rules.bytes_per_s)
+    if may_prefill and _prefers_local(chosen, estimates):
+        return msgspec.structs.replace(here, local_prefill_tokens=estimates.limit_tokens, estimates=estimates)
+    remote = _remote(source, chosen)
+    return msgspec.structs.replace(remote, local_prefill_tokens=estimates.limit_tokens, estimates=estimates)
+
+
+def place_prefill(prefill: Sequence[Candidate], rules: Rules, *, strict: bool = False) -> Placement | None:
+    """A prefill worker alone, whatever `local_prefill` says: for what has no token to decode. None: there is none."""
+    chosen = choose(prefill, WorkerRole.PREFILL, rules, strict=strict)
+    if chosen is None:
+        return None
+    return Placement(prefill=chosen.worker, prefill_share=chosen.share(prefills=True, grows=False))
+
+
+def choose(
+    candidates: Sequence[Candidate], role: WorkerRole, rules: Rules, *, strict: bool = False
+) -> Candidate | None:
+    """The policy's choice; a blamed worker only when there is no other, and under `strict` not even then."""
+    fresh = [candidate for candidate in candidates if candidate.worker.key not in rules.blamed]
+    left = fresh if fresh or strict else candidates
+    alike = [candidate for candidate in left if candidate.worker.identity.sampler_version == rules.sampler_version]
+    left = alike or left
+    return POLICIES[rules.policy](left, rules.turns.get(role, 0)) if left else None
+
+
+def partners(decode: Candidate, prefill: Sequence[Candidate]) -> list[Candidate]:
+    """The prefill workers whose KV blocks `decode` can read."""
+    own = decode.worker.identity
+    return [
+        candidate
+        for candidate in prefill
+        if candidate.worker.identity.layout == own.layout
+        and works_with(candidate.worker.identity.protocol_version, own.protocol_version)
+    ]
+
+
+def estimate(decode: Candidate, source: Candidate, bytes_per_s: float) -> Estimates:
+    """Compare prefilling at `decode` with prefilling at `source`; see the module's formulas."""
+    local_rate = decode.worker.load.prefill_tokens_per_s
+    remote_rate = source.worker.load.prefill_tokens_per_s
+    uncached, token_bytes = decode.unconfirmed_tokens, decode.worker.identity.layout.block_bytes / decode.block_size
+    limit = decode.block_size
+    local_s = remote_s = None
+    if local_rate > 0:
+        queue_s = decode.worker.waiting_tokens / local_rate
+        local_token_s = (2 + decode.worker.num_requests) / local_rate
+        local_s = queue_s + uncached * local_token_s
+    if remote_rate > 0:
+        prefill_s = (source.worker.waiting_tokens + source.uncached_tokens) / remote_rate
+        moved_token_s = token_bytes / bytes_per_s
+        remote_s = prefill_s + uncached * moved_token_s
+        if local_rate > 0:
+            limit = max(limit, _break_even(prefill_s - queue_s, local_token_s - moved_token_s, decode.num_tokens))
+    cap = decode.worker.identity.max_local_prefill_tokens
+    return Estimates(local_s=local_s, remote_s=remote_s, limit_tokens=limit if cap is None else min(limit, cap))
+
+
+def _break_even(ahead_s: float, token_s: float, num_tokens: int) -> int:
+    """The most tokens u, up to `num_tokens`, with u * token_s <= ahead_s."""
+    if token_s <= 0:
+        return num_tokens if num_tokens * token_s <= ahead_s else 0
+    return max(0, min(num_tokens, int(ahead_s / token_s)))
+
+
+def _prefers_local(decode: Candidate, estimates: Estimates) -> bool:
+    if decode.unconfirmed_tokens > estimates.limit_tokens:
+        return False
+    if decode.confirmed_blocks and decode.unconfirmed_tokens <= decode.block_size:
+        return True
+    return estimates.local_s is not None and estimates.remote_s is not None and estimates.local_s <= estimates.remote_s
+
+
+def _may_prefill(decode: Candidate, rules: Rules) -> bool:
+    if rules.local_prefill == "never" or rules.wish is Wish.REMOTE:
+        return False
+    cap = decode.worker.identity.max_local_prefill_tokens
+    return cap is None or decode.unconfirmed_tokens <= cap
+
+
+def _remote(source: Candidate, decode: Candidate) -> Placement:
+    return Placement(
+        prefill=source.worker,
+        decode=decode.worker,
+        prefill_share=source.share(prefills=True, grows=False),
+        decode_share=decode.share(prefills=False, grows=True),
+    )

@@ -1,0 +1,174 @@
+"""`Placer`: the one that asks the prefix index, places by the configured policy, and remembers why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.router.placement.placement import (
+    Candidate,
+    Placement,
+    Rules,
+    Wish,
+    WorkerKey,
+    partners,
+    place,
+    place_prefill,
+)
+from pdserve.router.placement.prefix_index import PrefixIndex
+from pdserve.router.placement.routing_decision import LeftOut, RoutingDecision, RoutingLog, views
+from pdserve.router.placement.transfer_bandwidth import TransferBandwidth
+from pdserve.router.workers.fleet import Fleet
+from pdserve.router.workers.worker import Worker, WorkerRole
+
+Hashes = Callable[[KvLayout], Sequence[bytes]]
+"""Hashes of the prompt's full blocks, for workers of a layout; asked once a layout and prompt at most."""
+
+
+class Placer:
+    """One for all requests of a router."""
+
+    def __init__(self, fleet: Fleet, index: PrefixIndex, settings: RouterSettings) -> None:
+        self.bandwidth = TransferBandwidth()
+        self.log = RoutingLog()
+        self._fleet = fleet
+        self._index = index
+        self._settings = settings
+        self._turns = dict.fromkeys(WorkerRole, 0)
+
+    def place(
+        self,
+        request_id: str,
+        attempt: int,
+        *,
+        tenant: str = "",
+        num_tokens: int,
+        max_tokens: int,
+        hashes: Hashes,
+        wish: Wish = Wish.ANY,
+        blamed: Collection[WorkerKey] = (),
+        dead: Collection[WorkerKey] = (),
+        sampler_version: int | None = None,
+        embeds: bool = False,
+    ) -> RoutingDecision | None:
+        """Workers for one attempt, or None while none can serve it.
+
+        tenant: whose request it is. num_tokens: of the prompt. dead: workers that died under this request and have not come back.
+        sampler_version: preferred; None where all are alike. embeds: an embedding is wanted, which a prefill worker
+        computes alone.
+        """
+        live = {role: self._fleet.workers(role) for role in WorkerRole}
+        full = {worker.key for role in WorkerRole for worker in live[role] if _is_full(worker, wish)}
+        rules = Rules(
+            policy=self._settings.policy,
+            local_prefill=self._settings.local_prefill,
+            wish=wish,
+            blamed={*blamed, *full},
+            sampler_version=sampler_version,
+            turns=self._turns,
+            bytes_per_s=self.bandwidth.bytes_per_s,
+        )
+        if embeds:
+            live = {
+                WorkerRole.PREFILL: [w for w in live[WorkerRole.PREFILL] if w.identity.hidden_size],
+                WorkerRole.DECODE: [],
+            }
+        now_s = time.monotonic()
+        candidates = {role: self._candidates(live[role], num_tokens, hashes, dead, now_s) for role in WorkerRole}
+        prefill, decode = candidates[WorkerRole.PREFILL], candidates[WorkerRole.DECODE]
+        placement = (
+            place_prefill(prefill, rules) if embeds else place(max_tokens, prefill=prefill, decode=decode, rules=rules)
+        )
+        if placement is None:
+            return None
+        for role, worker in ((WorkerRole.PREFILL, placement.prefill), (WorkerRole.DECODE, placement.decode)):
+            if worker is not None:
+                self._turns[role] += 1
+                self._index.routed(worker.key, hashes(worker.identity.layout), now_s)
+        decision = RoutingDecision(
+            unix_s=time.time(),
+            request_id=request_id,
+            tenant=tenant,
+            attempt=attempt,
+            policy=rules.policy,
+            wish=wish,
+            num_tokens=num_tokens,
+            placement=placement,
+            candidates=views(WorkerRole.PREFILL, prefill) + views(WorkerRole.DECODE, decode),
+            left_out=self._left_out(placement, candidates, blamed, dead, full),
+        )
+        self.log.add(decision)
+        return decision
+
+    def staffed(self, *, one_token: bool = False, embeds: bool = False) -> bool:
+        """Whether workers are there that could serve a prompt, as far as their roles tell.
+
+        one_token: no more is wanted of it. embeds: as in `place`.
+        """
+        prefill, local_prefill = self._fleet.workers(WorkerRole.PREFILL), self._settings.local_prefill
+        if embeds:
+            return any(worker.identity.hidden_size for worker in prefill)
+        if prefill and one_token and local_prefill != "always":
+            return True
+        return bool(self._fleet.workers(WorkerRole.DECODE)) and (local_prefill != "never" or bool(prefill))
+
+    def _candidates(
+        self,
+        workers: Sequence[Worker],
+        num_tokens: int,
+        hashes: Hashes,
+        dead: Collection[WorkerKey],
+        now_s: float,
+    ) -> list[Candidate]:
+        by_layout: dict[KvLayout, list[Worker]] = {}
+        for worker in workers:
+            if worker.key not in dead:
+                by_layout.setdefault(worker.identity.layout, []).append(worker)
+        candidates = []
+        for layout, alike in by_layout.items():
+            prompt = hashes(layout)
+            reported = self._index.reported(prompt, [worker.key for worker in alike])
+            overlaps = self._index.expect(prompt, reported, now_s)
+            candidates += [
+                Candidate(
+                    worker=worker,
+                    num_tokens=num_tokens,
+                    overlap_blocks=overlaps[worker.key],
+                    confirmed_blocks=reported[worker.key],
+                )
+                for worker in alike
+            ]
+        return candidates
+
+    def _left_out(
+        self,
+        placement: Placement,
+        candidates: dict[WorkerRole, list[Candidate]],
+        blamed: Collection[WorkerKey],
+        dead: Collection[WorkerKey],
+        full: Collection[WorkerKey],
+    ) -> tuple[LeftOut, ...]:
+        left = [LeftOut(role=role.value, worker=worker, why=why) for role, worker, why in self._fleet.absent()]
+        left += [LeftOut(role="", worker=worker_id, why="died under this request") for worker_id, _ in dead]
+        chosen = {worker.key for worker in (placement.prefill, placement.decode) if worker is not None}
+        pairable: Collection[WorkerKey] | None = None
+        if placement.prefill is not None and placement.decode is not None:
+            decode = next(c for c in candidates[WorkerRole.DECODE] if c.worker is placement.decode)
+            pairable = {c.worker.key for c in partners(decode, candidates[WorkerRole.PREFILL])}
+        for role, of_role in candidates.items():
+            for candidate in of_role:
+                key, name = candidate.worker.key, candidate.worker.identity.worker_id
+                if key in full and key not in chosen:
+                    left.append(LeftOut(role=role.value, worker=name, why="full, as it reports"))
+                elif key in blamed and key not in chosen:
+                    left.append(LeftOut(role=role.value, worker=name, why="blamed by the last attempt"))
+                elif role is WorkerRole.PREFILL and pairable is not None and key not in pairable:
+                    left.append(LeftOut(role=role.value, worker=name, why="its blocks differ from decode's"))
+        return tuple(left)
+
+
+def _is_full(worker: Worker, wish: Wish) -> bool:
+    """Whether the worker would most likely refuse it."""
+    return worker.has_full_queue or (wish is Wish.SESSION and worker.has_all_sessions)

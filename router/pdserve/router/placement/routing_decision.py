@@ -1,0 +1,162 @@
+"""`RoutingDecision`: one placement and what it was made from; shown by `/debug/routing` and by the span `route`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from pdserve.router.placement.placement import Candidate, Estimates, Placement, PolicyName, Wish
+from pdserve.router.workers.worker import Worker, WorkerRole
+
+LOG_LENGTH = 128
+"""Placements that a router remembers."""
+_MAX_IN_ATTRIBUTES = 16
+"""Candidates that a span lists."""
+
+_OWN_FIELDS = ("time_unix_s", "request_id", "attempt", "policy", "wish", "kind", "prompt_tokens")
+
+
+class CandidateView(msgspec.Struct, frozen=True, kw_only=True):
+    """A candidate as it stood when the choice was made."""
+
+    role: str
+    worker_id: str
+    epoch: str
+    """Hexadecimal: a reader of JSON may round a number of 64 bits."""
+    overlap_blocks: int
+    """Of the prompt, expected there."""
+    confirmed_blocks: int
+    """Of the prompt, reported by the worker."""
+    cost_blocks: float
+    load_blocks: float
+    waiting_tokens: int
+    held_blocks: int
+    num_requests: int
+
+    @classmethod
+    def of(cls, role: WorkerRole, candidate: Candidate) -> CandidateView:
+        worker = candidate.worker
+        return cls(
+            role=role.value,
+            worker_id=worker.identity.worker_id,
+            epoch=f"{worker.identity.epoch:016x}",
+            overlap_blocks=candidate.overlap_blocks,
+            confirmed_blocks=candidate.confirmed_blocks,
+            cost_blocks=round(candidate.cost_blocks, 3),
+            load_blocks=round(candidate.load_blocks, 3),
+            waiting_tokens=worker.waiting_tokens,
+            held_blocks=worker.held_blocks,
+            num_requests=worker.num_requests,
+        )
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that could not be chosen."""
+
+    role: str
+    worker: str
+    """Its id, or its address where none is known."""
+    why: str
+
+
+class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """One placement, explained. Holds no part of the prompt."""
+
+    unix_s: float
+    request_id: str
+    tenant: str = ""
+    """Whose request it is."""
+    attempt: int
+    policy: PolicyName
+    wish: Wish
+    num_tokens: int
+    placement: Placement
+    candidates: tuple[CandidateView, ...]
+    left_out: tuple[LeftOut, ...]
+
+    def content(self) -> dict[str, Any]:
+        """For JSON."""
+        placement = self.placement
+        return {
+            "time_unix_s": round(self.unix_s, 3),
+            "request_id": self.request_id,
+            "tenant": self.tenant,
+            "attempt": self.attempt,
+            "policy": self.policy,
+            "wish": self.wish.value,
+            "kind": placement.kind,
+            "prompt_tokens": self.num_tokens,
+            "prefill": _name(placement.prefill),
+            "decode": _name(placement.decode),
+            "local_prefill_tokens": placement.local_prefill_tokens,
+            "estimates": placement.estimates,
+            "candidates": self.candidates,
+            "left_out": self.left_out,
+        }
+
+    def own_content(self) -> dict[str, Any]:
+        """For JSON, without workers, their loads, and the blocks they hold, which other tenants have a part in."""
+        content = self.content()
+        return {name: content[name] for name in _OWN_FIELDS}
+
+    def attributes(self) -> dict[str, str | int | float | bool | list[str]]:
+        """For a span: flat, and only what has a value."""
+        placement = self.placement
+        estimates = placement.estimates or Estimates()
+        flat: dict[str, str | int | float | bool | list[str] | None] = {
+            "pdserve.route.policy": self.policy,
+            "pdserve.route.wish": self.wish.value,
+            "pdserve.route.kind": placement.kind,
+            "pdserve.route.attempt": self.attempt,
+            "pdserve.route.prefill": _name(placement.prefill),
+            "pdserve.route.decode": _name(placement.decode),
+            "pdserve.route.prefill_overlap_blocks": self._overlap(WorkerRole.PREFILL, placement.prefill),
+            "pdserve.route.decode_overlap_blocks": self._overlap(WorkerRole.DECODE, placement.decode),
+            "pdserve.route.local_prefill_tokens": placement.local_prefill_tokens,
+            "pdserve.route.local_estimate_s": estimates.local_s,
+            "pdserve.route.remote_estimate_s": estimates.remote_s,
+            "pdserve.route.candidates": [
+                f"{view.role} {view.worker_id}: overlap {view.overlap_blocks}, cost {view.cost_blocks:g}"
+                for view in self.candidates[:_MAX_IN_ATTRIBUTES]
+            ],
+            "pdserve.route.left_out": [
+                f"{left.role} {left.worker}: {left.why}" for left in self.left_out[:_MAX_IN_ATTRIBUTES]
+            ],
+        }
+        return {name: value for name, value in flat.items() if value is not None}
+
+    def _overlap(self, role: WorkerRole, worker: Worker | None) -> int | None:
+        if worker is None:
+            return None
+        name = worker.identity.worker_id
+        views = (view for view in self.candidates if view.role == role.value and view.worker_id == name)
+        return next((view.overlap_blocks for view in views), None)
+
+
+def _name(worker: Worker | None) -> str | None:
+    return None if worker is None else worker.identity.worker_id
+
+
+class RoutingLog:
+    """The last placements, newest last."""
+
+    def __init__(self, length: int = LOG_LENGTH) -> None:
+        self._decisions: deque[RoutingDecision] = deque(maxlen=length)
+
+    def add(self, decision: RoutingDecision) -> None:
+        self._decisions.append(decision)
+
+    def content(self) -> list[dict[str, Any]]:
+        """For JSON, newest first."""
+        return [decision.content() for decision in reversed(self._decisions)]
+
+    def content_of(self, tenant: str) -> list[dict[str, Any]]:
+        """A tenant's own, newest first, for JSON: nothing that workers hold or do for others."""
+        return [decision.own_content() for decision in reversed(self._decisions) if decision.tenant == tenant]
+
+
+def views(role: WorkerRole, candidates: Iterable[Candidate]) -> tuple[CandidateView, ...]:
+    return tuple(CandidateView.of(role, candidate) for candidate in candidates)

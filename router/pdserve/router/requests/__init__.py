@@ -1,0 +1,1 @@
+"""One client request in the router, from its prepared prompts to its output stream."""

@@ -1,0 +1,221 @@
+"""One input from its text to its embedding: prepared, placed on a prefill worker, and attempted until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+
+import msgspec
+
+from pdserve.common import timeline as moments
+from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, PdServeError, WorkerLost
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.timeline import Timeline, now_unix_ns
+from pdserve.router.admission.place import Cost, Place
+from pdserve.router.attempts.attempt_failure import AttemptFailed, backoff_s
+from pdserve.router.attempts.embed_leg import Embedded, embed
+from pdserve.router.attempts.full_workers import FullWorkers
+from pdserve.router.attempts.legs import LegFailed
+from pdserve.router.attempts.poison import Casualties
+from pdserve.router.placement.placement import WorkerKey
+from pdserve.router.placement.routing_decision import RoutingDecision
+from pdserve.router.requests.client_error import as_client_sees
+from pdserve.router.requests.preparation import EmbeddingRequest, Limits, TokenizedRequest
+from pdserve.router.requests.request_run import WAIT_FOR_WORKER_S, Usage
+from pdserve.router.requests.run_services import RunServices
+from pdserve.router.telemetry.request_record import RequestRecord
+from pdserve.router.workers.worker import Worker, WorkerRole
+
+log = logging.getLogger(__name__)
+
+
+class EmbeddingInput:
+    """One input of a request for embeddings, for as long as the request lives: small, since there may be thousands."""
+
+    __slots__ = ("record", "request", "request_id", "timeline", "usage")
+    num_sequences = 1
+
+    def __init__(self, request_id: str, request: EmbeddingRequest, record: RequestRecord) -> None:
+        self.request_id = request_id
+        self.request = request
+        self.usage = Usage()
+        self.timeline = Timeline()
+        self.record = record.run(self.timeline)
+
+    @property
+    def timeout_s(self) -> float:
+        """Within which the client wants it done."""
+        return self.request.timeout_s
+
+
+class EmbeddingRun:
+    """Serves one input. `run` once."""
+
+    def __init__(self, served: EmbeddingInput, services: RunServices, late_s: float = 0.0) -> None:
+        """late_s: how long after its request it begins, out of the time that the client gave."""
+        self._input = served
+        self._request_id = served.request_id
+        self._timeline = served.timeline
+        self._record = served.record
+        timeout_s = max(0.0, served.timeout_s - late_s)
+        self._request = msgspec.structs.replace(served.request, timeout_s=timeout_s)
+        self._services = services
+        self._holds: Place | None = None
+        self._prepared: dict[tuple[str, int], PreparedRequest] = {}
+        self._casualties = Casualties(services.poison, services.fleet, services.company, self._request.client)
+        self._full = FullWorkers(services.settings.queue_timeout_s)
+
+    async def run(self) -> array[float]:
+        """The embedding, in float32. Raises: PdServeError."""
+        try:
+            async with asyncio.timeout(self._request.timeout_s) as deadline:
+                self._record.deadline = deadline
+                return await self._serve()
+        except TimeoutError:
+            expired = deadline.expired()
+            error: PdServeError = self._too_late() if expired else InternalError("something timed out in the router")
+        except PdServeError as failed:
+            error = failed
+        except Exception:
+            log.exception("request %s failed in the router", self._request_id)
+            error = InternalError("internal error; the router's log has the details")
+        finally:
+            # the record outlives the timer, and what the timer refers to
+            self._record.deadline = None
+        self._record.error = error
+        raise as_client_sees(error, self._request_id)
+
+    async def _serve(self) -> array[float]:
+        token_ids = await self._services.preparation.tokenize(self._request, Limits.of(self._workers()))
+        request = self._services.preparation.complete_embedding(
+            self._request_id, self._request, token_ids, await self._limits()
+        )
+        self._input.usage.prompt_tokens = len(token_ids)
+        self._timeline.mark(moments.TOKENIZED)
+        self._record.tokenized(len(token_ids))
+        cost = Cost(num_blocks=self._num_blocks(len(token_ids)), num_tokens=len(token_ids))
+        async with self._services.admission.place(
+            cost, until_hopeless=self._until_hopeless, client=self._request.client
+        ) as self._holds:
+            self._timeline.mark(moments.ADMITTED)
+            self._record.admitted()
+            embedded = await self._attempts(request)
+        self._timeline.mark(moments.FINISHED)
+        if not self._request.cache.is_shared:
+            self._input.usage.cached_tokens = embedded.num_cached_tokens
+        self._record.embedded(embedded.num_cached_tokens)
+        return embedded.values
+
+    async def _attempts(self, request: TokenizedRequest) -> Embedded:
+        """Attempt after attempt until one serves the request. Raises: PdServeError."""
+        blamed: frozenset[WorkerKey] = frozenset()
+        number = num_counted = 0
+        while True:
+            started_unix_ns = now_unix_ns()
+            decision = await self._place(request, number, blamed)
+            worker = decision.placement.prefill
+            if worker is None:
+                raise InternalError("a placement without a prefill worker")
+            self._timeline.mark(moments.PLACED)
+            self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
+            prepared = self._hashed(request, worker.identity.layout)
+            self._services.poison.check(self._request.client, prepared.request_digest)
+            if not prepared.remaining_s:
+                raise self._too_late()
+            record = self._record.attempt(number, decision.placement)
+            try:
+                with record, self._services.company.serving(self._casualties, decision.placement):
+                    return await self._attempt(record.carried_by(prepared), number, decision, worker)
+            except AttemptFailed as failure:
+                number += 1
+                if (full := failure.refused_by) is not None:
+                    await self._full.refused(full, failure.error)
+                    continue
+                log.info("request %s: attempt %d failed: %s", self._request_id, number - 1, failure)
+                num_counted += 1
+                self._casualties.count(failure, prepared.request_digest)
+                if not failure.error.retryable or num_counted >= self._services.settings.max_attempts:
+                    raise failure.error from failure
+            blamed = frozenset((worker.key,))
+            await asyncio.sleep(backoff_s(num_counted))
+
+    async def _attempt(
+        self, prepared: PreparedRequest, number: int, decision: RoutingDecision, worker: Worker
+    ) -> Embedded:
+        """Raises: AttemptFailed."""
+        booking = worker.book(decision.placement.prefill_share)
+        if self._holds is not None:
+            self._holds.placed()
+        try:
+            embedded = await embed(worker, prepared, number)
+        except LegFailed as failure:
+            if isinstance(failure.error, Draining):
+                worker.refuse_more()
+            raise AttemptFailed(failure.error, worker, died=failure.died) from failure
+        finally:
+            booking.end()
+        self._timeline.merge(embedded.moments)
+        return embedded
+
+    async def _limits(self) -> Limits:
+        limits = await self._services.fleet.wait_for(lambda: Limits.of(self._workers()), self._patience_s)
+        if limits is None:
+            raise self._no_worker()
+        return limits
+
+    async def _place(self, request: TokenizedRequest, attempt: int, blamed: frozenset[WorkerKey]) -> RoutingDecision:
+        def look() -> RoutingDecision | None:
+            return self._services.placer.place(
+                self._request_id,
+                attempt,
+                tenant=self._request.client.tenant,
+                num_tokens=len(request.token_ids),
+                max_tokens=0,
+                hashes=lambda layout: self._known_hashes(request, layout),
+                blamed=blamed | self._full.keys,
+                dead=self._casualties.unfit,
+                embeds=True,
+            )
+
+        while (decision := await self._services.fleet.wait_for(look, self._patience_s)) is None:
+            if self._casualties.unfit == self._casualties.workers:
+                raise self._no_worker()
+        return decision
+
+    async def _until_hopeless(self) -> None:
+        """While it waits for a place. Raises: WorkerLost when no place would help; does not return."""
+        await self._services.fleet.stays_away(lambda: self._services.placer.staffed(embeds=True), self._patience_s)
+        raise self._no_worker()
+
+    def _known_hashes(self, request: TokenizedRequest, layout: KvLayout) -> list[bytes]:
+        """What of the prompt a cache may serve: nothing of a mean."""
+        return self._hashed(request, layout).placement_hashes if self._request.pooling.reads_prefix_cache else []
+
+    def _hashed(self, request: TokenizedRequest, layout: KvLayout) -> PreparedRequest:
+        key = (layout.model_fingerprint, layout.block_size)
+        if key not in self._prepared:
+            self._prepared[key] = self._services.preparation.hashed(request, layout)
+        return self._prepared[key]
+
+    def _workers(self) -> list[Worker]:
+        return [worker for worker in self._services.fleet.workers(WorkerRole.PREFILL) if worker.identity.hidden_size]
+
+    @property
+    def _patience_s(self) -> float:
+        """How long to wait for a worker: not at all in a fleet that has none of the kind."""
+        return WAIT_FOR_WORKER_S if self._services.fleet.counts()[WorkerRole.PREFILL.value]["addresses"] else 0.0
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        sizes = [worker.identity.layout.block_size for worker in self._workers()]
+        return -(-num_tokens // min(sizes)) if sizes else 0
+
+    def _too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the request was not done within {self._input.timeout_s:g} s")
+
+    def _no_worker(self) -> WorkerLost:
+        return WorkerLost(
+            f"embeddings are computed by prefill workers, and none could serve this: "
+            f"{self._services.fleet.describe(WorkerRole.PREFILL)}"
+        ).for_clients()

@@ -1,0 +1,97 @@
+"""One client's request in the router: a run a prompt, one stream, and the scope that ends them all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from pdserve.common.errors import Cancelled, PdServeError
+from pdserve.router.admission.admission import Admission
+from pdserve.router.requests.client_stream import ClientStream
+from pdserve.router.requests.request_run import RequestRun
+from pdserve.router.requests.visit import Visit
+from pdserve.router.telemetry.request_record import RequestRecord
+from pdserve.router.tenants.client import ANYBODY, Client
+
+log = logging.getLogger(__name__)
+
+UNREAD_S = 60.0
+"""So long may a client leave unread what was sent to it."""
+
+
+class Generation(Visit[RequestRun]):
+    """Use as an async context: what was started inside has ended when it is left, in whatever way."""
+
+    def __init__(
+        self,
+        request_id: str,
+        stream: ClientStream,
+        runs: list[RequestRun],
+        admission: Admission,
+        record: RequestRecord,
+        client: Client = ANYBODY,
+    ) -> None:
+        super().__init__(request_id, runs, admission, record, client)
+        self.stream = stream
+        self.stalled = False
+        """The client did not read, so the task inside the context was cancelled."""
+        self.on_stalled: Callable[[PdServeError], None] | None = None
+        """Called just before that, for a front end whose cancelled task cannot tell its client."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._owner: asyncio.Task[object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Generation:
+        """Raises: Overloaded, Draining."""
+        self._enter()
+        self._owner = asyncio.current_task()
+        self._tasks = [asyncio.create_task(run.run()) for run in self._runs]
+        for task in self._tasks:
+            task.add_done_callback(self._run_ended)
+        self._timer = asyncio.get_running_loop().call_later(UNREAD_S, self._check_reader)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            self._leave()
+
+    def _run_ended(self, _: asyncio.Task[None]) -> None:
+        """A prompt that failed ends the others, whether the client reads or not."""
+        if (error := self.stream.error) is not None:
+            self._record.cut_short(error)
+            for task in self._tasks:
+                task.cancel()
+
+    def cancel(self, error: PdServeError | None = None) -> None:
+        """End all runs; both legs of each are cancelled in the event loop's next turn. The stream ends with `error`."""
+        error = error or Cancelled("the client left")
+        self._record.cut_short(error)
+        for task in self._tasks:
+            task.cancel()
+        self.stream.fail(error)
+
+    @property
+    def num_choices(self) -> int:
+        """Sequences that the client gets."""
+        return sum(run.num_choices for run in self._runs)
+
+    def _check_reader(self) -> None:
+        unread_s = self.stream.unread_for_s()
+        if unread_s < UNREAD_S:
+            self._timer = asyncio.get_running_loop().call_later(UNREAD_S - unread_s, self._check_reader)
+            return
+        log.warning("request %s: cancelled, its client has read nothing for %.0f s", self.request_id, unread_s)
+        self.stalled = True
+        error = Cancelled(f"the client read nothing for {unread_s:.0f} s")
+        self.cancel(error)
+        if self.on_stalled is not None:
+            self.on_stalled(error)
+        if self._owner is not None:
+            self._owner.cancel()

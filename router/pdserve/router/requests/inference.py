@@ -1,0 +1,257 @@
+"""What both front ends serve: the model, and generations over the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from itertools import accumulate
+
+import msgspec
+
+from pdserve.common.errors import InvalidRequest, NotFound
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.router.admission.admission import Admission
+from pdserve.router.admission.capacity import Capacity
+from pdserve.router.admission.capacity import Limits as AdmissionLimits
+from pdserve.router.attempts.poison import Company, PoisonList
+from pdserve.router.bodies.client_bodies import ClientBodies
+from pdserve.router.placement.placer import Placer
+from pdserve.router.placement.prefix_index import PrefixIndex
+from pdserve.router.requests.client_stream import ClientStream
+from pdserve.router.requests.embedding import Embedding
+from pdserve.router.requests.embedding_run import EmbeddingInput
+from pdserve.router.requests.generation import Generation
+from pdserve.router.requests.preparation import ClientRequest, EmbeddingRequest, Limits, Preparation
+from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
+from pdserve.router.requests.request_run import RequestRun
+from pdserve.router.requests.run_services import RunServices
+from pdserve.router.requests.session import SessionTurn, StreamingSession
+from pdserve.router.telemetry.router_telemetry import RouterTelemetry
+from pdserve.router.tenants.api_keys import ApiKeys
+from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
+from pdserve.router.workers.fleet import Fleet
+from pdserve.router.workers.worker import WorkerRole
+from pdserve.text.tokenizer import Tokenizer
+
+_RUNS_AT_ONCE = 256
+"""Inputs of an embedding that are set up in one callback of the event loop."""
+
+
+class Inference:
+    """One model behind both front ends."""
+
+    def __init__(
+        self,
+        model: str,
+        settings: RouterSettings,
+        fleet: Fleet,
+        preparation: Preparation,
+        index: PrefixIndex,
+        bodies: ClientBodies,
+    ) -> None:
+        """index: is told elsewhere which blocks the workers hold."""
+        self.model = model
+        self.settings = settings
+        self.bodies = bodies
+        self.fleet = fleet
+        self.keys = ApiKeys.from_settings(settings)
+        self.admission = Admission(
+            AdmissionLimits(
+                max_queued_requests=settings.max_queued_requests,
+                queue_timeout_s=settings.queue_timeout_s,
+                max_requests_per_key=settings.max_requests_per_key,
+            ),
+            self._capacity,
+            num_tenants=lambda: self.keys.num_tenants,
+        )
+        self._cache_groups = settings.cache_groups()
+        fleet.listeners.append(self.admission.recheck)
+        self.placer = Placer(fleet, index, settings)
+        self.preparation = preparation
+        company = Company()
+        company.on_left = fleet.look_again
+        self._services = RunServices(
+            self.fleet, self.placer, self.admission, preparation, PoisonList(), company, settings
+        )
+        self.telemetry = RouterTelemetry(
+            settings, model, lambda: self.admission.num_requests, fleet.counts, lambda: len(index)
+        )
+
+        self.keys.on_failure = self.telemetry.audit.failed_authentication
+        self.keys.on_change = lambda: self.telemetry.key_metrics.keep([entry.name for entry in self.keys.entries])
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.preparation.tokenizer
+
+    @property
+    def healthy(self) -> bool:
+        """Whether some request could be served now."""
+        return not self.admission.closed and self.placer.staffed()
+
+    def limits(self) -> Limits | None:
+        """None until a worker is known."""
+        return Limits.of(worker for role in WorkerRole for worker in self.fleet.workers(role))
+
+    def model_fingerprint(self) -> str:
+        """Of the first live worker; empty until one is known."""
+        workers = [worker for role in WorkerRole for worker in self.fleet.workers(role)]
+        return workers[0].identity.layout.model_fingerprint if workers else ""
+
+    def hidden_size(self) -> int:
+        """Numbers in an embedding; 0 until a worker is known that computes any."""
+        return max((worker.identity.hidden_size for worker in self.fleet.workers(WorkerRole.PREFILL)), default=0)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises: NotFound for another model's name; None and "" mean whichever is served."""
+        if name and name != self.model:
+            raise NotFound(f"model {name[:80]!r} is not served here; this router serves {self.model!r}")
+
+    def _capacity(self) -> Capacity:
+        """A place for every sequence that some worker can step, and prompts that fit into their pools together."""
+        num_sessions = sum(worker.load.max_sessions for worker in self.fleet.workers(WorkerRole.DECODE))
+        if self.settings.max_running_requests is not None:
+            return Capacity(num_requests=self.settings.max_running_requests, num_sessions=num_sessions)
+        workers = [worker for role in WorkerRole for worker in self.fleet.workers(role)]
+        prefilling = self.fleet.workers(WorkerRole.PREFILL) or workers
+        return Capacity(
+            num_requests=sum(worker.identity.max_num_seqs for worker in workers),
+            num_blocks=sum(worker.identity.num_blocks for worker in workers),
+            num_sessions=num_sessions,
+            waiting_tokens=sum(worker.waiting_tokens for worker in prefilling),
+            prefill_tokens_per_s=sum(worker.load.prefill_tokens_per_s for worker in prefilling),
+        )
+
+    def _cache_group(self, client: Client) -> CacheGroup:
+        """Whose cached prefixes the client's requests may meet."""
+        if not client.tenant:
+            return CacheGroup()
+        group = self._cache_groups.get(client.tenant) or self._cache_groups.get("*")
+        return CacheGroup(client.tenant) if group is None else CacheGroup(group, is_shared=group != client.tenant)
+
+    def generation(self, requests: Sequence[ClientRequest], *, stream: bool, client: Client = ANYBODY) -> Generation:
+        """A generation with n choices a request; it starts when its context is entered.
+
+        client: whose it is, for limits per API key.
+        stream: whether the client reads as it goes; otherwise what is unread has no limit but `max_tokens`.
+        Raises: InvalidRequest for too many prompts or sequences.
+        """
+        if not 0 < len(requests) <= MAX_PROMPTS:
+            raise InvalidRequest(f"prompt has {len(requests)} entries, 1 to {MAX_PROMPTS} are allowed", "prompt")
+        for sampling in (request.sampling for request in requests):
+            sampling.verify_sequences()
+            if stream and sampling.num_sequences > sampling.n:
+                raise InvalidRequest(
+                    f"best_of is {sampling.best_of} and n is {sampling.n}: the best are known only at the end, "
+                    "so stream must be false",
+                    "best_of",
+                )
+        priorities = [client.allowed_priority(request.priority) for request in requests]
+        request_id = uuid.uuid4().hex
+        record = self.telemetry.request(
+            request_id, requests[0].trace_headers, client_request_id=requests[0].client_request_id, client=client
+        )
+        cache = self._cache_group(client)
+        requests = [
+            msgspec.structs.replace(
+                request, trace_headers=record.headers, client=client, cache=cache, priority=priority
+            )
+            for request, priority in zip(requests, priorities, strict=True)
+        ]
+        first_choices = accumulate((request.sampling.n for request in requests[:-1]), initial=0)
+        client_stream = self._client_stream(len(requests), stream=stream)
+        runs = [
+            RequestRun(
+                request_id if len(requests) == 1 else f"{request_id}-{place}",
+                first_choice,
+                request,
+                client_stream,
+                self._services,
+                record,
+            )
+            for place, (first_choice, request) in enumerate(zip(first_choices, requests, strict=True))
+        ]
+        return Generation(request_id, client_stream, runs, self.admission, record, client)
+
+    def session(self, session_id: str, client: Client = ANYBODY) -> StreamingSession:
+        """A session that counts for its client's limits until it is closed. Raises: Overloaded, Draining."""
+        return StreamingSession(session_id, self.admission.open_session(client))
+
+    def _client_stream(self, num_runs: int, *, stream: bool) -> ClientStream:
+        settings = self.settings
+        return ClientStream(
+            num_runs, settings.max_unread_bytes if stream else settings.max_answer_bytes, whole=not stream
+        )
+
+    def turn(
+        self,
+        session: StreamingSession,
+        request_id: str,
+        request: ClientRequest,
+        *,
+        stream: bool,
+        client: Client = ANYBODY,
+    ) -> Generation:
+        """A session's next turn, as a generation of its own. request_id: the session's.
+
+        Raises: InvalidRequest where decode workers may not prefill.
+        """
+        if self.settings.local_prefill == "never":
+            raise InvalidRequest("sessions are prefilled by decode workers, and local_prefill is never here")
+        priority = client.allowed_priority(request.priority)
+        # it came with the first turn and names them all
+        client_request_id = session.client_request_id = session.client_request_id or request.client_request_id
+        record = self.telemetry.request(
+            request_id, request.trace_headers, client_request_id=client_request_id, client=client
+        )
+        request = msgspec.structs.replace(
+            request,
+            trace_headers=record.headers,
+            client=client,
+            cache=self._cache_group(client),
+            priority=priority,
+        )
+        client_stream = self._client_stream(1, stream=stream)
+        run = SessionTurn(session, request_id, 0, request, client_stream, self._services, record)
+        return Generation(request_id, client_stream, [run], self.admission, record, client)
+
+    def verify_embedding_size(self, pooling: PoolingParams, num_inputs: int, field: str) -> None:
+        """Raises: InvalidRequest for more numbers than an answer has room for. field: the client's name of the inputs."""
+        num_numbers = pooling.num_dimensions(self.hidden_size()) * num_inputs
+        if num_numbers > MAX_EMBEDDING_NUMBERS:
+            raise InvalidRequest(
+                f"{field} has {num_inputs} entries: embeddings of {num_numbers} numbers do not fit into one "
+                f"message, {MAX_EMBEDDING_NUMBERS} do",
+                field,
+            )
+
+    async def embedding(
+        self, requests: Sequence[EmbeddingRequest], *, field: str, client: Client = ANYBODY
+    ) -> Embedding:
+        """Embeddings, one per request; they start when its `results` are awaited.
+
+        field: what the client calls the list of its inputs. client: whose it is, for limits per API key.
+        Raises: InvalidRequest for too many inputs.
+        """
+        if not 0 < len(requests) <= MAX_EMBEDDING_INPUTS:
+            raise InvalidRequest(f"{field} has {len(requests)} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", field)
+        self.verify_embedding_size(requests[0].pooling, len(requests), field)
+        request_id = uuid.uuid4().hex
+        record = self.telemetry.request(
+            request_id, requests[0].trace_headers, "embeddings", requests[0].client_request_id, client
+        )
+        cache = self._cache_group(client)
+        inputs: list[EmbeddingInput] = []
+        try:
+            for place, request in enumerate(requests):
+                if place and not place % _RUNS_AT_ONCE:
+                    await asyncio.sleep(0)
+                request = msgspec.structs.replace(request, trace_headers=record.headers, client=client, cache=cache)
+                run_id = request_id if len(requests) == 1 else f"{request_id}-{place}"
+                inputs.append(EmbeddingInput(run_id, request, record))
+        except asyncio.CancelledError:
+            record.end()
+            raise
+        return Embedding(request_id, inputs, self._services, self.admission, record, client)

@@ -1,0 +1,270 @@
+"""From what a client sent to what workers are sent: validated, rendered, tokenized, and, once placed, hashed."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import msgspec
+
+from pdserve.common.block_hash import BlockHasher, placement_hash
+from pdserve.common.errors import Overloaded
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.prepared_request import PreparedRequest, ResumeState, verify_priority
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.router.admission.fair_threads import FairThreads
+from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
+from pdserve.router.tenants.tenant_digest import tenant_digest
+from pdserve.router.workers.worker import Worker
+from pdserve.text.bad_words import bad_words_token_ids
+from pdserve.text.best_of import for_engines
+from pdserve.text.prompt import (
+    LengthRule,
+    Prompt,
+    TokenInput,
+    encode_prompt,
+    resolve_max_tokens,
+    verify_cache_salt,
+    verify_prompt_tokens,
+)
+from pdserve.text.tokenizer import Tokenizer
+
+MAX_TIMEOUT_S = 86_400.0
+"""Workers take no longer deadline."""
+_TOKENIZER_THREADS = 2
+MAX_ASIDE = 256
+"""Calls that may wait for the thread beside the tokenizer's."""
+_SEED_BITS = 63
+T = TypeVar("T")
+
+
+class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt, as a front end understood it."""
+
+    prompt: Prompt
+    field: str
+    """What the client calls the prompt: for messages."""
+    sampling: SamplingParams
+    """Its `max_tokens` does not count."""
+    max_tokens: int | None = None
+    """None: the default of the prompt's kind."""
+    max_tokens_field: str = "max_tokens"
+    form_field: str = "structured_outputs"
+    """What the client calls the form that it asks for."""
+    max_tool_calls: int | None = None
+    """Calls in an answer at most, where tools are given; None for no limit."""
+    cache_salt: str | None = None
+    priority: int = 0
+    """Lower goes first, where the services' `scheduling_policy` is `priority`."""
+    timeout_s: float
+    trace_headers: dict[str, str] = {}
+    client_request_id: str = ""
+    """The client's own name for it; verified."""
+    client: Client = ANYBODY
+    cache: CacheGroup = CacheGroup()
+
+
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One input whose embedding is wanted, as a front end understood it."""
+
+    prompt: Prompt
+    field: str
+    """What the client calls the input: for messages."""
+    pooling: PoolingParams
+    cache_salt: str | None = None
+    timeout_s: float
+    trace_headers: dict[str, str] = {}
+    client_request_id: str = ""
+    """The client's own name for it; verified."""
+    client: Client = ANYBODY
+    cache: CacheGroup = CacheGroup()
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What every live worker can serve."""
+
+    max_model_len: int
+    vocab_size: int
+    hidden_size: int = 0
+    """Numbers in an embedding; 0 where some worker computes none."""
+
+    @classmethod
+    def of(cls, workers: Iterable[Worker]) -> Limits | None:
+        """The smallest of each; None without workers."""
+        identities = [worker.identity for worker in workers]
+        if not identities:
+            return None
+        return cls(
+            min(i.max_model_len for i in identities),
+            min(i.vocab_size for i in identities),
+            min(i.hidden_size for i in identities),
+        )
+
+
+class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A valid request that only lacks its hashes, which depend on the workers' blocks."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str | None
+    cache: CacheGroup
+    tenant: bytes
+    """As workers know it; see `PreparedRequest`."""
+    priority: int
+    deadline: float
+    trace_headers: dict[str, str]
+    client_request_id: str = ""
+    pooling: PoolingParams | None = None
+    """For an embedding; `sampling` means nothing then."""
+
+
+class Preparation:
+    """Holds the tokenizer and its threads; `close` it."""
+
+    def __init__(self, tokenizer: Tokenizer, deployment_key: DeploymentKey, model_len: int) -> None:
+        """model_len: tokens that the model takes, which bounds texts while no worker is there."""
+        self.tokenizer = tokenizer
+        self._model_len = model_len
+        self._key = deployment_key
+        self._threads = FairThreads(_TOKENIZER_THREADS, "tokenizer")
+        self._aside = FairThreads(1, "tokenizer-aside")
+
+    def close(self) -> None:
+        for threads in (self._threads, self._aside):
+            threads.close()
+
+    async def aside(self, call: Callable[[], T], client: Client = ANYBODY) -> T:
+        """What `call` returns or raises, from a thread that no generation waits for: one call after the other.
+
+        Cancelled while it waits, it is never called. Raises: Overloaded, when too many wait, or as many of one tenant as
+        others could still have.
+        """
+        num_waiting, num_own = self._aside.num_waiting, self._aside.num_waiting_of(client.tenant)
+        if num_waiting >= MAX_ASIDE or (client.tenant and num_own >= MAX_ASIDE - num_waiting):
+            raise Overloaded(
+                f"{num_waiting} texts wait to be tokenized or detokenized, {num_own} of them of this tenant; at most "
+                f"{MAX_ASIDE} may"
+            )
+        return await self._aside.run(client.tenant, call)
+
+    async def tokenize(
+        self, request: ClientRequest | EmbeddingRequest, limits: Limits | None = None, num_before: int = 0
+    ) -> list[int]:
+        """The prompt's token ids. Raises: InvalidRequest, at once for a text that cannot fit into `limits`.
+
+        num_before: as in `complete`.
+        """
+        if isinstance(request.prompt, TokenInput):
+            return encode_prompt(self.tokenizer, request.prompt, request.field).token_ids
+        max_model_len = limits.max_model_len if limits is not None else self._model_len
+        rule = LengthRule(max_model_len, num_before, has_output=isinstance(request, ClientRequest))
+        prompt, field = request.prompt, request.field
+        encoded = await self._threads.run(
+            request.client.tenant, lambda: encode_prompt(self.tokenizer, prompt, field, rule)
+        )
+        return encoded.token_ids
+
+    async def bad_words(self, request: ClientRequest) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that stand for the client's `bad_words`. Raises: InvalidRequest."""
+        words = request.sampling.bad_words
+        if not words:
+            return ()
+        request.sampling.verify_bad_words()
+        return await self._threads.run(request.client.tenant, lambda: bad_words_token_ids(self.tokenizer, words))
+
+    def complete(
+        self,
+        request_id: str,
+        request: ClientRequest,
+        token_ids: list[int],
+        limits: Limits,
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        num_before: int = 0,
+    ) -> TokenizedRequest:
+        """Fill in what the client left open. Raises: InvalidRequest naming the field, its value and its limit.
+
+        num_before: tokens of a session that come before these.
+        """
+        verify_prompt_tokens(self.tokenizer, request.prompt, token_ids, limits.vocab_size, request.field)
+        verify_cache_salt(request.cache_salt)
+        verify_priority(request.priority)
+        sampling = msgspec.structs.replace(
+            for_engines(request.sampling),
+            # workers know no text
+            bad_words=(),
+            bad_words_token_ids=bad_words,
+            max_tokens=resolve_max_tokens(
+                request.prompt,
+                num_before + len(token_ids),
+                limits.max_model_len,
+                request.max_tokens,
+                field=request.field,
+                max_tokens_field=request.max_tokens_field,
+            ),
+            seed=secrets.randbits(_SEED_BITS) if request.sampling.seed is None else request.sampling.seed,
+        )
+        # the front end has verified the form once for all prompts of the body
+        sampling.verify(limits.vocab_size, form=False)
+        return TokenizedRequest(
+            request_id=request_id,
+            token_ids=token_ids,
+            sampling=sampling,
+            cache_salt=request.cache_salt,
+            cache=request.cache,
+            tenant=tenant_digest(self._key, request.client.tenant),
+            priority=request.priority,
+            deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
+            trace_headers=request.trace_headers,
+            client_request_id=request.client_request_id,
+        )
+
+    def complete_embedding(
+        self, request_id: str, request: EmbeddingRequest, token_ids: list[int], limits: Limits
+    ) -> TokenizedRequest:
+        """Raises: InvalidRequest naming the field, its value and its limit."""
+        verify_prompt_tokens(self.tokenizer, request.prompt, token_ids, limits.vocab_size, request.field)
+        verify_cache_salt(request.cache_salt)
+        LengthRule(limits.max_model_len, has_output=False).verify(len(token_ids), request.field)
+        request.pooling.verify(limits.hidden_size)
+        return TokenizedRequest(
+            request_id=request_id,
+            token_ids=token_ids,
+            sampling=SamplingParams(),
+            cache_salt=request.cache_salt,
+            cache=request.cache,
+            tenant=tenant_digest(self._key, request.client.tenant),
+            priority=0,
+            deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
+            trace_headers=request.trace_headers,
+            client_request_id=request.client_request_id,
+            pooling=request.pooling,
+        )
+
+    def hashed(self, request: TokenizedRequest, layout: KvLayout, resume: ResumeState | None = None) -> PreparedRequest:
+        """The request for workers with these blocks; or one sequence of it, from where it stands."""
+        hasher = BlockHasher(self._key, layout.block_size)
+        root = hasher.root(layout.model_fingerprint, request.cache_salt, tenant=request.cache.name)
+        token_ids = request.token_ids if resume is None else request.token_ids + resume.output_token_ids
+        hashes = hasher.extend(root, token_ids)
+        return PreparedRequest(
+            request_id=request.request_id,
+            prompt_token_ids=request.token_ids,
+            sampling_params=request.sampling,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            block_hashes=hashes,
+            placement_hashes=[placement_hash(block_hash) for block_hash in hashes],
+            hash_root=root,
+            request_digest=hasher.request_digest(root, hashes, token_ids),
+            resume=resume,
+            deadline=request.deadline,
+            priority=request.priority,
+            tenant=request.tenant,
+            trace_headers=request.trace_headers,
+            client_request_id=request.client_request_id,
+            pooling_params=request.pooling,
+        )

@@ -1,0 +1,391 @@
+"""One request from its prompt to its last token: prepared, placed, and attempted until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+
+import msgspec
+
+from pdserve.common import timeline as moments
+from pdserve.common.errors import (
+    DeadlineExceeded,
+    Evicted,
+    InternalError,
+    InvalidRequest,
+    PdServeError,
+    WorkerLost,
+)
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.request.prepared_request import PreparedRequest, ResumeState
+from pdserve.common.request.structured_outputs import FIELD as STRUCTURED_OUTPUTS
+from pdserve.common.timeline import Timeline, now_unix_ns
+from pdserve.router.admission.place import Cost, Place
+from pdserve.router.attempts.attempt import Attempt
+from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded, backoff_s
+from pdserve.router.attempts.full_workers import FullWorkers
+from pdserve.router.attempts.legs import Outputs, PromptLogprobs
+from pdserve.router.attempts.poison import Casualties
+from pdserve.router.placement.placement import Wish
+from pdserve.router.placement.routing_decision import RoutingDecision
+from pdserve.router.requests.client_error import as_client_sees
+from pdserve.router.requests.client_stream import ClientStream
+from pdserve.router.requests.course import Course
+from pdserve.router.requests.preparation import ClientRequest, Limits, TokenizedRequest
+from pdserve.router.requests.run_services import RunServices
+from pdserve.router.telemetry.request_record import RequestRecord
+from pdserve.router.workers.worker import WorkerRole
+from pdserve.text.best_of import best
+from pdserve.text.output_processor import OutputProcessor, PositionConflict
+from pdserve.text.request_output import CompletionOutput
+
+log = logging.getLogger(__name__)
+
+WAIT_FOR_WORKER_S = 5.0
+"""So long a request waits for a worker that may serve it."""
+
+MAX_EVICTIONS = 16
+"""Of one request that do not count as failed attempts: each let other sequences go on."""
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """What the client is told about cost, from the router's own ledger."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that needed no computing."""
+
+
+class RequestRun:
+    """Serves one prompt into the choices of a client's stream that belong to it. `run` once."""
+
+    def __init__(
+        self,
+        request_id: str,
+        first_choice: int,
+        request: ClientRequest,
+        stream: ClientStream,
+        services: RunServices,
+        record: RequestRecord,
+    ) -> None:
+        self.request_id = request_id
+        self.usage = Usage()
+        self.timeline = Timeline()
+        self._first_choice = first_choice
+        self._request = request
+        self._stream = stream
+        self._services = services
+        self.num_choices = request.sampling.n
+        """Sequences that the client gets."""
+        self.num_sequences = request.sampling.num_sequences
+        self._processor: OutputProcessor | None = None
+        self._holds: Place | None = None
+        self._prepared: dict[tuple[str, int, int, int], PreparedRequest] = {}
+        """By layout, sequence and how much of it the client has."""
+        self._begun: set[int] = set()
+        """Sequences of which the client has something."""
+        self._numbers = itertools.count()
+        """Of attempts."""
+        self._casualties = Casualties(
+            services.poison, services.fleet, services.company, request.client, request.sampling
+        )
+        self._full = FullWorkers(services.settings.queue_timeout_s)
+        self._record = record.run(self.timeline)
+
+    async def run(self) -> None:
+        """Push everything, then end the choice; every error but cancellation ends in the stream."""
+        try:
+            async with asyncio.timeout(self._request.timeout_s) as deadline:
+                self._record.deadline = deadline
+                await self._serve()
+            self._stream.end_run()
+        except TimeoutError:
+            expired = deadline.expired()
+            self._fail(self._too_late() if expired else InternalError("something timed out in the router"))
+        except PdServeError as error:
+            self._fail(self._in_the_clients_words(error))
+        except Exception:
+            log.exception("request %s failed in the router", self.request_id)
+            self._fail(InternalError("internal error; the router's log has the details"))
+
+    def _fail(self, error: PdServeError) -> None:
+        self._record.error = error
+        self._stream.fail(as_client_sees(error, self.request_id))
+
+    def _in_the_clients_words(self, error: PdServeError) -> PdServeError:
+        """Workers know the form of an output as `structured_outputs`, by whatever field it was asked for."""
+        field = self._request.form_field
+        if isinstance(error, InvalidRequest) and error.field == STRUCTURED_OUTPUTS != field:
+            return type(error)(f"{field}: {error.message}", field)
+        return error
+
+    @property
+    def timeout_s(self) -> float:
+        """Within which the client wants it done."""
+        return self._request.timeout_s
+
+    async def _serve(self) -> None:
+        before = self._token_ids_before
+        token_ids = await self._services.preparation.tokenize(self._request, self._limits_now(), len(before))
+        bad_words = await self._services.preparation.bad_words(self._request)
+        request = self._services.preparation.complete(
+            self.request_id, self._request, token_ids, await self._limits(), bad_words, len(before)
+        )
+        self.usage.prompt_tokens = len(before) + len(token_ids)
+        if (asked := request.sampling.prompt_logprobs) is not None:
+            self._stream.expect_prompt_logprobs(self.usage.prompt_tokens * (asked + 1) * self.num_choices)
+        self._processor = OutputProcessor(
+            self._services.preparation.tokenizer,
+            request_id=self.request_id,
+            prompt=None,
+            prompt_token_ids=[*before, *token_ids] if before else token_ids,
+            sampling_params=request.sampling,
+            num_sequences=self.num_sequences,
+        )
+        self.timeline.mark(moments.TOKENIZED)
+        self._record.tokenized(self.usage.prompt_tokens)
+        priority = request.priority if self._services.settings.scheduling_policy == "priority" else 0
+        cost = Cost(
+            num_blocks=self._num_blocks(self.usage.prompt_tokens),
+            num_places=self.num_sequences,
+            # what a session has computed before is not computed again
+            num_tokens=len(token_ids),
+            max_tokens=request.sampling.max_tokens,
+        )
+        async with self._services.admission.place(
+            cost,
+            priority,
+            lambda: self._until_hopeless(one_token=request.sampling.max_tokens == 1),
+            client=self._request.client,
+        ) as self._holds:
+            self.timeline.mark(moments.ADMITTED)
+            self._record.admitted()
+            await self._attempts(request, self._processor, Course())
+
+    @property
+    def _token_ids_before(self) -> list[int]:
+        """What the prompt goes on with; the caller must not change it."""
+        return []
+
+    async def _attempts(self, request: TokenizedRequest, processor: OutputProcessor, course: Course) -> None:
+        """Attempt after attempt until one serves the request, each from where the client's text stands.
+
+        Raises: PdServeError.
+        """
+        while True:
+            started_unix_ns = now_unix_ns()
+            number = next(self._numbers)
+            resume = self._resume_state(processor, course)
+            decision = await self._place(request, number, resume, course)
+            placement = decision.placement
+            self.timeline.mark(moments.PLACED)
+            self._record.routed(started_unix_ns, decision.policy, placement, decision.attributes)
+            layout = placement.layout
+            prompt_digest = self._hashed(request, layout).request_digest
+            self._services.poison.check(self._request.client, prompt_digest)
+            prepared = self._hashed(request, layout, resume)
+            if not prepared.remaining_s:
+                # workers refuse a request without time
+                raise self._too_late()
+            record = self._record.attempt(number, placement, 0 if resume is None else len(resume.output_token_ids))
+            if self._holds is not None:
+                self._holds.placed()
+            if not request.sampling.greedy and len(placement.sampler_versions | course.sampler_versions) > 1:
+                self._record.sampled_by_other()
+            num_tokens = processor.num_output_tokens
+            attempt = Attempt(
+                number, record.carried_by(prepared), placement, self.timeline, self._relay, self._relay_prompt
+            )
+            try:
+                with record, self._services.company.serving(self._casualties, placement):
+                    await attempt.run()
+                self._services.placer.bandwidth.landed(attempt.transfer_bytes, self.timeline)
+                return
+            except PrefillNeeded as needed:
+                course.wish, course.blamed = Wish.REMOTE, frozenset()
+                course.num_uncounted += 1
+                if course.num_uncounted <= self._services.settings.max_attempts:
+                    continue
+                failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
+            except AttemptFailed as failed:
+                failure = failed
+            if processor.num_output_tokens > num_tokens and not request.sampling.greedy:
+                course.sampler_version = placement.sampler_version
+            if (full := failure.refused_by) is not None:
+                await self._full.refused(full, failure.error)
+                continue
+            if isinstance(failure.error, Evicted) and course.num_evictions < MAX_EVICTIONS:
+                course.num_evictions += 1
+            else:
+                course.num_counted += 1
+            log.info(
+                "request %s: attempt %d failed after %d tokens: %s",
+                self.request_id, number, processor.num_output_tokens, failure,
+            )  # fmt: skip
+            course.wish = self._after(failure, prompt_digest, course.num_counted)
+            course.blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
+            await asyncio.sleep(backoff_s(course.num_counted + course.num_evictions))
+            if self.num_sequences > 1 and course.index is None and processor.num_output_tokens:
+                await self._go_on_apart(request, processor, course)
+                return
+
+    async def _go_on_apart(self, request: TokenizedRequest, processor: OutputProcessor, course: Course) -> None:
+        """The sequences have come to differ: each that has not ended goes on in attempts of its own."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in processor.unfinished_indices:
+                    alone = msgspec.structs.replace(course, index=index)
+                    group.create_task(self._attempts_alone(request, processor, alone))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _attempts_alone(self, request: TokenizedRequest, processor: OutputProcessor, course: Course) -> None:
+        try:
+            await self._attempts(request, processor, course)
+        except PdServeError as error:
+            # it ends the other sequences, too
+            self._record.error = self._record.error or error
+            raise
+
+    def _resume_state(self, processor: OutputProcessor, course: Course) -> ResumeState | None:
+        """What the client has of the one sequence that is served; None for a request that begins."""
+        if course.index is None and (self.num_sequences > 1 or not processor.num_output_tokens):
+            return None
+        index = course.index or 0
+        return ResumeState(index=index, output_token_ids=list(processor.output_token_ids(index)))
+
+    def _after(self, failure: AttemptFailed, prompt_digest: bytes, num_counted: int) -> Wish:
+        """What the next attempt should be. Raises the failure's error when there is none."""
+        error = failure.error
+        self._casualties.count(failure, prompt_digest)
+        if (
+            not error.retryable
+            or isinstance(error, PositionConflict)
+            or num_counted >= self._services.settings.max_attempts
+        ):
+            raise error
+        if failure.in_transfer:
+            match self._services.settings.on_kv_failure:
+                case "fail":
+                    raise error
+                case "remote":
+                    return Wish.REMOTE
+                case "local":
+                    return Wish.LOCAL
+        return Wish.REMOTE if isinstance(error, Evicted) else Wish.ANY
+
+    def _relay(self, outputs: Outputs) -> bool:
+        """Give the client what is new; see `Attempt`."""
+        processor = self._processor
+        if processor is None:
+            raise InternalError("outputs came before the request was prepared")
+        is_first = not self.usage.completion_tokens
+        delta = processor.process(
+            outputs.index,
+            outputs.first_position,
+            outputs.token_ids,
+            outputs.finish_reason,
+            outputs.stop_token_id,
+            outputs.logprobs,
+        )
+        has_ended = processor.states[outputs.index].finished
+        if delta is None:
+            return has_ended
+        if is_first:
+            self.timeline.mark(moments.FIRST_TOKEN)
+            if not self._request.cache.is_shared:
+                self.usage.cached_tokens = outputs.num_cached_tokens
+            # its prompt is computed: there may be room for another's
+            self._services.admission.recheck()
+        if self._holds is not None:
+            self._holds.produced(len(delta.token_ids))
+        self.usage.completion_tokens += len(delta.token_ids)
+        self._record.relayed(delta.index, len(delta.token_ids), outputs.num_cached_tokens)
+        if processor.finished:
+            self.timeline.mark(moments.FINISHED)
+            self._record.finish_reason = str(delta.finish_reason)
+        if self.num_sequences == self.num_choices:
+            self._push(delta)
+        elif processor.finished:
+            for output in best(processor.request_output().outputs, self._request.sampling):
+                self._push(output)
+        return has_ended
+
+    def _relay_prompt(self, piece: PromptLogprobs) -> None:
+        if self._processor is not None:
+            self._processor.add_prompt_logprobs(piece.first_position, piece.logprobs)
+
+    def _push(self, output: CompletionOutput) -> None:
+        if self._processor is not None and output.index not in self._begun:
+            self._begun.add(output.index)
+            if (of_prompt := self._processor.prompt_logprobs) is not None:
+                output.prompt_logprobs, output.prompt_token_ids = of_prompt, self._processor.prompt_token_ids
+        output.index += self._first_choice
+        self._stream.push(output)
+
+    def _limits_now(self) -> Limits | None:
+        """None while no worker is known."""
+        return Limits.of(worker for role in WorkerRole for worker in self._services.fleet.workers(role))
+
+    async def _limits(self) -> Limits:
+        limits = await self._services.fleet.wait_for(self._limits_now, WAIT_FOR_WORKER_S)
+        if limits is None:
+            raise self._no_worker()
+        return limits
+
+    async def _place(
+        self, request: TokenizedRequest, attempt: int, resume: ResumeState | None, course: Course
+    ) -> RoutingDecision:
+        num_resumed = 0 if resume is None else len(resume.output_token_ids)
+
+        def look() -> RoutingDecision | None:
+            return self._services.placer.place(
+                self.request_id,
+                attempt,
+                tenant=self._request.client.tenant,
+                num_tokens=len(request.token_ids) + num_resumed,
+                max_tokens=request.sampling.max_tokens - num_resumed,
+                hashes=lambda layout: self._hashed(request, layout, resume).placement_hashes,
+                wish=course.wish,
+                blamed=course.blamed | self._full.keys,
+                dead=self._casualties.unfit,
+                sampler_version=course.sampler_version,
+            )
+
+        while (decision := await self._services.fleet.wait_for(look, WAIT_FOR_WORKER_S)) is None:
+            if self._casualties.unfit == self._casualties.workers:
+                raise self._no_worker()
+        return decision
+
+    async def _until_hopeless(self, *, one_token: bool) -> None:
+        """While it waits for a place. Raises: what it ends with when no place would help; does not return."""
+        await self._services.fleet.stays_away(
+            lambda: self._services.placer.staffed(one_token=one_token), WAIT_FOR_WORKER_S
+        )
+        raise self._no_worker()
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        """KV blocks of a prompt, in the largest number that a worker would need."""
+        fleet = self._services.fleet
+        sizes = [worker.identity.layout.block_size for role in WorkerRole for worker in fleet.workers(role)]
+        return -(-num_tokens // min(sizes)) if sizes else 0
+
+    def _too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the request was not done within {self._request.timeout_s:g} s")
+
+    def _no_worker(self) -> WorkerLost:
+        roles = "; ".join(self._services.fleet.describe(role) for role in WorkerRole)
+        never = ", and local_prefill is never" if self._services.settings.local_prefill == "never" else ""
+        return WorkerLost(f"no worker could serve this within {WAIT_FOR_WORKER_S:g} s: {roles}{never}").for_clients()
+
+    def _hashed(
+        self, request: TokenizedRequest, layout: KvLayout, resume: ResumeState | None = None
+    ) -> PreparedRequest:
+        """For blocks of this layout; generations of a model differ in them."""
+        place = (-1, 0) if resume is None else (resume.index, len(resume.output_token_ids))
+        key = (layout.model_fingerprint, layout.block_size, *place)
+        if key not in self._prepared:
+            self._prepared[key] = self._services.preparation.hashed(request, layout, resume)
+        return self._prepared[key]

@@ -1,0 +1,202 @@
+"""`StreamingSession`: a client's turns on one sequence of one decode worker, whose KV stays from turn to turn.
+
+Each turn is a `SessionTurn`, a run of its own `Generation`: limits, admission, metrics and spans are those of a request.
+Between turns a session has no place; it counts for `max_sessions` of its key and of its worker until it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from typing import Any
+
+from pdserve.common import timeline as moments
+from pdserve.common.errors import InternalError, Overloaded, PdServeError, WorkerLost
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.timeline import now_unix_ns
+from pdserve.router.attempts.legs import Admitted, DecodeLegEvent, LegFailed, Outputs, SessionLeg
+from pdserve.router.placement.placement import Placement, Wish, WorkerKey
+from pdserve.router.requests.client_error import as_client_sees
+from pdserve.router.requests.course import Course
+from pdserve.router.requests.preparation import TokenizedRequest
+from pdserve.router.requests.request_run import RequestRun
+from pdserve.router.workers.worker import Booking, Share, Worker
+from pdserve.text.output_processor import OutputProcessor
+
+
+class StreamingSession:
+    """Lives as long as the client's call; `close` it. No turn may begin before the last one has ended."""
+
+    def __init__(self, session_id: str = "", on_close: Callable[[], None] = lambda: None) -> None:
+        """session_id: for the log. on_close: called by each `close`."""
+        self._session_id = session_id
+        self._on_close = on_close
+        self.token_ids: list[int] = []
+        """Everything so far, prompts and answers."""
+        self.worker: Worker | None = None
+        self.client_request_id = ""
+        """What the client calls the session."""
+        self._leg: SessionLeg | None = None
+        self._events: asyncio.Queue[DecodeLegEvent | PdServeError] = asyncio.Queue()
+        self._reader: asyncio.Task[None] | None = None
+        self._farewell: Callable[[], None] | None = None
+
+    def open(self, worker: Worker, leg: SessionLeg) -> None:
+        """It has found its worker."""
+        self.worker, self._leg = worker, leg
+        self._reader = asyncio.create_task(self._read(worker, leg))
+        self._farewell = worker.tell_death(self._on_death)
+
+    @property
+    def leg(self) -> SessionLeg:
+        """Raises: InternalError before `open`."""
+        if self._leg is None:
+            raise InternalError("the session has no worker")
+        return self._leg
+
+    async def next(self) -> DecodeLegEvent:
+        """What the worker says next. Raises: what ended the session."""
+        event = await self._events.get()
+        if isinstance(event, PdServeError):
+            self._events.put_nowait(event)  # there is nothing after it
+            raise event
+        return event
+
+    async def ended(self) -> None:
+        """Between turns: wait for the worker to end the session. Raises: why it did, as the client sees it."""
+        try:
+            while True:
+                await self.next()
+        except PdServeError as error:
+            raise as_client_sees(error, self._session_id) from None
+
+    def close(self) -> None:
+        """End the call at both ends."""
+        self._on_close()
+        self._end_leg()
+
+    async def leave(self) -> None:
+        """The worker has refused the session: it is as before `open`, and may be opened at another."""
+        self._end_leg()
+        await self.closed()
+        self.worker = self._leg = self._reader = self._farewell = None
+        self._events = asyncio.Queue()
+        self.token_ids = []
+
+    def _end_leg(self) -> None:
+        if self._farewell is not None:
+            self._farewell()
+        if self._leg is not None:
+            self._leg.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def closed(self) -> None:
+        """Returns when nothing of it is left; after `close`."""
+        if self._reader is not None:
+            await asyncio.wait((self._reader,))
+
+    async def _read(self, worker: Worker, leg: SessionLeg) -> None:
+        try:
+            while (event := await leg.next()) is not None:
+                self._events.put_nowait(event)
+            self._events.put_nowait(WorkerLost(f"decode worker {worker} ended the session"))
+        except LegFailed as failure:
+            self._events.put_nowait(failure.error)
+        except PdServeError as error:
+            self._events.put_nowait(error)
+
+    def _on_death(self, worker: Worker) -> None:
+        self._events.put_nowait(WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}"))
+        self.close()
+
+
+class SessionTurn(RequestRun):
+    """One turn. The first finds a worker; none is ever tried again elsewhere, for the KV is there."""
+
+    def __init__(self, session: StreamingSession, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._session = session
+
+    @property
+    def _token_ids_before(self) -> list[int]:
+        return self._session.token_ids
+
+    async def _attempts(self, request: TokenizedRequest, processor: OutputProcessor, course: Course) -> None:
+        session = self._session
+        if session.worker is not None:
+            # what it holds between turns is in the worker's own report
+            share = Share(legs=1, tokens=len(request.token_ids))
+            await self._at(Placement(decode=session.worker, decode_share=share), request)
+            return
+        refused: dict[WorkerKey, Overloaded] = {}
+        while True:
+            placement = await self._find_worker(request, refused)
+            worker = placement.decode
+            if worker is not None and worker.key in refused:
+                # there is no other; sessions last too long to wait for one to end
+                raise refused[worker.key]
+            try:
+                await self._at(placement, request)
+                return
+            except Overloaded as error:
+                if not error.by_peer or worker is None:
+                    raise
+                refused[worker.key] = error
+                await session.leave()
+
+    async def _at(self, placement: Placement, request: TokenizedRequest) -> None:
+        """One turn at the session's worker; the first opens it there. Raises: what ends the session."""
+        session, worker = self._session, placement.decode
+        if worker is None:
+            raise InternalError("a session without a decode worker")
+        self.timeline.mark(moments.PLACED)
+        booking = worker.book(placement.decode_share)
+        if self._holds is not None:
+            self._holds.placed()
+        record = self._record.attempt(0, placement)
+        try:
+            with record, self._services.company.serving(self._casualties, placement):
+                if session.worker is None:
+                    prepared = record.carried_by(self._hashed(request, placement.layout))
+                    self._services.poison.check(self._request.client, prepared.request_digest)
+                    if not prepared.remaining_s:
+                        # workers refuse a request without time
+                        raise self._too_late()
+                    session.open(worker, SessionLeg(worker, prepared))
+                    await session.leg.open()
+                else:
+                    await session.leg.go_on(request.token_ids, request.sampling, record.headers)
+                session.token_ids += request.token_ids
+                await self._answer(booking)
+        finally:
+            booking.end()
+
+    async def _until_hopeless(self, *, one_token: bool) -> None:
+        if self._session.worker is None:
+            await super()._until_hopeless(one_token=False)
+        else:
+            await self._session.ended()
+
+    async def _find_worker(self, request: TokenizedRequest, refused: Collection[WorkerKey]) -> Placement:
+        """refused: workers that had no room."""
+        started_unix_ns = now_unix_ns()
+        decision = await self._place(request, 0, None, Course(wish=Wish.SESSION, blamed=frozenset(refused)))
+        self.timeline.mark(moments.PLACED)
+        self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
+        return decision.placement
+
+    async def _answer(self, booking: Booking) -> None:
+        """Relay until the turn's end. Raises: what ends the session."""
+        while True:
+            event = await self._session.next()
+            if isinstance(event, Admitted):
+                self.timeline.merge(event.moments)
+            elif isinstance(event, Outputs):
+                booking.computed()
+                self.timeline.merge(event.moments)
+                if event.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+                    raise InternalError(f"the engine ended the session: {event.finish_reason}")
+                self._session.token_ids += event.token_ids
+                if self._relay(event):
+                    return

@@ -1,0 +1,85 @@
+"""`Visit`: one client's request in the router, from its admission until nothing of it runs any more."""
+
+from __future__ import annotations
+
+import abc
+from typing import Generic, Protocol, TypeVar
+
+from pdserve.common.errors import Draining, PdServeError
+from pdserve.common.timeline import Timeline
+from pdserve.router.admission.admission import Admission
+from pdserve.router.requests.request_run import Usage
+from pdserve.router.telemetry.request_record import RequestRecord
+from pdserve.router.tenants.client import Client
+
+
+class Run(Protocol):
+    """What serves one prompt, or input, of a request."""
+
+    usage: Usage
+    timeline: Timeline
+    num_sequences: int
+    """Sequences that engines are asked for: each takes a place."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Within which the client wants it done."""
+
+
+R = TypeVar("R", bound=Run)
+
+
+class Visit(abc.ABC, Generic[R]):
+    """Its runs count as requests from `_enter` to `_leave`, and it is told when the router cannot wait for their end."""
+
+    def __init__(
+        self, request_id: str, runs: list[R], admission: Admission, record: RequestRecord, client: Client
+    ) -> None:
+        """client: whose it is."""
+        self.request_id = request_id
+        self._runs = runs
+        self._record = record
+        self._admission = admission
+        self._client = client
+        self._num_sequences = sum(run.num_sequences for run in runs)
+
+    @abc.abstractmethod
+    def cancel(self, error: PdServeError | None = None) -> None:
+        """End all runs, and their calls with them; the client gets `error`, by default that it left."""
+
+    @property
+    def usage(self) -> Usage:
+        """Summed over the runs."""
+        return Usage(
+            prompt_tokens=sum(run.usage.prompt_tokens for run in self._runs),
+            completion_tokens=sum(run.usage.completion_tokens for run in self._runs),
+            cached_tokens=sum(run.usage.cached_tokens for run in self._runs),
+        )
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of the first run."""
+        return self._runs[0].timeline
+
+    def _enter(self) -> None:
+        """Raises: Overloaded, Draining."""
+        timeout_s = min(run.timeout_s for run in self._runs)
+        try:
+            self._admission.enter(
+                len(self._runs),
+                self._expelled,
+                client=self._client,
+                num_sequences=self._num_sequences,
+                timeout_s=timeout_s,
+            )
+        except PdServeError as error:
+            self._record.cut_short(error)
+            self._record.end()
+            raise
+
+    def _leave(self) -> None:
+        self._admission.leave(len(self._runs), self._expelled, client=self._client, num_sequences=self._num_sequences)
+        self._record.end()
+
+    def _expelled(self) -> None:
+        self.cancel(Draining("this router is shutting down"))

@@ -1,0 +1,294 @@
+"""What became of a client's request in this router, for metrics and spans; both come from the request's `Timeline`.
+
+RequestRecord   one HTTP or gRPC request        span `request`
+RunRecord       one of its prompts              spans `tokenize`, `route`
+AttemptRecord   one placement of a prompt       span `attempt`, under which the workers hang theirs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.common import timeline as moments
+from pdserve.common.errors import Cancelled, DeadlineExceeded, InternalError, NeedsPrefill, PdServeError
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.timeline import Timeline, now_unix_ns
+from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded
+from pdserve.router.placement.placement import Placement
+from pdserve.router.telemetry.router_metrics import RouterMetrics
+
+if TYPE_CHECKING:
+    from pdserve.common.telemetry.tracing import Attribute, OpenSpan
+
+RouteAttributes = Mapping[str, "str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]"]
+_ADMISSION_SHOWN_NS = 1_000_000
+_COUNTED_AT_ONCE = 128
+_LEFT = Cancelled("the client left")
+_TOO_LATE = DeadlineExceeded("the request's deadline passed")
+
+
+class RequestRecord:
+    """Ends when the client's request does, in whatever way."""
+
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        started_unix_ns: int,
+        span: OpenSpan | None,
+        headers: dict[str, str],
+        on_end: Callable[[RequestRecord], None] = lambda record: None,
+    ) -> None:
+        """span: None when nothing is traced. headers: the trace context that workers get. on_end: called once, when
+        everything is known."""
+        self.metrics = metrics
+        self.started_unix_ns = started_unix_ns
+        self.span = span
+        self.headers = headers
+        self._on_end = on_end
+        self._runs: list[RunRecord] = []
+        self._ended = False
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """One for each of its prompts."""
+        return self._runs
+
+    def run(self, timeline: Timeline) -> RunRecord:
+        """One of its prompts begins, and has `arrived` with the request."""
+        timeline.moments_unix_ns[moments.ARRIVED] = self.started_unix_ns
+        run = RunRecord(self, timeline)
+        self._runs.append(run)
+        return run
+
+    def cut_short(self, error: PdServeError) -> None:
+        """Whatever of it still runs ends with this; the first cause counts."""
+        for run in self._runs:
+            run.error = run.error or error
+
+    def end(self) -> None:
+        """Once, when nothing of it runs any more."""
+        if self._ended:
+            return
+        self._ended = True
+        now = now_unix_ns()
+        self._count(0, now)
+        if self.span is not None:
+            self._end_span(self.span, now)
+        self._on_end(self)
+
+    def _count(self, first: int, now: int) -> None:
+        """Thousands of inputs take 0.1 s to count: others come in between."""
+        for run in self._runs[first : first + _COUNTED_AT_ONCE]:
+            run.count(now)
+        if first + _COUNTED_AT_ONCE < len(self._runs):
+            asyncio.get_running_loop().call_soon(self._count, first + _COUNTED_AT_ONCE, now)
+
+    def _end_span(self, span: OpenSpan, now: int) -> None:
+        errors = [run.cause for run in self._runs if run.cause is not None]
+        end = max((run.end_unix_ns(now) for run in self._runs), default=now)
+        attributes: dict[str, Attribute] = {
+            "gen_ai.usage.input_tokens": sum(run.num_prompt_tokens for run in self._runs),
+            "gen_ai.usage.output_tokens": sum(run.num_output_tokens for run in self._runs),
+            "gen_ai.usage.cache_read.input_tokens": sum(run.num_cached_tokens for run in self._runs),
+            "gen_ai.response.finish_reasons": [run.finish_reason or "error" for run in self._runs],
+        }
+        if self._runs:
+            timeline = self._runs[0].timeline
+            if timeline.ttft_s is not None:
+                attributes["pdserve.time_to_first_token_s"] = timeline.ttft_s
+            for phase, seconds in timeline.critical_path(end).items():
+                attributes[f"pdserve.phase.{phase}_s"] = seconds
+        span.end(end, attributes, error=errors[0] if errors else None)
+
+
+class RunRecord:
+    """One prompt, from its arrival to its last token."""
+
+    def __init__(self, request: RequestRecord, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.error: PdServeError | None = None
+        self.deadline: asyncio.Timeout | None = None
+        """What cuts it short if nothing else does."""
+        self.finish_reason: str | None = None
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self._metrics = request.metrics
+        self._span = request.span
+        self._headers = request.headers
+        self._tokens_at: dict[int, float] = {}
+        """Sequence -> when its last tokens went to the client, `time.monotonic()` seconds."""
+
+    @property
+    def cause(self) -> PdServeError | None:
+        """Why it did not come to its own end; None if it did."""
+        return None if self.finish_reason is not None else self.cut_short_by
+
+    @property
+    def outcome(self) -> str:
+        """A finish reason, or the code of what cut it short."""
+        return self.finish_reason or (self.cause or _LEFT).code
+
+    @property
+    def cut_short_by(self) -> PdServeError:
+        """Why it was, if it was; also while its attempts still end."""
+        late = self.deadline is not None and self.deadline.expired()
+        return self.error or (_TOO_LATE if late else _LEFT)
+
+    def end_unix_ns(self, now: int) -> int:
+        """Its last token's moment, or now for one that was cut short."""
+        return self.timeline.moments_unix_ns.get(moments.FINISHED, now)
+
+    def tokenized(self, num_prompt_tokens: int) -> None:
+        """The prompt is known; `arrived` and `tokenized` are marked."""
+        self.num_prompt_tokens = num_prompt_tokens
+        seen = self.timeline.moments_unix_ns
+        if self._span is not None:
+            self._span.add(
+                "tokenize",
+                seen[moments.ARRIVED],
+                seen[moments.TOKENIZED],
+                {"gen_ai.usage.input_tokens": num_prompt_tokens},
+            )
+
+    def admitted(self) -> None:
+        """The prompt may run; a span only where it had to wait for that."""
+        seen = self.timeline.moments_unix_ns
+        start, end = seen[moments.TOKENIZED], seen[moments.ADMITTED]
+        if self._span is not None and end - start >= _ADMISSION_SHOWN_NS:
+            self._span.add("admission", start, end)
+
+    def routed(
+        self, started_unix_ns: int, policy: str, placement: Placement, attributes: Callable[[], RouteAttributes]
+    ) -> None:
+        """Workers were chosen just now. attributes: how it came to that; asked only for a span.
+
+        started_unix_ns: of the choice; for the first attempt `admitted` and `placed` are marked, and count.
+        """
+        self._metrics.placements.labels(policy, placement.kind).inc()
+        for role, worker in (("prefill", placement.prefill), ("decode", placement.decode)):
+            if worker is not None:
+                self._metrics.placed_legs.add(role, worker)
+        if self._span is not None and self._span.sampled:
+            seen = self.timeline.moments_unix_ns
+            if moments.ATTEMPTED in seen:
+                start, end = started_unix_ns, now_unix_ns()
+            else:
+                start, end = seen[moments.ADMITTED], seen[moments.PLACED]
+            self._span.add("route", start, end, attributes())
+
+    def attempt(self, number: int, placement: Placement, num_resumed: int = 0) -> AttemptRecord:
+        """An attempt begins; enter it around its run. num_resumed: tokens that the client has already."""
+        self.timeline.begin_attempt()
+        started = self.timeline.moments_unix_ns[moments.ATTEMPTED]
+        span = None
+        if self._span is not None:
+            attributes: dict[str, Attribute] = {
+                "pdserve.attempt.number": number,
+                "pdserve.attempt.kind": placement.kind,
+                "pdserve.attempt.resumed_tokens": num_resumed,
+            }
+            for role, worker in (("prefill", placement.prefill), ("decode", placement.decode)):
+                if worker is not None:
+                    attributes[f"pdserve.attempt.{role}"] = worker.identity.worker_id
+            span = self._span.start("attempt", started, attributes)
+        return AttemptRecord(self, span, self._headers if span is None else span.headers, self._metrics)
+
+    def sampled_by_other(self) -> None:
+        """The attempt that begins continues a sampled text with another version of the sampler."""
+        self._metrics.resumes_with_other_sampler.inc()
+
+    def relayed(self, index: int, num_tokens: int, num_cached_tokens: int) -> None:
+        """New tokens of a sequence went to the client."""
+        now = time.monotonic()
+        if not self.num_output_tokens:
+            self.num_cached_tokens = num_cached_tokens
+        if index in self._tokens_at and num_tokens:
+            each = (now - self._tokens_at[index]) / num_tokens
+            for _ in range(num_tokens):
+                self._metrics.itl_seconds.observe(each)
+        self._tokens_at[index] = now
+        self.num_output_tokens += num_tokens
+
+    def embedded(self, num_cached_tokens: int) -> None:
+        """The prompt's embedding came: it ends without a token."""
+        self.num_cached_tokens = num_cached_tokens
+        self.finish_reason = str(FinishReason.STOP)
+
+    def count(self, now: int) -> None:
+        """Over: what the metrics want to know."""
+        metrics, cause = self._metrics, self.cause
+        metrics.requests.labels(self.outcome).inc()
+        metrics.output_tokens.inc(self.num_output_tokens)
+        if self.num_output_tokens or cause is None:
+            metrics.prompt_tokens.inc(self.num_prompt_tokens)
+            metrics.cached_tokens.inc(self.num_cached_tokens)
+        if (ttft_s := self.timeline.ttft_s) is not None:
+            metrics.ttft_seconds.observe(ttft_s)
+        if cause is not None:
+            metrics.errors.labels(cause.code).inc()
+            return
+        end = self.end_unix_ns(now)
+        metrics.request_seconds.observe((end - self.timeline.moments_unix_ns[moments.ARRIVED]) / 1e9)
+        # of several sequences, which are decoded side by side, the mean counts
+        if (tpot_s := self.timeline.tpot_s(self.num_output_tokens // max(1, len(self._tokens_at)))) is not None:
+            metrics.tpot_seconds.observe(tpot_s)
+        for phase, seconds in self.timeline.critical_path(end).items():
+            metrics.phase_seconds.labels(phase).observe(seconds)
+
+
+class AttemptRecord:
+    """One placement; its span's context is what the workers get."""
+
+    def __init__(self, run: RunRecord, span: OpenSpan | None, headers: dict[str, str], metrics: RouterMetrics) -> None:
+        self._run = run
+        self._span = span
+        self._headers = headers
+        self._metrics = metrics
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """This attempt's trace context."""
+        return self._headers
+
+    def carried_by(self, request: PreparedRequest) -> PreparedRequest:
+        """The request with this attempt's trace context."""
+        if request.trace_headers == self._headers:
+            return request
+        return msgspec.structs.replace(request, trace_headers=self._headers)
+
+    def __enter__(self) -> AttemptRecord:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        cause = None if self._run.finish_reason is not None else _cause_of(error, self._run)
+        self._metrics.attempts.labels("ok" if cause is None else cause.code).inc()
+        if self._span is not None:
+            now = now_unix_ns()
+            self._span.end(min(now, self._run.end_unix_ns(now)), error=cause)
+
+
+def _cause_of(error: BaseException | None, run: RunRecord) -> PdServeError | None:
+    """error: what an attempt of the run ended with."""
+    match error:
+        case None:
+            return None
+        case AttemptFailed():
+            return error.error
+        case PrefillNeeded():
+            return NeedsPrefill(error.uncached_tokens)
+        case PdServeError():
+            return error
+        case asyncio.CancelledError():
+            return run.cut_short_by
+        case _:
+            return InternalError(f"the router failed: {type(error).__name__}")

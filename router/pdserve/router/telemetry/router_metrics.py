@@ -1,0 +1,85 @@
+"""`RouterMetrics`: what Prometheus reads from a router. Requests are counted as they end; states are read at the scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
+from pdserve.router.telemetry.placed_legs import PlacedLegs
+
+
+class RouterMetrics:
+    """Made once a router."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        num_requests: Callable[[], int],
+        worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
+        num_indexed_blocks: Callable[[], int],
+    ) -> None:
+        """num_requests: in the router now. worker_counts: role -> state -> how many workers.
+        num_indexed_blocks: block hashes in the prefix index."""
+
+        def seconds(name: str, meaning: str, *labels: str, buckets: tuple[float, ...] = LATENCY_BUCKETS_S) -> Histogram:
+            return Histogram(name, meaning, labels, buckets=buckets, registry=registry)
+
+        def count(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(name, meaning, labels, registry=registry)
+
+        self.request_seconds = seconds("pdserve_request_seconds", "Prompts served, from arrival to the last token.")
+        self.ttft_seconds = seconds("pdserve_time_to_first_token_seconds", "From arrival to the first token.")
+        self.itl_seconds = seconds(
+            "pdserve_inter_token_latency_seconds", "Between two tokens of one answer.", buckets=TOKEN_BUCKETS_S
+        )
+        self.tpot_seconds = seconds(
+            "pdserve_time_per_output_token_seconds",
+            "Mean time a token after the first, an observation an answer.",
+            buckets=TOKEN_BUCKETS_S,
+        )
+        self.phase_seconds = seconds(
+            "pdserve_request_phase_seconds", "Phases of the critical path; an answer's add up to its time.", "phase"
+        )
+        self.requests = count("pdserve_requests_total", "Prompts, by how they ended.", "outcome")
+        self.errors = count("pdserve_errors_total", "Requests that failed, by cause.", "code")
+        self.attempts = count("pdserve_attempts_total", "Attempts, by how they ended.", "outcome")
+        self.placements = count("pdserve_placements_total", "Attempts placed.", "policy", "kind")
+        self.resumes_with_other_sampler = count(
+            "pdserve_resumes_with_other_sampler_total",
+            "Attempts whose workers, or the worker that sampled the tokens before, differ in the version of the sampler.",
+        )
+        self.placed_legs = PlacedLegs(count("pdserve_placed_legs_total", "Legs of attempts placed.", "role", "worker"))
+        self.prompt_tokens = count("pdserve_prompt_tokens_total", "Prompt tokens of answers that began.")
+        self.cached_tokens = count("pdserve_cached_prompt_tokens_total", "Of these, tokens that needed no computing.")
+        self.output_tokens = count("pdserve_output_tokens_total", "Tokens given to clients.")
+        registry.register(_RouterState(num_requests, worker_counts, num_indexed_blocks))
+
+
+class _RouterState(Collector):
+    """Read when it is asked for, so it cannot drift from the truth."""
+
+    def __init__(
+        self,
+        num_requests: Callable[[], int],
+        worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
+        num_indexed_blocks: Callable[[], int],
+    ) -> None:
+        self._num_requests = num_requests
+        self._num_indexed_blocks = num_indexed_blocks
+        self._worker_counts = worker_counts
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily("pdserve_requests_in_flight", "Prompts in the router now.", value=self._num_requests())
+        yield GaugeMetricFamily(
+            "pdserve_indexed_blocks", "Block hashes in the prefix index.", value=self._num_indexed_blocks()
+        )
+        workers = GaugeMetricFamily("pdserve_workers", "Workers, by role and state.", labels=["role", "state"])
+        for role, counts in self._worker_counts().items():
+            for state, number in counts.items():
+                workers.add_metric([role, state], number)
+        yield workers

@@ -1,0 +1,182 @@
+"""`RouterTelemetry`: makes a record for each client request, and holds the metrics and the tracer they go to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from pdserve.common.errors import PdServeError
+from pdserve.common.net.loop_lag import LoopLag
+from pdserve.common.net.tls_renewal import PeerKind
+from pdserve.common.registry.circuit_breaker import CircuitBreaker
+from pdserve.common.request.trace_headers import TRACEPARENT
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.telemetry.metrics import Exposition, RedisCollector, TlsCollector, make_registry
+from pdserve.common.telemetry.telemetry import make_telemetry
+from pdserve.common.timeline import now_unix_ns
+from pdserve.router.telemetry.request_record import RequestRecord
+from pdserve.router.telemetry.router_metrics import RouterMetrics
+from pdserve.router.tenants.audit_log import AuditLog
+from pdserve.router.tenants.client import ANYBODY, ASKING, Client
+from pdserve.router.tenants.key_metrics import KeyMetrics
+
+SPAN_NAME = "request"
+
+
+class RouterTelemetry:
+    """`close` it."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        model: str,
+        num_requests: Callable[[], int],
+        worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
+        num_indexed_blocks: Callable[[], int],
+    ) -> None:
+        """Raises: ConfigError for a collector that cannot be, or an audit log that cannot be written."""
+        self._model = model
+        self._trusts_strangers = settings.trusts_trace_headers()
+        self._telemetry = make_telemetry(settings, "router", f"{socket.gethostname()}-{os.getpid()}")
+        self._registry = make_registry(self._telemetry.counts if self._telemetry else None)
+        self.metrics = RouterMetrics(self._registry, num_requests, worker_counts, num_indexed_blocks)
+        self._key_registry = CollectorRegistry()
+        self.key_metrics = KeyMetrics(self._key_registry)
+        self.loop_lag = LoopLag(self._registry)
+        self._plain_metrics = Exposition(self._registry)
+        self._all_metrics = Exposition(self._registry, self._key_registry)
+        self.audit = AuditLog(settings.audit_log, model)
+        self._registry.register(AuditCollector(self.audit))
+
+    def request(
+        self,
+        request_id: str,
+        caller_headers: Mapping[str, str],
+        operation: str = "text_completion",
+        client_request_id: str = "",
+        client: Client = ANYBODY,
+    ) -> RequestRecord:
+        """A client's request begins.
+
+        caller_headers: its trace context, validated; may be empty. operation: what OpenTelemetry calls its kind.
+        client_request_id: what the client calls it; may be empty. client: whose it is.
+        """
+        started = now_unix_ns()
+
+        def on_end(record: RequestRecord) -> None:
+            self._ended(record, client, request_id, operation)
+
+        trusted = self._trusts(client)
+        if self._telemetry is None:
+            headers = (dict(caller_headers) if trusted else {}) or new_trace_headers()
+            return RequestRecord(self.metrics, started, None, headers, on_end)
+        attributes = {
+            "pdserve.request.id": request_id,
+            "gen_ai.response.id": request_id,
+            "gen_ai.request.model": self._model,
+            "gen_ai.provider.name": "pdserve",
+            "gen_ai.operation.name": operation,
+        }
+        if client_request_id:
+            attributes["pdserve.client_request.id"] = client_request_id
+        if client.key_name:
+            attributes |= {"pdserve.key": client.key_name, "pdserve.tenant": client.tenant}
+        tracing = self._telemetry.tracing
+        begin = tracing.root if trusted else tracing.linked_root
+        span = begin(SPAN_NAME, caller_headers, started, attributes)
+        return RequestRecord(self.metrics, started, span, span.headers, on_end)
+
+    def _trusts(self, client: Client) -> bool:
+        """Whether a client's trace context is taken over: its trace, and whether that is sampled."""
+        return bool(client.key_name) if self._trusts_strangers is None else self._trusts_strangers
+
+    @contextlib.contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Counts the error of a request that is refused before it has a record, in the task that serves it."""
+        started = time.monotonic()
+        ASKING.set(None)
+        try:
+            yield
+        except PdServeError as error:
+            self._refused(error, time.monotonic() - started)
+            self.metrics.requests.labels(error.code).inc()
+            self.metrics.errors.labels(error.code).inc()
+            raise
+
+    def _ended(self, record: RequestRecord, client: Client, request_id: str, operation: str) -> None:
+        for run in record.runs:
+            self.key_metrics.ended(client, run.outcome)
+            if run.num_output_tokens or run.cause is None:
+                self.key_metrics.used(
+                    client, prompt=run.num_prompt_tokens, cached=run.num_cached_tokens, output=run.num_output_tokens
+                )
+        cause = next((run.cause for run in record.runs if run.cause is not None), None)
+        self.audit.request(
+            client,
+            request_id=request_id,
+            operation=operation,
+            num_prompts=len(record.runs),
+            num_prompt_tokens=sum(run.num_prompt_tokens for run in record.runs),
+            num_output_tokens=sum(run.num_output_tokens for run in record.runs),
+            num_cached_tokens=sum(run.num_cached_tokens for run in record.runs),
+            outcome=record.runs[0].outcome if cause is None else cause.code,
+            status=200 if cause is None else cause.http_status,
+            duration_s=(now_unix_ns() - record.started_unix_ns) / 1e9,
+        )
+
+    def _refused(self, error: PdServeError, duration_s: float) -> None:
+        client = ASKING.get()
+        if client is None:
+            # not authenticated: a line of its own says so
+            return
+        self.key_metrics.ended(client, error.code)
+        self.audit.request(
+            client, request_id="", operation="", num_prompts=0, num_prompt_tokens=0, num_output_tokens=0,
+            num_cached_tokens=0, outcome=error.code, status=error.http_status, duration_s=duration_s,
+        )  # fmt: skip
+
+    def watch_redis(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
+        """Have metrics say how this service gets on with Redis; see `RedisCollector`."""
+        self._registry.register(RedisCollector(breaker, events))
+
+    def watch_tls(self, expiries: Callable[[], Mapping[PeerKind, float]]) -> None:
+        """Have metrics say how long certificates are valid; see `TlsCollector`."""
+        self._registry.register(TlsCollector(expiries))
+
+    async def exposition(self, *, by_key: bool = False) -> bytes:
+        """The metrics as they stand. by_key: with those that name API keys, which are for operators."""
+        return await (self._all_metrics if by_key else self._plain_metrics).text()
+
+    async def close(self) -> None:
+        """Export the last spans; bounded."""
+        await asyncio.to_thread(self.audit.close)
+        if self._telemetry is not None:
+            await asyncio.to_thread(self._telemetry.tracing.close)
+
+
+class AuditCollector(Collector):
+    """Lines of the audit log."""
+
+    def __init__(self, audit: AuditLog) -> None:
+        self._audit = audit
+
+    def collect(self) -> Iterable[Metric]:
+        lines = CounterMetricFamily("pdserve_audit_lines", "Lines of the audit log.", labels=["outcome"])
+        lines.add_metric(["written"], self._audit.num_written - self._audit.num_dropped)
+        lines.add_metric(["dropped"], self._audit.num_dropped)
+        yield lines
+
+
+def new_trace_headers() -> dict[str, str]:
+    """A trace context for a request without one, so that its logs and its workers share an id though nothing is traced."""
+    return {TRACEPARENT: f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"}

@@ -1,0 +1,1 @@
+"""API keys, tenants, their limits and usage, and the audit log."""

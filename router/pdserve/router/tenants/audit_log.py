@@ -1,0 +1,196 @@
+"""`AuditLog`: who asked for what: one JSON line for each client request and each failed authentication, without content.
+
+Lines are written by a thread of their own: a disk that hangs holds no request up. What does not fit into the queue then is
+counted and left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import logging.handlers
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdserve.common.errors import ConfigError
+from pdserve.router.tenants.client import Client
+
+log = logging.getLogger(__name__)
+
+STDERR = "stderr"
+MAX_WAITING_LINES = 65_536
+CLOSE_S = 2.0
+MAX_FAILURES_PER_S = 50
+"""Lines about failed authentications; further ones are counted in the next line."""
+
+
+class _Queue(logging.handlers.QueueHandler):
+    """Never waits: what does not fit is counted."""
+
+    def __init__(self, lines: queue.Queue[Any]) -> None:
+        super().__init__(lines)
+        self.num_dropped = 0
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """As it is: there is nothing to format, and no other process."""
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
+            if not self.num_dropped:
+                log.error("the audit log cannot keep up: lines are left out, and counted in pdserve_audit_lines_total")
+            self.num_dropped += 1
+
+
+class _Writer(logging.handlers.QueueListener):
+    """Its thread ends with the process, if the disk does not let it end before."""
+
+    def __init__(self, lines: queue.Queue[Any], handler: logging.Handler) -> None:
+        super().__init__(lines, handler)
+        self._lines = lines
+
+    def enqueue_sentinel(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=CLOSE_S)
+
+    def stop(self) -> None:
+        """Bounded, unlike what it overrides. The thread stays where it has not come to the end of the queue."""
+        self.enqueue_sentinel()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+            self._thread = self._thread if self._thread.is_alive() else None
+
+    @property
+    def has_stopped(self) -> bool:
+        """Nothing is being written."""
+        return self._thread is None
+
+
+class _File(logging.handlers.WatchedFileHandler):
+    """Opens the file anew when a rotation has moved it; others cannot read it."""
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600))
+
+
+class AuditLog:
+    """`close` it. With no target it writes nothing."""
+
+    def __init__(self, target: str | None, model: str, *, clock: Callable[[], float] = time.time) -> None:
+        """target: a path, `stderr`, or None. model: what clients call it. clock: seconds since 1970.
+
+        Raises: ConfigError for a file that cannot be written.
+        """
+        self._model = model
+        self._clock = clock
+        self._second, self._num_failures, self._num_left_out = 0, 0, 0
+        self.num_written = 0
+        self._logger: logging.Logger | None = None
+        if target is None:
+            return
+        # not one that is known by its name: several routers may be in one process, and no other handler may see a line
+        self._logger = logging.Logger("pdserve.audit", logging.INFO)
+        lines: queue.Queue[Any] = queue.Queue(MAX_WAITING_LINES)
+        self._queue = _Queue(lines)
+        self._logger.addHandler(self._queue)
+        handler = _handler(target)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        self._writer = _Writer(lines, handler)
+        self._handler = handler
+        self._writer.start()
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines that the queue had no room for."""
+        return self._queue.num_dropped if self._logger is not None else 0
+
+    def request(
+        self,
+        client: Client,
+        *,
+        request_id: str,
+        operation: str,
+        num_prompts: int,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        num_cached_tokens: int,
+        outcome: str,
+        status: int,
+        duration_s: float,
+    ) -> None:
+        """A client's request has ended. request_id: "" for one that was refused before it had any.
+
+        operation: what OpenTelemetry calls its kind. outcome: a finish reason, or the code of an error. status: as HTTP
+        has it, also for gRPC. num_cached_tokens: as the workers know it, whatever the client is shown.
+        """
+        self._write(
+            "request",
+            client,
+            request_id=request_id,
+            operation=operation,
+            model=self._model,
+            prompts=num_prompts,
+            prompt_tokens=num_prompt_tokens,
+            output_tokens=num_output_tokens,
+            cached_tokens=num_cached_tokens,
+            outcome=outcome,
+            status=status,
+            duration_s=round(duration_s, 4),
+        )
+
+    def failed_authentication(self, address: str, cause: str) -> None:
+        """Somebody showed no key, or none that is valid. At a bounded rate."""
+        second = int(self._clock())
+        if second != self._second:
+            self._second, self._num_failures = second, 0
+        self._num_failures += 1
+        if self._num_failures > MAX_FAILURES_PER_S:
+            self._num_left_out += 1
+            return
+        left_out, self._num_left_out = self._num_left_out, 0
+        self._write(
+            "authentication_failed", Client(address=address), outcome="unauthenticated", status=401, cause=cause,
+            left_out=left_out,
+        )  # fmt: skip
+
+    def _write(self, event: str, client: Client, **fields: object) -> None:
+        if self._logger is None:
+            return
+        moment = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
+        line = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "event": event,
+            "tenant": client.tenant,
+            "key": client.key_name,
+            "address": client.address,
+            **fields,
+        }
+        self.num_written += 1
+        self._logger.info("%s", msgspec.json.encode(line).decode())
+
+    def close(self) -> None:
+        """Write what waits, for at most twice `CLOSE_S`, and close the file."""
+        if self._logger is not None:
+            self._writer.stop()
+            if self._writer.has_stopped:
+                self._handler.close()
+
+
+def _handler(target: str) -> logging.Handler:
+    if target == STDERR:
+        return logging.StreamHandler(sys.stderr)
+    try:
+        return _File(Path(target))
+    except OSError as error:
+        raise ConfigError(f"audit_log {target}: {error.strerror}") from error

@@ -1,0 +1,55 @@
+"""`Client`: on whose behalf a request is served, as its API key says."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+import msgspec
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.prepared_request import verify_priority
+from pdserve.common.settings.api_key_file import UNLIMITED, KeyLimits, Role
+
+
+class Client(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asks: the API key's name, its tenant, and what both may do."""
+
+    key_name: str = ""
+    """Of the API key; "" where none is needed."""
+    tenant: str = ""
+    """Whose prefix cache, limits and fair share hold; "" where no key is needed: then all clients are one tenant."""
+    role: Role = "user"
+    limits: KeyLimits = UNLIMITED
+    address: str = ""
+    """IP address that the request came from; "" where it is not known."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether views over all tenants are open to this client."""
+        return self.role == "operator"
+
+    def allowed_priority(self, priority: int) -> int:
+        """The priority that a request has: 0, which is also the default, becomes the nearest one that is allowed.
+
+        Raises: InvalidRequest for another value outside of the key's range.
+        """
+        verify_priority(priority)
+        low, high = self.limits.min_priority, self.limits.max_priority
+        if priority and not low <= priority <= high:
+            raise InvalidRequest(f"priority is {priority}, this API key allows {low} to {high}", "priority")
+        return min(max(priority, low), high)
+
+
+class CacheGroup(msgspec.Struct, frozen=True):
+    """Tenants whose requests may meet each other's cached prefixes."""
+
+    name: str = ""
+    """Enters the root of the block hashes: requests of two groups never share a block."""
+    is_shared: bool = False
+    """Several tenants are in it: a count of cached tokens would tell what others have asked, so none is shown."""
+
+
+ANYBODY = Client(role="operator")
+"""A client of a router that asks for no key."""
+ASKING: ContextVar[Client | None] = ContextVar("asking", default=None)
+"""The client of the request that this task serves, once it is authenticated: for records of requests that are refused."""

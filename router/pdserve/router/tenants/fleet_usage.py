@@ -1,0 +1,235 @@
+"""`FleetUsage`: what each tenant has in all routers of a fleet, told through Redis, so that limits hold for the fleet.
+
+    {ns}:routers        sorted set   router ids, by when they were last refreshed
+    {ns}:usage:<id>     hash         field `usage`: one router's numbers; gone after `LEASE_S` without a refresh
+
+Each router tells its own numbers and reads those of the others, in one round trip each `BEAT_S`; no request waits for it. A
+number that has not been refreshed for `LEASE_S`, by the reader's own clock, counts no more, so a router that died holds
+nothing for longer. Values carry a MAC under a sub-key of the deployment key: whoever else can write to Redis can neither
+exhaust a tenant's limits nor raise them, beyond keeping numbers back. Tenants are named by digests.
+
+While Redis is away each router holds tenants to their limits by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+import msgspec
+from redis.asyncio import Redis
+
+from pdserve.common.registry.circuit_breaker import CircuitBreaker
+from pdserve.common.registry.redis_connection import REDIS_ERRORS, error_kind, error_text, heed_cancellation, make_redis
+from pdserve.common.registry.redis_url import parse_redis_url
+from pdserve.common.registry.registry import Keys
+from pdserve.common.security.derived_key import USAGE, DeploymentKey
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.router.tenants.tenant_account import NOWHERE, TenantAccount, TenantAccounts, UsedElsewhere
+from pdserve.router.tenants.tenant_digest import tenant_digest
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.25
+LEASE_S = 3.0
+MAX_ROUTERS = 64
+"""That are read, those refreshed last."""
+MAX_TENANTS = 8192
+"""In one router's numbers."""
+MAX_BYTES = 1 << 20
+_MAC_BYTES = 16
+_FIELD = "usage"
+_ID_BYTES = 16
+
+
+class _Numbers(msgspec.Struct, array_like=True):
+    """Of one tenant in one router."""
+
+    num_sequences: int
+    num_waiting: int
+    num_sessions: int
+    tokens_used: float
+    """Since the router began."""
+
+
+class _Told(msgspec.Struct):
+    """What one router tells."""
+
+    beat: int
+    """1, 2, 3 in its life: a value that was kept back and written again later is not new."""
+    tenants: dict[str, _Numbers]
+    """By their digests, hexadecimal."""
+
+
+class _Peer(msgspec.Struct):
+    """Another router, as far as this one knows."""
+
+    told: _Told
+    at_s: float
+    """When its beat last rose, by this router's monotonic clock."""
+
+
+class FleetUsage:
+    """One for each router that has keys and a Redis. `run` it until cancelled."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        where: str,
+        namespace: str,
+        key: DeploymentKey,
+        accounts: TenantAccounts,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """where: names the server, for the log. accounts: of this router; told of the others. clock: monotonic."""
+        self.breaker = CircuitBreaker(
+            f"Redis at {where}, for limits of tenants,", "limits hold for each router by itself; it is tried again", log
+        )
+        self.router_id = secrets.token_hex(_ID_BYTES)
+        self._redis = redis
+        self._keys = Keys(namespace)
+        self._key = key
+        self._accounts = accounts
+        self._clock = clock
+        self._beat = 0
+        self._ids: list[str] = []
+        self._peers: dict[str, _Peer] = {}
+        self._elsewhere: dict[str, UsedElsewhere] = {}
+        self._digests: dict[str, str] = {}
+        accounts.elsewhere = self.elsewhere
+
+    def elsewhere(self, tenant: str) -> UsedElsewhere:
+        """What a tenant has in the other routers, together."""
+        return self._elsewhere.get(self._digest(tenant), NOWHERE) if self._elsewhere else NOWHERE
+
+    async def run(self) -> None:
+        """Tell and read until cancelled, then take this router's numbers away."""
+        try:
+            while True:
+                if self.breaker.allows:
+                    try:
+                        await self.exchange()
+                    except REDIS_ERRORS as error:
+                        self.breaker.failed(error_kind(error), error_text(error))
+                    else:
+                        self.breaker.succeeded()
+                    heed_cancellation()
+                self._expire()
+                await asyncio.sleep(BEAT_S)
+        finally:
+            await self._leave()
+
+    async def exchange(self) -> None:
+        """One round trip. Raises: one of `REDIS_ERRORS`."""
+        self._beat += 1
+        mine = self._keys.usage(self.router_id)
+        trip = self._redis.pipeline(transaction=False)
+        trip.zadd(self._keys.routers, {self.router_id: time.time()})
+        trip.hset(mine, _FIELD, self._sealed(_Told(self._beat, self._own()), self.router_id))
+        trip.pexpire(mine, int(LEASE_S * 1000))
+        trip.zremrangebyscore(self._keys.routers, 0, time.time() - 60)
+        trip.zrevrange(self._keys.routers, 0, MAX_ROUTERS - 1)
+        for router_id in self._ids:
+            trip.hmget(self._keys.usage(router_id), [_FIELD])
+        results = await trip.execute()
+        ids, values = results[4], results[5:]
+        for router_id, [value] in zip(self._ids, values, strict=True):
+            self._take(router_id, value)
+        self._ids = [text for member in ids if (text := _router_id(member)) and text != self.router_id]
+        self._expire()
+
+    def _own(self) -> dict[str, _Numbers]:
+        told = [(tenant, account) for tenant, account in self._accounts.items() if _is_worth_telling(account)]
+        return {
+            self._digest(tenant): _Numbers(
+                account.num_sequences, account.num_waiting, account.num_sessions, account.tokens_used
+            )
+            for tenant, account in told[:MAX_TENANTS]
+        }
+
+    def _take(self, router_id: str, value: bytes | None) -> None:
+        told = self._unsealed(value, router_id) if value is not None else None
+        if told is None:
+            return
+        before = self._peers.get(router_id)
+        if before is not None and told.beat <= before.told.beat:
+            return
+        for tenant, account in self._accounts.items():
+            digest = self._digest(tenant)
+            if before is not None and (now := told.tenants.get(digest)) is not None:
+                was = before.told.tenants.get(digest)
+                account.spend_elsewhere(now.tokens_used - (was.tokens_used if was is not None else 0.0))
+        self._peers[router_id] = _Peer(told, self._clock())
+
+    def _expire(self) -> None:
+        """Sum up those whose lease holds."""
+        now = self._clock()
+        self._peers = {name: peer for name, peer in self._peers.items() if now - peer.at_s < LEASE_S}
+        sums: dict[str, UsedElsewhere] = {}
+        for peer in self._peers.values():
+            for digest, numbers in peer.told.tenants.items():
+                before = sums.get(digest, NOWHERE)
+                sums[digest] = UsedElsewhere(
+                    num_sequences=before.num_sequences + numbers.num_sequences,
+                    num_waiting=before.num_waiting + numbers.num_waiting,
+                    num_sessions=before.num_sessions + numbers.num_sessions,
+                )
+        self._elsewhere = sums
+
+    async def _leave(self) -> None:
+        try:
+            if self.breaker.allows:
+                await self._redis.delete(self._keys.usage(self.router_id))
+                await self._redis.zrem(self._keys.routers, self.router_id)
+        except REDIS_ERRORS:
+            log.debug("this router's numbers stay in Redis until their lease ends")
+        await self._redis.aclose()
+
+    def _digest(self, tenant: str) -> str:
+        if tenant not in self._digests:
+            self._digests[tenant] = tenant_digest(self._key, tenant).hex()
+        return self._digests[tenant]
+
+    def _mac(self, router_id: str, content: bytes) -> bytes:
+        key = self._key.derive(USAGE, router_id.encode())
+        return hashlib.blake2b(content, key=key, digest_size=_MAC_BYTES).digest()
+
+    def _sealed(self, told: _Told, router_id: str) -> bytes:
+        content = msgspec.msgpack.encode(told)
+        return self._mac(router_id, content) + content
+
+    def _unsealed(self, value: bytes, router_id: str) -> _Told | None:
+        """None for a value that no router of this deployment has written there."""
+        content = value[_MAC_BYTES:]
+        if len(value) > MAX_BYTES or not hmac.compare_digest(value[:_MAC_BYTES], self._mac(router_id, content)):
+            return None
+        try:
+            return msgspec.msgpack.decode(content, type=_Told)
+        except msgspec.DecodeError:
+            # another version's
+            return None
+
+
+def _is_worth_telling(account: TenantAccount) -> bool:
+    return bool(account.num_sequences or account.num_sessions or account.tokens_used)
+
+
+def _router_id(member: bytes) -> str:
+    """ "" for what is no id."""
+    text = member.decode("ascii", "replace")
+    is_id = len(text) == 2 * _ID_BYTES and all(digit in "0123456789abcdef" for digit in text)
+    return text if is_id else ""
+
+
+def make_fleet_usage(settings: RouterSettings, key: DeploymentKey, accounts: TenantAccounts) -> FleetUsage | None:
+    """None where there are no keys, or no Redis. Raises: ConfigError."""
+    if settings.redis is None or not settings.asks_for_keys:
+        return None
+    url = parse_redis_url(settings.redis)
+    return FleetUsage(make_redis(url, settings.redis_ca_file), str(url), settings.redis_namespace, key, accounts)

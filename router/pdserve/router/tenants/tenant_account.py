@@ -1,0 +1,169 @@
+"""`TenantAccounts`: what each tenant has in the router, and whether it may have more by the limits of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from pdserve.common.errors import InvalidRequest, Overloaded
+from pdserve.common.settings.api_key_file import KeyLimits
+from pdserve.router.tenants.client import Client
+from pdserve.router.tenants.token_bucket import TokenBucket
+
+RETRY_AFTER_S = 1.0
+RETRY_AFTER_MAX_S = 60.0
+"""A bucket of tokens per minute is full after so long."""
+FIRST_OUTPUT_TOKENS = 128.0
+"""Expected output of a sequence whose tenant has had none yet."""
+_KEPT = 0.9
+"""Part of the past in the mean output of a tenant's sequences, with each one that ends."""
+
+
+class UsedElsewhere(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant has in the other routers of the fleet, together, as far as they have told."""
+
+    num_sequences: int = 0
+    num_waiting: int = 0
+    num_sessions: int = 0
+
+
+NOWHERE = UsedElsewhere()
+
+
+class TenantAccount:
+    """One tenant's, over all of its keys."""
+
+    __slots__ = ("bucket", "mean_output", "num_requests", "num_running", "num_sequences", "num_sessions", "tokens_used")
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        """Prompts in the router."""
+        self.num_sequences = 0
+        """Sequences in the router: those that run, and those that wait or are being prepared."""
+        self.num_running = 0
+        """Sequences that have a place."""
+        self.num_sessions = 0
+        """Open ones, also between their turns."""
+        self.tokens_used = 0.0
+        """Prompt and output tokens since the account was opened; what is given back is taken off."""
+        self.bucket: TokenBucket | None = None
+        self.mean_output: float | None = None
+        """Output tokens of a sequence, lately; None: not known yet."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the router without a place."""
+        return self.num_sequences - self.num_running
+
+    def expected_output(self, max_tokens: int, num_sequences: int) -> float:
+        """Output tokens that a request will have, as far as can be known before."""
+        mean = FIRST_OUTPUT_TOKENS if self.mean_output is None else self.mean_output
+        return num_sequences * min(float(max_tokens), mean)
+
+    def learn(self, num_tokens: int, num_sequences: int) -> None:
+        """A request has ended with so much output."""
+        mean = num_tokens / num_sequences
+        self.mean_output = mean if self.mean_output is None else _KEPT * self.mean_output + (1 - _KEPT) * mean
+
+    def spend(self, tokens: float) -> None:
+        """tokens: below 0 gives back what was charged and not used."""
+        self.tokens_used += tokens
+        self.spend_elsewhere(tokens)
+
+    def spend_elsewhere(self, tokens: float) -> None:
+        """Another router has; as in `spend`."""
+        if self.bucket is not None:
+            self.bucket.spend(tokens)
+
+
+class TenantAccounts:
+    """By tenant; "" is the one tenant of a router without keys."""
+
+    def __init__(self, default_max_sequences: int | None, clock: Callable[[], float]) -> None:
+        """default_max_sequences: for keys without a `max_sequences` of their own (`max_requests_per_key`)."""
+        self._default_max_sequences = default_max_sequences
+        self._clock = clock
+        self._accounts: dict[str, TenantAccount] = {}
+        self.elsewhere: Callable[[str], UsedElsewhere] = lambda tenant: NOWHERE
+        """What a tenant has in other routers; asked at each check, so it must not wait for anything."""
+
+    def __getitem__(self, tenant: str) -> TenantAccount:
+        return self._accounts.setdefault(tenant, TenantAccount())
+
+    def items(self) -> list[tuple[str, TenantAccount]]:
+        """Every tenant that has or lately had something here."""
+        return list(self._accounts.items())
+
+    def check_sequences(self, client: Client, num_sequences: int) -> None:
+        """Raises: InvalidRequest for more than the key may ever have; Overloaded for more than it may have now."""
+        limit, name = client.limits.max_sequences, "max_sequences of this API key"
+        if limit is None:
+            limit, name = self._default_max_sequences, "max_requests_per_key"
+        if limit is None or not client.tenant:
+            return
+        if num_sequences > limit:
+            raise InvalidRequest(f"{num_sequences} sequences came in one request; {name} is {limit}")
+        used = self[client.tenant].num_sequences + self.elsewhere(client.tenant).num_sequences
+        if used + num_sequences > limit:
+            raise Overloaded(
+                f"{used} sequences of tenant {client.tenant} are in the router and {num_sequences} more came; "
+                f"{name} is {limit}",
+                RETRY_AFTER_S,
+            )
+
+    def check_waiting(self, client: Client, num_waiting: int, num_more: int) -> None:
+        """num_waiting: sequences of the tenant that have to wait for a place. Raises: Overloaded."""
+        limit = client.limits.max_queued_requests
+        if limit is None:
+            return
+        used = num_waiting + self.elsewhere(client.tenant).num_waiting
+        # those of one request may be more, or it would be refused however often it came
+        if used + num_more > limit and (used or not limit):
+            raise Overloaded(
+                f"{used} sequences of tenant {client.tenant} wait and {num_more} more came; max_queued_requests of this "
+                f"API key is {limit}",
+                RETRY_AFTER_S,
+            )
+
+    def check_tokens(self, client: Client, tokens: float) -> None:
+        """tokens: that would be spent. Raises: Overloaded until the tenant's bucket has them."""
+        bucket = self._bucket(client.tenant, client.limits)
+        if bucket is None or not (wait_s := bucket.wait_s(tokens)):
+            return
+        raise Overloaded(
+            f"tenant {client.tenant} has {max(0, int(bucket.level))} of {bucket.size} tokens left and this request needs "
+            f"about {max(1, int(tokens))}; tokens_per_minute of this API key is {bucket.size}",
+            min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_S, wait_s)),
+        )
+
+    def check_sessions(self, client: Client, num_open: int, num_possible: int, *, is_shared: bool) -> None:
+        """num_open: sessions of all tenants here. num_possible: that the workers take together; 0: not known.
+
+        is_shared: the fleet has several tenants: no tenant may have more than what stays free for others.
+        Raises: Overloaded.
+        """
+        limit = client.limits.max_sessions
+        used = self[client.tenant].num_sessions + self.elsewhere(client.tenant).num_sessions
+        if limit is not None and used >= limit:
+            raise Overloaded(
+                f"{used} sessions of tenant {client.tenant} are open; max_sessions of this API key is {limit}",
+                RETRY_AFTER_S,
+            )
+        if is_shared and num_possible and used and used + 1 > num_possible - num_open:
+            raise Overloaded(
+                f"{used} sessions of tenant {client.tenant} are open, and {max(0, num_possible - num_open)} of "
+                f"{num_possible} (max_sessions of the workers) are left for all tenants; a tenant may have as many as "
+                "stay free",
+                RETRY_AFTER_S,
+            )
+
+    def _bucket(self, tenant: str, limits: KeyLimits) -> TokenBucket | None:
+        if limits.tokens_per_minute is None:
+            return None
+        account = self[tenant]
+        if account.bucket is None:
+            account.bucket = TokenBucket(limits.tokens_per_minute, self._clock)
+        elif account.bucket.size != limits.tokens_per_minute:
+            account.bucket.size = limits.tokens_per_minute
+        return account.bucket

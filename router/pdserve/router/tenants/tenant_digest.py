@@ -1,0 +1,16 @@
+"""What other processes know a tenant by: enough to tell tenants apart, and nothing of their names."""
+
+from __future__ import annotations
+
+import hashlib
+
+from pdserve.common.security.derived_key import TENANTS, DeploymentKey
+
+TENANT_DIGEST_BYTES = 8
+
+
+def tenant_digest(key: DeploymentKey, tenant: str) -> bytes:
+    """Of `TENANT_DIGEST_BYTES`; b"" for the one tenant of a router without keys."""
+    if not tenant:
+        return b""
+    return hashlib.blake2b(tenant.encode(), key=key.derive(TENANTS), digest_size=TENANT_DIGEST_BYTES).digest()

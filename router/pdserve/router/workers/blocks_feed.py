@@ -1,0 +1,164 @@
+"""`BlocksFeed`: keeps the index true to what one worker holds, from Redis, or from the worker itself when Redis cannot.
+
+At any time at most one source writes. A source begins with everything, so changing it needs no care.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from itertools import islice
+
+import grpc.aio
+
+from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.held_blocks import MAX_HASHES, BlocksChange, HeldBlocks, apply_change
+from pdserve.common.registry.redis_connection import heed_cancellation
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.router.workers.redis_blocks import ChangeReader, Snapshot
+from pdserve.router.workers.watch import watch
+from pdserve.router.workers.worker import Worker, WorkerIdentity
+
+log = logging.getLogger(__name__)
+
+ASK_AFTER_S = 3.0
+"""When Redis has said nothing usable about a worker's blocks for so long, the worker is asked itself."""
+ASK_AGAIN_S = 0.5
+
+
+class FeedSource(enum.Enum):
+    """NONE: the index keeps what it has. LOADING: a snapshot from Redis is being written into it."""
+
+    NONE = "none"
+    LOADING = "loading"
+    REDIS = "redis"
+    WORKER = "worker"
+
+
+class BlocksFeed:
+    """Of one life of one worker, from its first report to its end."""
+
+    def __init__(
+        self, worker: Worker, held: HeldBlocks, key: DeploymentKey, counts: Counter[str], now_s: float
+    ) -> None:
+        """counts: what went wrong, by kind. now_s: the loop's time."""
+        self.worker = worker
+        self.source = FeedSource.NONE
+        self.reader: ChangeReader | None = None
+        """Where it stands in the stream, while the source is REDIS."""
+        self._held, self._counts, self._key = held, counts, key
+        self._vouched_at = now_s
+        self._snapshot_task: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
+        self._last_complaint = ""
+
+    def load(self, snapshot: Callable[[], Coroutine[None, None, Snapshot | None]]) -> None:
+        """Begin with what Redis holds, unless that is under way or done."""
+        if self.source is not FeedSource.REDIS and not self._is_loading:
+            self._snapshot_task = asyncio.create_task(self._load(snapshot))
+
+    @property
+    def _is_loading(self) -> bool:
+        """Redis answers, each time within a second, or this would be over."""
+        return self._snapshot_task is not None and not self._snapshot_task.done()
+
+    def take(self, entries: Iterable[tuple[object, object]]) -> bool:
+        """The next entries of the stream, while the source is REDIS; False after a gap or nonsense."""
+        if self.source is not FeedSource.REDIS or self.reader is None:
+            return True
+        try:
+            changes = self.reader.read(entries)
+        except InvalidRequest as error:
+            self.lose(error.message)
+            return False
+        for change in changes:
+            apply_change(self._held, self.worker.key, change)
+        return True
+
+    def vouch(self, seq: int, now_s: float) -> None:
+        """The worker's record says that `seq` changes were made, and all entries up to now were taken."""
+        if self.source is FeedSource.REDIS and self.reader is not None:
+            if self.reader.seq < seq:
+                self.lose(f"{seq} changes were made, the stream ends at {self.reader.seq}")
+            else:
+                self._vouched_at = now_s
+                self._last_complaint = ""
+
+    def lose(self, cause: str) -> None:
+        """What Redis said cannot be trusted: nothing is known of this worker until a source begins anew."""
+        if self.source is FeedSource.REDIS:
+            self.source, self.reader = FeedSource.NONE, None
+            self._held.cleared(self.worker.key)
+        self.complain(cause)
+
+    def complain(self, cause: str) -> None:
+        """Count it, and log it unless it was the last complaint too."""
+        self._counts["blocks"] += 1
+        if cause != self._last_complaint:
+            self._last_complaint = cause
+            log.warning("what Redis holds of worker %s's blocks is read anew: %s", self.worker, cause)
+
+    def mind(self, now_s: float) -> None:
+        """Called several times a second, whether Redis answers or not."""
+        if self.source is FeedSource.WORKER:
+            if self._watch_task is None or self._watch_task.done():
+                self._watch_task = asyncio.create_task(self._watch())
+        elif now_s - self._vouched_at > ASK_AFTER_S and not self._is_loading:
+            self._counts["asked_worker"] += 1
+            log.warning(
+                "Redis has said nothing usable about worker %s's blocks for %g s: the worker tells them itself",
+                self.worker, ASK_AFTER_S,
+            )  # fmt: skip
+            self.source, self.reader = FeedSource.WORKER, None
+            self._watch_task = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """The worker's life is over, or the router leaves."""
+        self.source, self.reader = FeedSource.NONE, None
+        tasks = [task for task in (self._snapshot_task, self._watch_task) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._held.cleared(self.worker.key)
+
+    async def _load(self, snapshot: Callable[[], Coroutine[None, None, Snapshot | None]]) -> None:
+        try:
+            found = await snapshot()
+        except InvalidRequest as error:
+            self.complain(error.message)
+            return
+        heed_cancellation()
+        if found is None:
+            return
+        if self._watch_task is not None:
+            self._watch_task.cancel()
+            await asyncio.gather(self._watch_task, return_exceptions=True)
+            self._watch_task = None
+        self.source = FeedSource.LOADING
+        key, rest = self.worker.key, iter(found.hashes)
+        self._held.cleared(key)
+        while piece := tuple(islice(rest, MAX_HASHES)):
+            self._held.stored(key, piece)
+            # requests come first
+            await asyncio.sleep(0)
+        self.source, self.reader = FeedSource.REDIS, found.reader
+        self._vouched_at = asyncio.get_running_loop().time()
+        log.info("worker %s: %d blocks read from Redis", self.worker, len(found.hashes))
+
+    async def _watch(self) -> None:
+        """Everything the worker tells of its blocks, until the stream breaks."""
+        events = watch(self.worker.channel.channel, self._key, str(self.worker), blocks=True)
+        try:
+            async for event in events:
+                if isinstance(event, WorkerIdentity) and (event.worker_id, event.epoch) != self.worker.key:
+                    return
+                if isinstance(event, BlocksChange):
+                    apply_change(self._held, self.worker.key, event)
+        except (PdServeError, grpc.aio.UsageError) as error:
+            log.info("worker %s stopped telling its blocks: %s", self.worker, error)
+        finally:
+            await events.aclose()
+        await asyncio.sleep(ASK_AGAIN_S)

@@ -1,0 +1,264 @@
+"""The workers that this router knows, from the addresses it was given and those that a directory finds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from pdserve.common.background_task import background_task
+from pdserve.common.errors import PdServeError
+from pdserve.common.held_blocks import HeldBlocks
+from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.security.tls import ClientTls
+from pdserve.router.workers.directory import Directory
+from pdserve.router.workers.watch import introduce
+from pdserve.router.workers.watched_address import TICK_STILL_S, Expected, WatchedAddress
+from pdserve.router.workers.worker import Worker, WorkerRole, WorkerState
+
+log = logging.getLogger(__name__)
+
+_CHECK_TICKS_S = 0.25
+_FOR_EVER_S = 86_400.0
+_MAX_PASSED_OVER = 1024
+T = TypeVar("T")
+
+
+class Fleet:
+    """Watches every address, in whatever order they start; use as an async context."""
+
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        expected: Expected,
+        held: HeldBlocks | None = None,
+        directory: Directory | None = None,
+        tls: ClientTls | None = None,
+        *,
+        insecure: bool = False,
+    ) -> None:
+        """held: is told which blocks the workers hold; by the directory, where there is one.
+
+        insecure: without TLS, addresses beyond loopback that the directory brings are connected to all the same.
+        """
+        self._expected = expected
+        self._tls = tls
+        self._may_leave_machine = insecure or tls is not None
+        self._passed_over: set[str] = set()
+        """Addresses that the log has named because nothing goes there in the clear; bounded."""
+        self._held = held if directory is None else None
+        self._directory = directory
+        self._watched = [
+            self._watch_address(address, role)
+            for role, addresses in ((WorkerRole.PREFILL, prefill), (WorkerRole.DECODE, decode))
+            for address in dict.fromkeys(addresses)
+        ]
+        self._introduced: dict[str, asyncio.Task[None]] = {}
+        """The addresses that the directory brought, and who watches them."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._met: set[tuple[str, int]] = set()
+        self._compared: set[frozenset[tuple[str, int]]] = set()
+        self.listeners: list[Callable[[], None]] = []
+        """Called after every change."""
+
+    async def __aenter__(self) -> Fleet:
+        for watched in self._watched:
+            self._keep(background_task("watch", watched.keep))
+        self._keep(background_task("ticks", self._check_ticks))
+        if (directory := self._directory) is not None:
+            self._keep(background_task("directory", lambda: directory.run(self)))
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def workers(self, role: WorkerRole) -> list[Worker]:
+        """Those that may be given work, in the order of their addresses."""
+        return [worker for worker in self.lives(role) if worker.state is WorkerState.LIVE]
+
+    def lives(self, role: WorkerRole | None = None) -> list[Worker]:
+        """Those whose watch is up, draining ones included; one entry a life, whatever names its address has."""
+        found = {
+            watched.worker.key: watched.worker
+            for watched in reversed(self._watched)
+            if watched.worker is not None and role in (None, watched.role)
+        }
+        return list(reversed(found.values()))
+
+    def came_back(self, lost: Worker) -> bool:
+        """Whether a worker that was lost turns out to live: it is watched again, and its engine has moved since."""
+        return any(life.key == lost.key and life.joined_at > lost.died_at for life in self.lives())
+
+    def introduce(self, address: str, role: WorkerRole) -> None:
+        """A worker can be found there. Idempotent; an address from settings, or with a living worker, keeps its role.
+
+        One beyond loopback that would be spoken to in the clear is passed over, with one warning.
+        """
+        if not self._may_leave_machine and not is_loopback(address):
+            self._pass_over(address)
+            return
+        known = next((watched for watched in self._watched if watched.address == address), None)
+        if known is not None:
+            if known.role is role or known.worker is not None or address not in self._introduced:
+                return
+            # somebody else had the address before
+            self._give_up(known)
+        watched = self._watch_address(address, role, found=True)
+        self._watched.append(watched)
+        self._introduced[address] = self._keep(background_task("watch", watched.keep))
+
+    def _pass_over(self, address: str) -> None:
+        if address not in self._passed_over and len(self._passed_over) < _MAX_PASSED_OVER:
+            self._passed_over.add(address)
+            log.warning(
+                "the address %s, which the directory names, is not used: it is not loopback, and this router has no TLS: "
+                "tls_cert_file with tls_key_file and tls_ca_file is needed, or --insecure",
+                address,
+            )
+
+    def introduced(self) -> list[str]:
+        """The addresses that are here by introduction alone."""
+        return list(self._introduced)
+
+    def forget(self, missing: Collection[str]) -> None:
+        """Of these addresses nobody speaks any more: those without a living worker are given up."""
+        for watched in list(self._watched):
+            if watched.address in missing and watched.address in self._introduced and watched.worker is None:
+                self._give_up(watched)
+                log.info(
+                    "%s address %s is forgotten: nobody speaks of it any more", watched.role.value, watched.address
+                )
+
+    def _give_up(self, watched: WatchedAddress) -> None:
+        self._introduced.pop(watched.address).cancel()
+        self._watched.remove(watched)
+
+    def absent(self) -> list[tuple[WorkerRole, str, str]]:
+        """(role, worker or its address, why) of those that may not be given work."""
+        left = []
+        for watched in self._watched:
+            if watched.worker is None:
+                why = f"refused: {watched.refused}" if watched.refused else "dead, or not reached yet"
+                left.append((watched.role, watched.address, why))
+            elif watched.worker.state is not WorkerState.LIVE:
+                left.append((watched.role, watched.worker.identity.worker_id, watched.worker.state.value))
+        return left
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """role -> how many addresses are configured, live, draining, refused."""
+        return {role.value: self._count([w for w in self._watched if w.role is role]) for role in WorkerRole}
+
+    def describe(self, role: WorkerRole) -> str:
+        """For messages: how the addresses of a role stand."""
+        count = self.counts()[role.value]
+        if not count["addresses"]:
+            return f"no {role.value} address {'was given' if self._directory is None else 'is known'}"
+        return (
+            f"of {count['addresses']} {role.value} address(es) {count['live']} live, "
+            f"{count['draining']} draining, {count['refused']} refused"
+        )
+
+    async def wait_for(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
+        """What `look` returns, as soon as that is not None; it is asked now and after every change. None: timed out."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while (found := look()) is None:
+            waiter: asyncio.Future[None] = loop.create_future()
+            self._waiters.add(waiter)
+            try:
+                async with asyncio.timeout_at(until):
+                    await waiter
+            except TimeoutError:
+                return look()
+            finally:
+                self._waiters.discard(waiter)
+        return found
+
+    def look_again(self) -> None:
+        """Something else has changed that those in `wait_for` look at."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def stays_away(self, is_there: Callable[[], bool], for_s: float) -> None:
+        """Returns when `is_there` has been false for so long; it is asked now and after every change."""
+        while True:
+            await self.wait_for(lambda: None if is_there() else True, _FOR_EVER_S)
+            if await self.wait_for(lambda: is_there() or None, for_s) is None:
+                return
+
+    @staticmethod
+    def _count(watched: Sequence[WatchedAddress]) -> dict[str, int]:
+        states = [address.worker.state for address in watched if address.worker is not None]
+        return {
+            "addresses": len(watched),
+            "live": states.count(WorkerState.LIVE),
+            "draining": states.count(WorkerState.DRAINING),
+            "refused": sum(address.refused is not None for address in watched),
+        }
+
+    def _on_change(self, watched: WatchedAddress) -> None:
+        worker = watched.worker
+        if worker is not None and worker.state is WorkerState.LIVE and worker.key not in self._met:
+            self._met.add(worker.key)
+            self._introduce(worker)
+        if worker is None:
+            alive = {address.worker.key for address in self._watched if address.worker is not None}
+            self._met &= alive
+            self._compared = {pair for pair in self._compared if pair <= alive}
+        self.look_again()
+        for listener in self.listeners:
+            listener()
+
+    def _introduce(self, worker: Worker) -> None:
+        role = worker.identity.role
+        if role is None:
+            return
+        for peer in self.workers(role.other):
+            if self._can_pair(worker, peer):
+                self._spawn(self._meet(worker, peer))
+                self._spawn(self._meet(peer, worker))
+
+    def _can_pair(self, worker: Worker, peer: Worker) -> bool:
+        differences = worker.identity.layout.differences(peer.identity.layout)
+        pair = frozenset((worker.key, peer.key))
+        if differences and pair not in self._compared:
+            self._compared.add(pair)
+            log.warning("workers %s and %s are not paired: %s", worker, peer, "; ".join(differences))
+        return not differences
+
+    async def _meet(self, worker: Worker, peer: Worker) -> None:
+        try:
+            await introduce(worker.channel, peer.identity)
+        except PdServeError as error:
+            log.warning("worker %s could not be introduced to %s: %s", worker, peer, error.message)
+
+    async def _check_ticks(self) -> None:
+        loop = asyncio.get_running_loop()
+        last = loop.time()
+        while True:
+            await asyncio.sleep(_CHECK_TICKS_S)
+            now = loop.time()
+            late, last = now - last - _CHECK_TICKS_S, now
+            for watched in self._watched:
+                if late > 1:
+                    # this process was stopped; the workers' messages wait in its sockets
+                    watched.forgive(late)
+                watched.check_tick(now - TICK_STILL_S)
+
+    def _watch_address(self, address: str, role: WorkerRole, *, found: bool = False) -> WatchedAddress:
+        return WatchedAddress(address, role, self._expected, self._on_change, self._held, self._tls, found=found)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._keep(asyncio.create_task(coroutine))
+
+    def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,245 @@
+"""`RedisDirectory`: finds workers through Redis, and follows what they publish about their blocks.
+
+Redis introduces workers and never buries them. One look is one or two round trips, several times a second; no request
+waits for one. While Redis is away the index keeps what it has, until the workers are asked themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.held_blocks import HeldBlocks, WorkerKey
+from pdserve.common.registry.circuit_breaker import CircuitBreaker
+from pdserve.common.registry.redis_connection import (
+    REDIS_ERRORS,
+    concerns_keys,
+    error_kind,
+    error_text,
+    heed_cancellation,
+    make_redis,
+)
+from pdserve.common.registry.redis_url import parse_redis_url
+from pdserve.common.registry.registry import (
+    MAX_WORKERS,
+    RECORD_FIELDS,
+    Keys,
+    RecordSigner,
+    WorkerRecord,
+    read_record,
+    read_worker_id,
+)
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.router.workers.blocks_feed import BlocksFeed, FeedSource
+from pdserve.router.workers.directory import Introductions
+from pdserve.router.workers.redis_blocks import Snapshot, read_snapshot
+from pdserve.router.workers.worker import Worker, WorkerRole
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.1
+"""For changes of blocks."""
+FIND_EVERY_S = 0.5
+"""For workers."""
+FORGET_AFTER_S = 10.0
+"""An address that is in no record for so long, and has no living worker, is given up."""
+SNAPSHOTS_AT_ONCE = 4
+"""One after another is warm sooner than all at once; and connections are few."""
+MAX_NEW_ADDRESSES = 64
+"""That one look into Redis makes this router connect to; the next look goes on."""
+ENTRIES_AT_ONCE = 64
+"""Of one stream, in one look."""
+
+
+class RedisDirectory:
+    """Runs beside the fleet. Owns the client."""
+
+    def __init__(self, redis: Redis, where: str, namespace: str, held: HeldBlocks, key: DeploymentKey) -> None:
+        """where: names the server, for the log. held: is told which blocks the workers hold. key: signs records."""
+        self.breaker = CircuitBreaker(
+            f"Redis at {where}", "the router goes on with the workers it knows; it is tried again", log
+        )
+        self.counts: Counter[str] = Counter(record=0, workers=0, blocks=0, asked_worker=0)
+        """What was unusable, by kind: record, workers, blocks; and asked_worker, when a worker was asked instead."""
+        self._redis = redis
+        self._keys = Keys(namespace)
+        self._held = held
+        self._key = key
+        self._signer = RecordSigner(key, namespace)
+        self._feeds: dict[WorkerKey, BlocksFeed] = {}
+        self._records: dict[str, WorkerRecord] = {}
+        self._seen_at: dict[str, float] = {}
+        self._find_at = 0.0
+        self._snapshots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
+        self._complaints: dict[str, str] = {}
+
+    async def run(self, fleet: Introductions) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                if self.breaker.allows:
+                    try:
+                        await self._look(fleet, loop.time())
+                    except REDIS_ERRORS as error:
+                        self.breaker.failed(error_kind(error), error_text(error))
+                    except Exception:
+                        log.exception("a look into Redis failed")
+                        self.breaker.failed("bug", "the traceback stands above")
+                    else:
+                        self.breaker.succeeded()
+                    heed_cancellation()
+                await self._mind_feeds(fleet.lives(), loop.time())
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:
+            await asyncio.gather(*(feed.close() for feed in self._feeds.values()))
+            await self._redis.aclose()
+
+    async def _look(self, fleet: Introductions, now_s: float) -> None:
+        finding = now_s >= self._find_at
+        worker_ids = await self._worker_ids() if finding else []
+        following = {
+            self._keys.events(*feed.worker.key).encode(): feed
+            for feed in self._feeds.values()
+            if feed.reader is not None
+        }
+        # records before streams: what a record counts must then be in its stream
+        reading = self._redis.pipeline(transaction=False)
+        for worker_id in worker_ids:
+            reading.hmget(self._keys.worker(worker_id), list(RECORD_FIELDS))
+        if following:
+            reading.xread(
+                {key: feed.reader.position for key, feed in following.items() if feed.reader}, count=ENTRIES_AT_ONCE
+            )
+        results = await reading.execute(raise_on_error=False) if worker_ids or following else []
+        caught_up = await self._take_entries(following, results[len(worker_ids)]) if following else set()
+        if finding:
+            self._find_at = now_s + FIND_EVERY_S
+            self._take_records(worker_ids, results, now_s)
+            self._tell(fleet, now_s)
+            self._vouch(caught_up, now_s)
+
+    async def _worker_ids(self) -> list[str]:
+        try:
+            members = await self._redis.zrevrange(self._keys.workers, 0, MAX_WORKERS - 1)
+        except ResponseError as error:
+            self._unusable("workers", self._keys.workers, error)
+            return list(self._records)
+        worker_ids = []
+        for member in members:
+            try:
+                worker_ids.append(read_worker_id(member))
+            except InvalidRequest as error:
+                self._complain("workers", repr(member), f"an id in {self._keys.workers}: {error.message}")
+        return worker_ids
+
+    def _take_records(self, worker_ids: Sequence[str], results: Sequence[object], now_s: float) -> None:
+        self._records = {}
+        for worker_id, result in zip(worker_ids, results, strict=False):
+            try:
+                if isinstance(result, Exception):
+                    self._unusable("record", worker_id, result)
+                elif isinstance(result, list) and (record := read_record(worker_id, result)) is not None:
+                    self._signer.verify(record)
+                    self._records[worker_id] = record
+                    self._seen_at[record.address] = now_s
+                    self._complaints.pop(f"record {worker_id}", None)
+            except InvalidRequest as error:
+                self._complain("record", worker_id, f"the record of worker {worker_id}: {error.message}")
+
+    async def _take_entries(self, following: Mapping[bytes, BlocksFeed], result: object) -> set[WorkerKey]:
+        """The workers whose streams were read to their end."""
+        found: dict[bytes, list[tuple[object, object]]] = {}
+        if isinstance(result, Exception):
+            # one foreign value under one key fails the whole command
+            await self._find_unreadable(following, result)
+            return set()
+        if isinstance(result, list):
+            found = dict(result)
+        caught_up = set()
+        for key, feed in following.items():
+            entries = found.get(key, [])
+            if feed.take(entries) and len(entries) < ENTRIES_AT_ONCE:
+                caught_up.add(feed.worker.key)
+        return caught_up
+
+    async def _find_unreadable(self, following: Mapping[bytes, BlocksFeed], error: Exception) -> None:
+        if not concerns_keys(error_kind(error)):
+            raise error
+        asking = self._redis.pipeline(transaction=False)
+        for key in following:
+            asking.type(key)
+        for feed, kind in zip(following.values(), await asking.execute(), strict=True):
+            if kind not in (b"stream", b"none"):
+                feed.lose(f"its stream is a {kind.decode('ascii', 'replace')}")
+
+    def _tell(self, fleet: Introductions, now_s: float) -> None:
+        known = set(fleet.introduced())
+        num_new = 0
+        for record in self._records.values():
+            num_new += record.address not in known
+            if record.address in known or num_new <= MAX_NEW_ADDRESSES:
+                fleet.introduce(record.address, WorkerRole(record.role))
+        introduced = set(fleet.introduced())
+        self._seen_at = {address: self._seen_at.get(address, now_s) for address in introduced}
+        fleet.forget({address for address, at in self._seen_at.items() if now_s - at > FORGET_AFTER_S})
+
+    def _vouch(self, caught_up: set[WorkerKey], now_s: float) -> None:
+        for key, feed in self._feeds.items():
+            record = self._records.get(key[0])
+            if record is None or record.epoch != key[1]:
+                continue
+            if key in caught_up:
+                feed.vouch(record.seq, now_s)
+            if feed.source is not FeedSource.REDIS:
+                feed.load(lambda key=key: self._snapshot(key))  # type: ignore[misc]
+
+    async def _snapshot(self, key: WorkerKey) -> Snapshot | None:
+        try:
+            async with self._snapshots:
+                return await read_snapshot(self._redis, self._keys, key)
+        except REDIS_ERRORS as error:
+            if concerns_keys(error_kind(error)):
+                raise InvalidRequest(error_text(error), "blocks") from error
+            # the next look meets it too, and counts it
+            return None
+
+    async def _mind_feeds(self, lives: Sequence[Worker], now_s: float) -> None:
+        alive = {worker.key: worker for worker in lives}
+        for key in [key for key, feed in self._feeds.items() if alive.get(key) is not feed.worker]:
+            await self._feeds.pop(key).close()
+        for key, worker in alive.items():
+            if key not in self._feeds:
+                self._feeds[key] = BlocksFeed(worker, self._held, self._key, self.counts, now_s)
+                # its blocks are read at once
+                self._find_at = 0.0
+            self._feeds[key].mind(now_s)
+
+    def _unusable(self, kind: str, key: str, error: Exception) -> None:
+        """A foreign value under a key of ours is a complaint; anything else is Redis' own failure, and raised."""
+        if not concerns_keys(error_kind(error)):
+            raise error
+        self._complain(kind, key, f"{kind} {key} in Redis is unusable: {error_text(error)}")
+
+    def _complain(self, kind: str, key: str, message: str) -> None:
+        """Count it, and log it unless it was said before."""
+        self.counts[kind] += 1
+        if len(self._complaints) > MAX_WORKERS:
+            self._complaints.clear()
+        if self._complaints.get(f"{kind} {key}") != message:
+            self._complaints[f"{kind} {key}"] = message
+            log.warning("%s", message)
+
+
+def make_directory(settings: RouterSettings, held: HeldBlocks, key: DeploymentKey) -> RedisDirectory | None:
+    """None when no Redis is given. Raises: ConfigError."""
+    if settings.redis is None:
+        return None
+    url = parse_redis_url(settings.redis)
+    return RedisDirectory(make_redis(url, settings.redis_ca_file), str(url), settings.redis_namespace, held, key)

@@ -1,0 +1,158 @@
+"""The router's side of `WorkerService`: a worker's watch stream as plain values, and introductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import cast
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
+from pdserve.common.errors import PeerError, WorkerLost
+from pdserve.common.held_blocks import MAX_HASHES, BlocksChange
+from pdserve.common.net.rpc import from_rpc_error
+from pdserve.common.net.service_channel import MEET, ServiceChannel, decoder, readable
+from pdserve.common.request.wire import layout_from_wire
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.watch_proof import WatchChallenge
+from pdserve.router.workers.watched_identity import verify_identity
+from pdserve.router.workers.worker import WorkerIdentity, WorkerLoad, WorkerRole
+from pdserve.v1 import worker_pb2
+
+MEET_TIMEOUT_S = 5.0
+_WATCH = "/pdserve.v1.WorkerService/Watch"
+_ROLES = {worker_pb2.ROLE_PREFILL: WorkerRole.PREFILL, worker_pb2.ROLE_DECODE: WorkerRole.DECODE}
+_Call = grpc.aio.StreamStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchEvent]
+
+
+async def watch(
+    channel: grpc.aio.Channel, key: DeploymentKey, where: str, *, blocks: bool = False
+) -> AsyncGenerator[WorkerIdentity | WorkerLoad | BlocksChange, None]:
+    """Who the worker at the other end is, once it has proved it, and what it reports until its stream ends or breaks.
+
+    This router proves itself when it is asked for the second value. where: names the worker in warnings.
+    blocks: ask for the blocks it holds as well.
+    Raises: KeyMismatch, ClockSkew, ProtocolMismatch, InvalidRequest for an identity that cannot be used, PeerError for
+    a message that cannot be read, and other PdServeErrors when the stream breaks or contradicts itself. Closing the
+    iterator ends the call.
+    """
+    challenge = WatchChallenge(key, blocks=blocks)
+    make = channel.stream_stream(
+        _WATCH, worker_pb2.WatchRequest.SerializeToString, decoder(worker_pb2.WatchEvent, where)
+    )
+    call = cast(_Call, make())
+    try:
+        await call.write(challenge.opening)
+        yield _proved(challenge, readable(await _first(call)))
+        await call.write(challenge.answer)
+        async for event in _events(call):
+            yield event
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    finally:
+        call.cancel()
+
+
+async def _first(call: _Call) -> worker_pb2.WatchEvent:
+    event = await call.read()
+    if event is grpc.aio.EOF:
+        raise WorkerLost("its watch stream ended before it had said who it is")
+    return cast(worker_pb2.WatchEvent, event)
+
+
+def _proved(challenge: WatchChallenge, event: worker_pb2.WatchEvent) -> WorkerIdentity:
+    if event.WhichOneof("event") not in ("welcome", "identity"):
+        raise WorkerLost("its first message was not its identity")
+    try:
+        identity = _identity(challenge.read(event))
+    except DecodeError:
+        raise PeerError("its identity cannot be decoded") from None
+    verify_identity(identity)
+    return identity
+
+
+async def _events(call: _Call) -> AsyncIterator[WorkerLoad | BlocksChange]:
+    sequence = 0
+    while (message := await call.read()) is not grpc.aio.EOF:
+        event = readable(cast(worker_pb2.WatchEvent, message))
+        match event.WhichOneof("event"):
+            case "load":
+                yield _load(event.load)
+            case "blocks":
+                sequence += 1
+                yield _blocks(event.blocks, sequence)
+
+
+async def introduce(channel: ServiceChannel, peer: WorkerIdentity) -> None:
+    """Introduce a peer to the worker at the other end. Raises: PdServeError."""
+    try:
+        readable(
+            await channel.unary_unary(
+                MEET,
+                worker_pb2.MeetRequest(worker_id=peer.worker_id, epoch=peer.epoch, address=peer.address),
+                timeout=MEET_TIMEOUT_S,
+            )
+        )
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def _identity(message: worker_pb2.Identity) -> WorkerIdentity:
+    return WorkerIdentity(
+        worker_id=message.worker_id,
+        epoch=message.epoch,
+        role=_ROLES.get(message.role),
+        protocol_version=message.protocol_version,
+        address=message.address,
+        layout=layout_from_wire(message.layout),
+        tokenizer_fingerprint=message.tokenizer_fingerprint,
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        num_blocks=message.num_blocks,
+        connectors=tuple(message.connectors),
+        max_local_prefill_tokens=(
+            message.max_local_prefill_tokens if message.HasField("max_local_prefill_tokens") else None
+        ),
+        hidden_size=message.hidden_size,
+        sampler_version=message.sampler_version or 1,  # workers of protocol version 2 do not say it
+        **({"max_num_seqs": message.max_num_seqs} if message.max_num_seqs else {}),
+    )
+
+
+def _load(message: worker_pb2.Load) -> WorkerLoad:
+    rate = message.prefill_tokens_per_s
+    return WorkerLoad(
+        engine_tick=message.engine_tick,
+        draining=message.draining,
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        num_remote_kv=message.num_remote_kv,
+        num_waiting_tokens=message.num_waiting_tokens,
+        blocks_total=message.blocks_total,
+        blocks_free=message.blocks_free,
+        blocks_in_use=message.blocks_in_use,
+        num_sessions=message.num_sessions,
+        max_sessions=message.max_sessions,
+        max_waiting=message.max_waiting,
+        # an estimate that divides by it must neither fail nor be endless
+        prefill_tokens_per_s=rate if math.isfinite(rate) and rate > 0 else 0.0,
+    )
+
+
+def _blocks(blocks: worker_pb2.Blocks, sequence: int) -> BlocksChange:
+    """Raises: WorkerLost when a change is missing or malformed: what was told before cannot be trusted."""
+    if blocks.sequence != sequence:
+        raise WorkerLost(f"its change of blocks {blocks.sequence} came where {sequence} was expected")
+    return BlocksChange(cleared=blocks.cleared, stored=_hashes(blocks.stored), removed=_hashes(blocks.removed))
+
+
+def _hashes(joined: bytes) -> tuple[bytes, ...]:
+    size = PLACEMENT_HASH_BYTES
+    if len(joined) % size or len(joined) > MAX_HASHES * size:
+        raise WorkerLost(
+            f"its change of blocks has {len(joined)} bytes of hashes, a multiple of {size} up to {MAX_HASHES * size} is "
+            "needed"
+        )
+    return tuple(joined[at : at + size] for at in range(0, len(joined), size))

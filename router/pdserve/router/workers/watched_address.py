@@ -1,0 +1,199 @@
+"""One address of the fleet: a channel and a watch stream that is opened again for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+import grpc.aio
+import msgspec
+
+from pdserve.common.errors import InvalidRequest, KeyMismatch, PdServeError, ProtocolMismatch, WorkerLost
+from pdserve.common.held_blocks import BlocksChange, HeldBlocks, apply_change
+from pdserve.common.net.rpc import failed_to_shake_hands, make_channel
+from pdserve.common.net.service_channel import ServiceChannel
+from pdserve.common.security.call_proof import CallSigner
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.tls import ClientTls
+from pdserve.router.workers.watch import watch
+from pdserve.router.workers.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S = 0.5
+_REFUSALS = (KeyMismatch, ProtocolMismatch, InvalidRequest)
+"""With these a watch ends where the worker answers, but cannot be used."""
+FIRST_MESSAGE_TIMEOUT_S = 5.0
+TICK_STILL_S = 3.0
+"""So long may an engine_tick stand still."""
+
+
+class Expected(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker must agree with to be used by this router."""
+
+    key: DeploymentKey
+    """Which the worker has proved to have before it is asked for anything."""
+    tokenizer_fingerprint: str
+
+    def objection(self, identity: WorkerIdentity, role: WorkerRole) -> str | None:
+        """Why this worker cannot be used at an address meant for `role`, naming both values; None if it can."""
+        if identity.role is not role:
+            told = identity.role.value if identity.role else "unknown"
+            return f"its role is {told}, but the address was given as {role.value}"
+        if identity.tokenizer_fingerprint != self.tokenizer_fingerprint:
+            return (
+                f"its tokenizer differs: fingerprint {identity.tokenizer_fingerprint} there, "
+                f"{self.tokenizer_fingerprint} here; router and workers need the same model folder"
+            )
+        return None
+
+
+class WatchedAddress:
+    """Keeps `worker`, the life that is now behind this address, or None."""
+
+    def __init__(
+        self,
+        address: str,
+        role: WorkerRole,
+        expected: Expected,
+        changed: Callable[[WatchedAddress], None],
+        held: HeldBlocks | None = None,
+        tls: ClientTls | None = None,
+        *,
+        found: bool = False,
+    ) -> None:
+        """changed: called after `worker`, its state or `refused` changed.
+        held: is told which blocks the worker holds; None when somebody else tells it.
+        found: the address comes from a directory. The worker there must name it as its own: others could pass on what a
+        worker elsewhere answers.
+        """
+        self.address = address
+        self.role = role
+        self.worker: Worker | None = None
+        self.refused: str | None = None
+        """Why the worker behind this address is not used; None while none is refused."""
+        self._expected = expected
+        self._changed = changed
+        self._held = held
+        self._tls = tls
+        self._found = found
+        self._signer = CallSigner(expected.key)
+        self._channel: grpc.aio.Channel | None = None
+        self._tick: tuple[int, int] | None = None
+        """(epoch, engine_tick) last seen, also across reconnects."""
+        self._tick_moved_at = 0.0
+        self._last_warning = ""
+
+    async def keep(self) -> None:
+        """Watch until cancelled."""
+        self._channel = make_channel(self.address, self._tls)
+        try:
+            while True:
+                try:
+                    await self._watch_once(self._channel)
+                    cause = "its watch stream ended"
+                except PdServeError as error:
+                    cause = f"its watch stream broke: {error.message}"
+                    refusal = error.message if isinstance(error, _REFUSALS) else None
+                else:
+                    refusal = None
+                self._note_refusal(refusal, cause)
+                self._bury(cause)
+                await asyncio.sleep(RECONNECT_S * random.uniform(0.7, 1.3))
+        finally:
+            if self.worker is not None:
+                self.worker.die("the router leaves")
+            await self._channel.close()
+
+    def _note_refusal(self, refusal: str | None, cause: str) -> None:
+        """refusal: why the worker that answered cannot be used, if one did. cause: why the watch ended."""
+        before = self.refused
+        self.refused = refusal
+        if refusal is not None:
+            self._warn(f"the worker at {self.address} is refused: {refusal}")
+        elif self.worker is None and failed_to_shake_hands(cause):
+            self.refused = cause
+            if before is None:
+                # it would otherwise look like a worker that is still to come
+                self._warn(
+                    f"no {self.role.value} worker is reached at {self.address}: {cause}; do both sides have TLS, "
+                    "certificates of one CA, and there one made out to this host or to tls_server_name?"
+                )
+        if self.refused != before:
+            self._changed(self)
+
+    def check_tick(self, still_since: float) -> None:
+        """Bury a worker whose tick has not moved since `still_since`, loop time; it lives again when the tick moves."""
+        if self.worker is not None and self._tick_moved_at < still_since:
+            self._bury(f"its engine_tick has stood still for {TICK_STILL_S:g} s", stood_still=True)
+
+    def forgive(self, seconds: float) -> None:
+        """This router itself slept so long; no worker is to blame for it."""
+        self._tick_moved_at += seconds
+
+    async def _watch_once(self, channel: grpc.aio.Channel) -> None:
+        first = None
+        events = watch(channel, self._expected.key, self.address, blocks=self._held is not None)
+        try:
+            try:
+                async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
+                    first = await anext(events, None)
+            except TimeoutError:
+                raise WorkerLost(f"no word within {FIRST_MESSAGE_TIMEOUT_S:g} s") from None
+            if not isinstance(first, WorkerIdentity):
+                raise WorkerLost("its first message was not its identity")
+            self.refused = self._objection(first)
+            if self.refused is not None:
+                self._warn(f"worker {first.worker_id} at {self.address} is refused: {self.refused}")
+                self._changed(self)
+            async for event in events:
+                if self.refused is not None:
+                    continue
+                if isinstance(event, WorkerLoad):
+                    self._take_load(first, event, channel)
+                elif isinstance(event, BlocksChange) and self._held is not None:
+                    apply_change(self._held, (first.worker_id, first.epoch), event)
+        finally:
+            await events.aclose()
+            if self._held is not None and isinstance(first, WorkerIdentity):
+                self._held.cleared((first.worker_id, first.epoch))
+
+    def _objection(self, identity: WorkerIdentity) -> str | None:
+        if self._found and identity.address != self.address:
+            return f"it says that it is reached at {identity.address}"
+        return self._expected.objection(identity, self.role)
+
+    def _take_load(self, identity: WorkerIdentity, load: WorkerLoad, channel: grpc.aio.Channel) -> None:
+        tick = (identity.epoch, load.engine_tick)
+        moved = tick != self._tick
+        self._tick = tick
+        if moved:
+            self._tick_moved_at = asyncio.get_running_loop().time()
+        if self.worker is not None:
+            before = self.worker.state
+            self.worker.report(load)
+            if self.worker.state is not before:
+                log.info("worker %s is %s", self.worker, self.worker.state.value)
+                self._changed(self)
+        elif moved:
+            service = ServiceChannel(channel, self._signer, (identity.worker_id, identity.epoch))
+            self.worker = Worker(identity, service, load)
+            self._last_warning = ""
+            log.info("%s worker %s joined", self.role.value, self.worker)
+            self._changed(self)
+
+    def _bury(self, cause: str, *, stood_still: bool = False) -> None:
+        if self.worker is None:
+            return
+        worker, self.worker = self.worker, None
+        log.warning("%s worker %s is lost: %s", self.role.value, worker, cause)
+        worker.die(cause, stood_still=stood_still)
+        self._changed(self)
+
+    def _warn(self, message: str) -> None:
+        """Once, however often the address is tried again."""
+        if message != self._last_warning:
+            self._last_warning = message
+            log.warning("%s", message)

@@ -1,0 +1,66 @@
+"""A worker's identity, checked once when it arrives: everything after it may rely on its names and bounds."""
+
+from __future__ import annotations
+
+import re
+
+from pdserve.common.address.peer_address import verify_peer_address
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.kv_layout import DTYPE_BYTES, KvLayout
+from pdserve.common.registry.registry import MAX_BLOCKS, is_worker_id
+from pdserve.router.workers.worker import WorkerIdentity
+
+MAX_TOKENS = 1 << 24
+"""Of a model's length and of a vocabulary."""
+MAX_SEQS = 1 << 16
+MAX_HIDDEN_SIZE = 1 << 20
+MAX_CONNECTORS = 16
+MAX_SAMPLER_VERSION = 1 << 16
+MAX_BLOCK_BYTES = 1 << 30
+_LAYOUT_LIMITS = {"num_layers": 1 << 12, "num_kv_heads": 1 << 12, "head_dim": 1 << 14, "block_size": 1 << 14}
+_FINGERPRINT = re.compile(r"[0-9A-Za-z]{1,64}")
+_CONNECTOR = re.compile(r"[0-9A-Za-z_.-]{1,64}")
+_SHOWN_CHARS = 64
+
+
+def verify_identity(identity: WorkerIdentity) -> None:
+    """Raises: InvalidRequest naming the field, its value and what it should be."""
+    if not is_worker_id(identity.worker_id):
+        raise _wrong("worker_id", identity.worker_id, "1 to 128 letters, digits, `_`, `.` or `-` are needed")
+    verify_peer_address("address", identity.address)
+    fingerprints = {
+        "tokenizer_fingerprint": identity.tokenizer_fingerprint,
+        "model_fingerprint": identity.layout.model_fingerprint,
+    }
+    for name, value in fingerprints.items():
+        if not _FINGERPRINT.fullmatch(value):
+            raise _wrong(name, value, "1 to 64 letters or digits are needed")
+    _verify_layout(identity.layout)
+    # every request is measured by these, also those that go elsewhere
+    _within("num_blocks", identity.num_blocks, 1, MAX_BLOCKS)
+    _within("max_model_len", identity.max_model_len, 1, MAX_TOKENS)
+    _within("vocab_size", identity.vocab_size, 1, MAX_TOKENS)
+    _within("max_num_seqs", identity.max_num_seqs, 1, MAX_SEQS)
+    _within("hidden_size", identity.hidden_size, 0, MAX_HIDDEN_SIZE)
+    _within("sampler_version", identity.sampler_version, 1, MAX_SAMPLER_VERSION)
+    _within("the number of connectors", len(identity.connectors), 0, MAX_CONNECTORS)
+    for connector in identity.connectors:
+        if not _CONNECTOR.fullmatch(connector):
+            raise _wrong("connectors", connector, "1 to 64 letters, digits, `_`, `.` or `-` are needed")
+
+
+def _verify_layout(layout: KvLayout) -> None:
+    if layout.dtype not in DTYPE_BYTES:
+        raise _wrong("dtype", layout.dtype, f"this router knows {', '.join(DTYPE_BYTES)}")
+    for name, limit in _LAYOUT_LIMITS.items():
+        _within(name, getattr(layout, name), 1, limit)
+    _within("block_bytes", layout.block_bytes, 1, MAX_BLOCK_BYTES)
+
+
+def _within(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidRequest(f"its {name} is {value}, {least} to {most} is needed", name)
+
+
+def _wrong(name: str, value: str, needed: str) -> InvalidRequest:
+    return InvalidRequest(f"its {name} is {value[:_SHOWN_CHARS]!r}, {needed}", name)

@@ -1,0 +1,244 @@
+"""A worker as the router sees it: who it is, how it does, whether it lives, and what this router has given it."""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.net.service_channel import ServiceChannel
+
+REPORT_LAG_S = 0.25
+"""A load report may be so old when it comes: what ended within this time before may still be in it."""
+
+
+class WorkerRole(enum.Enum):
+    """What a worker is for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def other(self) -> WorkerRole:
+        return WorkerRole.DECODE if self is WorkerRole.PREFILL else WorkerRole.PREFILL
+
+
+class WorkerState(enum.Enum):
+    """LIVE may be given work; DRAINING keeps what it has; DEAD is final for this life of the worker."""
+
+    LIVE = "live"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker said about itself in the first message of its watch."""
+
+    worker_id: str
+    epoch: int
+    role: WorkerRole | None
+    """None for a role that this router does not know."""
+    protocol_version: int
+    address: str
+    """host:port that peers should use."""
+    layout: KvLayout
+    tokenizer_fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    connectors: tuple[str, ...] = ()
+    max_local_prefill_tokens: int | None = None
+    max_num_seqs: int = 64
+    """Sequences in one step of its engine, at most."""
+    hidden_size: int = 0
+    """Numbers in an embedding; 0: it computes none."""
+    sampler_version: int = 1
+    """Workers of one version sample the same tokens from the same logits."""
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says each second."""
+
+    engine_tick: int = 0
+    draining: bool = False
+    num_running: int = 0
+    num_waiting: int = 0
+    num_remote_kv: int = 0
+    num_waiting_tokens: int = 0
+    """Prompt tokens still to compute."""
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_in_use: int = 0
+    num_sessions: int = 0
+    """Streaming sessions, also between turns."""
+    max_sessions: int = 0
+    """At most; 0: not told, or none."""
+    max_waiting: int = 0
+    """Requests that may wait there, those for remote KV included; 0: not told."""
+    prefill_tokens_per_s: float = 0.0
+    """Without what a step costs anyway; 0: unknown."""
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a worker's load."""
+
+    legs: int = 0
+    tokens: int = 0
+    """To prefill."""
+    all_blocks: int = 0
+    """Held, those shared with others counted again."""
+    new_blocks: int = 0
+    """Held, without those that were cached before."""
+
+    def __add__(self, other: Share) -> Share:
+        return Share(
+            legs=self.legs + other.legs,
+            tokens=self.tokens + other.tokens,
+            all_blocks=self.all_blocks + other.all_blocks,
+            new_blocks=self.new_blocks + other.new_blocks,
+        )
+
+    def __sub__(self, other: Share) -> Share:
+        return Share(
+            legs=self.legs - other.legs,
+            tokens=self.tokens - other.tokens,
+            all_blocks=self.all_blocks - other.all_blocks,
+            new_blocks=self.new_blocks - other.new_blocks,
+        )
+
+
+class Worker:
+    """One life of one worker, as long as this router has it in sight: a restart makes another `Worker`, and so does a
+    connection that broke and was made again."""
+
+    def __init__(self, identity: WorkerIdentity, channel: ServiceChannel, load: WorkerLoad | None = None) -> None:
+        self.identity = identity
+        self.channel = channel
+        self.load = load or WorkerLoad()
+        self.state = WorkerState.DRAINING if self.load.draining else WorkerState.LIVE
+        self.cause_of_death = ""
+        self.stood_still = False
+        """It is dead because its engine made no progress, and not because its connection broke."""
+        self.joined_at = time.monotonic()
+        self.died_at = math.inf
+        self.num_in_flight = 0
+        """Legs that this router has open here."""
+        self.num_placed = 0
+        """Legs that this router has ever opened here."""
+        self._own = Share()
+        """What the legs that this router has open here hold and still compute."""
+        self._own_reported = Share()
+        """The same, as far as the last report may have counted it."""
+        self._ended_lately: deque[tuple[float, Share]] = deque()
+        self._mourners: set[Callable[[Worker], None]] = set()
+
+    def __str__(self) -> str:
+        return f"{self.identity.worker_id} ({self.identity.address}, epoch {self.identity.epoch:016x})"
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """(worker_id, epoch): names this life."""
+        return self.identity.worker_id, self.identity.epoch
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens to compute here: for this router, and what its last report showed beyond that."""
+        return self._own.tokens + max(0, self.load.num_waiting_tokens - self._own_reported.tokens)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests here: this router's, and what its last report showed beyond them."""
+        reported = self.load.num_running + self.load.num_waiting + self.load.num_remote_kv
+        return self._own.legs + max(0, reported - self._own_reported.legs)
+
+    @property
+    def has_full_queue(self) -> bool:
+        """Whether it would refuse a request, as its last report shows it."""
+        load = self.load
+        return 0 < load.max_waiting <= load.num_waiting + load.num_remote_kv
+
+    @property
+    def has_all_sessions(self) -> bool:
+        """Whether it would refuse a session, as its last report shows it."""
+        return 0 < self.load.max_sessions <= self.load.num_sessions
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks in use here: what this router's legs added, and what its last report showed beyond all they hold."""
+        return self._own.new_blocks + max(0, self.load.blocks_in_use - self._own_reported.all_blocks)
+
+    def report(self, load: WorkerLoad) -> None:
+        """Take the worker's own word on its load; what exceeds this router's own account is others' work."""
+        self.load = load
+        self._forget_ended()
+        self._own_reported = sum((share for _, share in self._ended_lately), self._own)
+        if self.state is not WorkerState.DEAD:
+            self.state = WorkerState.DRAINING if load.draining else WorkerState.LIVE
+
+    def refuse_more(self) -> None:
+        """The worker said that it drains, before its next load did."""
+        if self.state is WorkerState.LIVE:
+            self.state = WorkerState.DRAINING
+
+    def die(self, cause: str, *, stood_still: bool = False) -> None:
+        """The end of this life, as far as can be seen: whoever has a leg here is told, at once and once."""
+        if self.state is WorkerState.DEAD:
+            return
+        self.state, self.cause_of_death = WorkerState.DEAD, cause
+        self.stood_still, self.died_at = stood_still, time.monotonic()
+        mourners, self._mourners = self._mourners, set()
+        for tell in mourners:
+            tell(self)
+
+    def tell_death(self, tell: Callable[[Worker], None]) -> Callable[[], None]:
+        """Have `tell` called when the worker dies; the returned function ends that."""
+        self._mourners.add(tell)
+        return lambda: self._mourners.discard(tell)
+
+    def book(self, share: Share) -> Booking:
+        """Count one leg until the booking ends."""
+        return Booking(self, share)
+
+    def _open(self, share: Share) -> None:
+        self.num_in_flight += 1
+        self.num_placed += 1
+        self._own += share
+
+    def _end(self, share: Share) -> None:
+        self._own -= share
+        self._forget_ended()
+        self._ended_lately.append((time.monotonic(), share))
+
+    def _forget_ended(self) -> None:
+        before = time.monotonic() - REPORT_LAG_S
+        while self._ended_lately and self._ended_lately[0][0] < before:
+            self._ended_lately.popleft()
+
+
+class Booking:
+    """One leg in the router's own account of a worker. Every method may be called again, which does nothing."""
+
+    __slots__ = ("_share", "_worker")
+
+    def __init__(self, worker: Worker, share: Share) -> None:
+        self._worker = worker
+        self._share: Share | None = share
+        worker._open(share)
+
+    def computed(self) -> None:
+        """The prompt is prefilled; its blocks stay."""
+        if self._share is not None and self._share.tokens:
+            tokens = Share(tokens=self._share.tokens)
+            self._share -= tokens
+            self._worker._end(tokens)
+
+    def end(self) -> None:
+        if self._share is not None:
+            share, self._share = self._share, None
+            self._worker.num_in_flight -= 1
+            self._worker._end(share)
