@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.net.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION
-from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.registry.registry import RecordSigner, WorkerRecord
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.derived_key import DeploymentKey

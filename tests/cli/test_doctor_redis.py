@@ -14,7 +14,7 @@ from redis_server import RedisServer, free_port, redis_server
 from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.redis_check import RedisCheck
 from pdserve.cli.doctor.redis_rights import harmless_commands, transaction_commands
-from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.registry.registry import Keys, RecordSigner, WorkerRecord
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings

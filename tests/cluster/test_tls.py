@@ -18,7 +18,7 @@ from oracle import Oracle
 from tls_authority import Authority, IssuedFiles, role_uri
 
 from pdserve.common.net.rpc import make_channel
-from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.security.tls import ClientTls, TlsFile, load_client
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import ClockSkew, KeyMismatch, ProtocolMismatch, WrongWorker
-from pdserve.common.protocol_version import PROTOCOL_VERSION, version_objection, works_with
+from pdserve.common.protocol import PROTOCOL_VERSION, version_objection, works_with
 from pdserve.common.security.call_proof import MAX_SKEW_S, PROOF_KEY, CallSigner, CallVerifier
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.common.security.nonce_memory import NonceMemory

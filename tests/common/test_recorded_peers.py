@@ -11,7 +11,7 @@ from record_peer import BLOCK_SIZE, FOLDER, KEY, NAMESPACE, NOW_S, WORKER, nonce
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import InvalidRequest, KeyMismatch, ProtocolMismatch
 from pdserve.common.net.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION
-from pdserve.common.protocol_version import OLDEST_AUTHENTICATED, PROTOCOL_VERSION
+from pdserve.common.protocol import OLDEST_AUTHENTICATED, PROTOCOL_VERSION
 from pdserve.common.registry.registry import RECORD_FIELDS, RecordSigner, read_record
 from pdserve.common.request.wire import prepared_from_wire
 from pdserve.common.security.call_proof import CallVerifier

@@ -1,4 +1,4 @@
-"""The house: who may import whom, and what a root folder may hold (docs/architecture.md, "Layers")."""
+"""The house: who may import whom, and what a root folder may hold (docs/architecture.md, "Packages")."""
 
 from __future__ import annotations
 
@@ -30,6 +30,27 @@ MAY_IMPORT = {
     "llm": {"engine", "text", "common"},
     "cli": set(FOLDERS),
 }
+FLOORS = {
+    "router": (
+        {"service"}, {"http_front"}, {"grpc_front", "openai"}, {"requests"}, {"telemetry"}, {"attempts"}, {"placement"},
+        {"admission"}, {"bodies", "tenants", "workers"},
+    ),
+    "engine": (
+        {"engine_thread"}, {"engine_core"}, {"runner"}, {"sampling", "scheduler"},
+        {"kv_cache", "scheduler_output", "structured_outputs"}, {"config", "output_stream", "request"},
+    ),
+    "kv_transfer": (
+        {"control", "make_connectors"}, {"connector_set", "local", "nixl", "staged_pool", "tcp"}, {"block_runs", "pull"},
+        {"connector"}, {"block_digest", "event_thread", "resolver"},
+    ),
+    "common": (
+        {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"}, {"block_hash"}, {"security"},
+        {"address", "json_file", "kv_layout"},
+        {"background_task", "child_answers", "errors", "first_done", "held_blocks", "priority_queue", "protocol",
+         "rate_limited_log", "timeline"},
+    ),
+}  # fmt: skip
+"""Room -> its subfolders and modules, from the roof down: each imports only from floors below its own."""
 NO_TORCH = {"common", "text", "router", "v1", "cli"}
 TORCH = {"torch", "triton", "transformers"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
@@ -68,12 +89,39 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
                 assert parts[0] not in TORCH, f"{path.relative_to(ROOT)} imports {module}"
 
 
+def type_only(tree: ast.AST) -> set[ast.AST]:
+    """Nodes under `if TYPE_CHECKING`."""
+    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    return {inner for block in blocks for inner in ast.walk(block)}
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_a_part_of_a_room_imports_only_from_floors_below(room: str) -> None:
+    floor_of = {part: floor for floor, parts in enumerate(reversed(FLOORS[room])) for part in parts}
+    folder = ROOT / FOLDERS[room] / "pdserve" / room
+    met = set()
+    for path in sources(room):
+        part = path.relative_to(folder).parts[0].removesuffix(".py")
+        if part == "__init__":
+            continue
+        met.add(part)
+        tree = ast.parse(path.read_text())
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node not in type_only(tree)]
+        for node in imports:
+            parts = (node.module or "").split(".")
+            if parts[:2] == ["pdserve", room]:
+                for other in parts[2:3] or [alias.name for alias in node.names]:
+                    below = other == part or floor_of[other] < floor_of[part]
+                    assert below, f"{path.relative_to(ROOT)} imports {other}, which is not below {part}"
+    assert met == set(floor_of)
+
+
 @pytest.mark.parametrize("package", [name for name in FOLDERS if name not in {"common", "v1"}])
 def test_generated_messages_stay_with_stubs_and_servicers(package: str) -> None:
     for path in sources(package):
         text = path.read_text()
         if "_pb2" in text:
-            calls = "_pb2_grpc" in text or "common.service_channel" in text
+            calls = "_pb2_grpc" in text or "common.net.service_channel" in text
             assert calls, f"{path.relative_to(ROOT)} touches messages but holds no stub, channel or servicer"
 
 

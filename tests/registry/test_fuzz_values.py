@@ -10,7 +10,7 @@ from loop_watch import LOOP_S
 from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import BlocksChange
-from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.registry.registry import (
     RECORD_FIELDS,
     NumberedChange,

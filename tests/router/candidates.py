@@ -7,7 +7,7 @@ from typing import Any
 from fake_worker import LAYOUT
 
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.router.placement.placement import Candidate
 from pdserve.router.workers.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
 

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.rpc import bind, make_server
-from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.request.wire import layout_to_wire
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallVerifier

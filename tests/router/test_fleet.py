@@ -13,7 +13,7 @@ from fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
 from pdserve.common.background_task import RESTARTS
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import WorkerLost
-from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.router.workers import watched_address

@@ -11,7 +11,7 @@ from fake_worker import LAYOUT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.router.placement.placement import POLICIES, Placement, Rules, Wish, choose, estimate, partners, place
 from pdserve.router.workers import worker as worker_module
 from pdserve.router.workers.worker import Share, WorkerLoad, WorkerRole, WorkerState

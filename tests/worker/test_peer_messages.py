@@ -15,9 +15,10 @@ from loop_watch import LOOP_S, LoopWatch
 from worker_pair import Pair, prepared, running_pair
 
 from pdserve.common.errors import InvalidRequest, PdServeError, PeerError
-from pdserve.common.net.rpc import MAX_MESSAGE_BYTES, from_rpc_error
+from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.net.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION, Method
 from pdserve.common.peer_message import MAX_FIELDS, max_request_bytes
+from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.request.wire import layout_to_wire

@@ -199,7 +199,7 @@ class Accepted(google.protobuf.message.Message):
     token: builtins.bytes
     """16 bytes, allows reading this transfer's blocks on the data plane"""
     proof: builtins.bytes
-    """of the deployment key, over all fields above and the transfer: kv_transfer/digest_rule.py"""
+    """of the deployment key, over all fields above and the transfer: kv_transfer/pull/digest_rule.py"""
     def __init__(
         self,
         *,

@@ -53,7 +53,7 @@ class WatchRequest(google.protobuf.message.Message):
     nonce: builtins.bytes
     """32 random bytes"""
     proof: builtins.bytes
-    """common/watch_proof.py"""
+    """common/security/watch_proof.py"""
     def __init__(
         self,
         *,
@@ -122,7 +122,7 @@ class Welcome(google.protobuf.message.Message):
     unix_us: builtins.int
     """the worker's clock, microseconds since 1970"""
     proof: builtins.bytes
-    """common/watch_proof.py"""
+    """common/security/watch_proof.py"""
     def __init__(
         self,
         *,

@@ -18,7 +18,7 @@ from redis.exceptions import WatchError
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import BlocksChange
-from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.registry.circuit_breaker import FIRST_WAIT_S, CircuitBreaker
 from pdserve.common.registry.redis_connection import (
     REDIS_ERRORS,

@@ -15,7 +15,7 @@ from pdserve.common.address.peer_host import peer_host
 from pdserve.common.errors import KeyMismatch, ProtocolMismatch
 from pdserve.common.first_done import first_done
 from pdserve.common.held_blocks import BlocksChange
-from pdserve.common.protocol_version import PROTOCOL_VERSION
+from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.request.wire import layout_to_wire
 from pdserve.common.security.derived_key import DeploymentKey

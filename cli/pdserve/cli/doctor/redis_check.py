@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.cli.doctor.redis_rights import refusals
 from pdserve.common.errors import ConfigError, InvalidRequest
-from pdserve.common.protocol_version import version_objection
+from pdserve.common.protocol import version_objection
 from pdserve.common.registry.redis_connection import REDIS_ERRORS, error_kind, error_text, make_redis
 from pdserve.common.registry.redis_url import RedisUrl, parse_redis_url
 from pdserve.common.registry.registry import (

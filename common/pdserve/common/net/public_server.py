@@ -15,7 +15,8 @@ import grpc.aio
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.net.body_budget import BodyBudget
 from pdserve.common.net.open_calls import OpenCalls, behaviour_of
-from pdserve.common.net.rpc import MAX_MESSAGE_BYTES, ErrorInterceptor
+from pdserve.common.net.rpc import ErrorInterceptor
+from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.security.tls import ClientTls
 
 MAX_CONCURRENT_RPCS = 4096

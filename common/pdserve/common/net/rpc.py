@@ -20,11 +20,11 @@ from pdserve.common.address.host_address import host_and_port
 from pdserve.common.address.peer_address import grpc_target
 from pdserve.common.errors import ConfigError, InternalError, PdServeError
 from pdserve.common.net.renewed_channel import RenewedChannel
+from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.security.tls import ClientTls, ServerTls
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 16 << 20
 ERROR_CODE_KEY = "pdserve-error-code"
 ERROR_FIELD_KEY = "pdserve-error-field"
 """Of an `InvalidRequest`: which field is wrong."""

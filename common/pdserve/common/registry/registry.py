@@ -25,7 +25,7 @@ from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.held_blocks import MAX_HASHES, BlocksChange
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.protocol_version import OLDEST_AUTHENTICATED, version_objection
+from pdserve.common.protocol import OLDEST_AUTHENTICATED, version_objection
 from pdserve.common.security.derived_key import REDIS_RECORDS, DeploymentKey
 
 RECORD_TTL_S = 3.0

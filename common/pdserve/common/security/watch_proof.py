@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from pdserve.common.errors import KeyMismatch, ProtocolMismatch
-from pdserve.common.protocol_version import PROTOCOL_VERSION, version_objection
+from pdserve.common.protocol import PROTOCOL_VERSION, version_objection
 from pdserve.common.security.call_proof import verify_clock
 from pdserve.common.security.derived_key import WATCH_PROOFS, DeploymentKey
 from pdserve.v1 import worker_pb2

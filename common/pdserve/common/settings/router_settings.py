@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.net.rpc import MAX_MESSAGE_BYTES
+from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ServerTls, load_front
 from pdserve.common.settings.api_key_file import is_name, read_keys, verify_plain_keys

@@ -16,7 +16,8 @@ from pdserve.common.errors import DeadlineExceeded, InvalidRequest, PdServeError
 from pdserve.common.first_done import first_of
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.public_server import make_public_server
-from pdserve.common.net.rpc import MAX_MESSAGE_BYTES, abort_with, metadata_of
+from pdserve.common.net.rpc import abort_with, metadata_of
+from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.prepared_request import verify_client_request_id
 from pdserve.common.request.sampling_params import RequestOutputKind

@@ -38,7 +38,7 @@ import msgspec
 
 from pdserve.common.errors import InternalError
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.protocol_version import works_with
+from pdserve.common.protocol import works_with
 from pdserve.router.workers.worker import Share, Worker, WorkerRole
 
 LocalPrefill = Literal["never", "auto", "always"]

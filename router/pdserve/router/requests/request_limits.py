@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.common.net.rpc import MAX_MESSAGE_BYTES
+from pdserve.common.protocol import MAX_MESSAGE_BYTES
 
 MAX_PROMPTS = 128
 """Prompts in one request."""

@@ -1,4 +1,4 @@
-"""The version of the protocol between services, and which versions work together.
+"""The protocol between services: the size of its messages, its version, and which versions work together.
 
 A service works with its own version, the one before and the one after: during an upgrade two generations serve together.
 Version 1 did not authenticate, so nothing works with it any more. Version 3 adds `Identity.sampler_version`; the router takes
@@ -7,6 +7,8 @@ a worker of version 2 for one with sampler 1.
 
 from __future__ import annotations
 
+MAX_MESSAGE_BYTES = 16 << 20
+"""Of one gRPC message."""
 PROTOCOL_VERSION = 3
 """Raised by one with each change that older services cannot live with; the code then says what it does for the one before."""
 OLDEST_AUTHENTICATED = 2
