@@ -21,11 +21,11 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.kv_transfer.control.source_transfer import PeerId
 from pdserve.router.placement.prefix_index import PrefixIndex
-from pdserve.router.workers.blocks_feed import FeedSource
 from pdserve.router.workers.fleet import Fleet
-from pdserve.router.workers.redis_directory import RedisDirectory, make_directory
-from pdserve.router.workers.watched_address import Expected
+from pdserve.router.workers.kv_event_subscription import FeedSource
+from pdserve.router.workers.redis_discovery import RedisDirectory, make_directory
 from pdserve.router.workers.worker import WorkerRole
+from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from pdserve.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from pdserve.worker.cached_blocks import CachedBlocks
 from pdserve.worker.identity import Role, WorkerIdentity
@@ -35,7 +35,7 @@ from pdserve.worker.worker_servicer import WorkerServicer
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32", model_fingerprint="ab" * 16)
 TOKENIZER = "cd" * 16
-EXPECTED = Expected(key=DEVELOPMENT_KEY, tokenizer_fingerprint=TOKENIZER)
+EXPECTED = CompatibilityCheck(key=DEVELOPMENT_KEY, tokenizer_fingerprint=TOKENIZER)
 SOON_S = 12.0
 
 

@@ -14,9 +14,9 @@ from starlette.routing import Route
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.http_front.front_http import HttpFront
 from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
-from pdserve.router.openai.openai_embeddings import EmbeddingBody
-from pdserve.router.openai.openai_neutral import NEUTRAL
-from pdserve.router.openai.openai_protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from pdserve.router.openai.embeddings import EmbeddingBody
+from pdserve.router.openai.no_op_fields import NO_OP
+from pdserve.router.openai.protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from pdserve.router.tenants.api_keys import ApiKeys
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/openai.md"
@@ -63,4 +63,4 @@ def test_every_stream_option() -> None:
 
 def test_every_value_that_changes_nothing() -> None:
     written = {field.strip("`"): values for field, values in rows("Accepted only where they change nothing")}
-    assert written == {field: ", ".join(map(json.dumps, values)) or "none" for field, values in NEUTRAL.items()}
+    assert written == {field: ", ".join(map(json.dumps, values)) or "none" for field, values in NO_OP.items()}

@@ -67,12 +67,12 @@ async def fragile(own_redis: RedisServer) -> AsyncIterator[World]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rules, sooner."""
-    monkeypatch.setattr("pdserve.router.workers.watched_address.RECONNECT_S", 0.05)
-    monkeypatch.setattr("pdserve.router.workers.blocks_feed.ASK_AFTER_S", 0.6)
-    monkeypatch.setattr("pdserve.router.workers.blocks_feed.ASK_AGAIN_S", 0.05)
-    monkeypatch.setattr("pdserve.router.workers.redis_directory.FIND_EVERY_S", 0.1)
-    monkeypatch.setattr("pdserve.router.workers.redis_directory.LOOK_EVERY_S", 0.02)
-    monkeypatch.setattr("pdserve.router.workers.redis_directory.FORGET_AFTER_S", 0.5)
+    monkeypatch.setattr("pdserve.router.workers.worker_watcher.RECONNECT_S", 0.05)
+    monkeypatch.setattr("pdserve.router.workers.kv_event_subscription.ASK_AFTER_S", 0.6)
+    monkeypatch.setattr("pdserve.router.workers.kv_event_subscription.ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr("pdserve.router.workers.redis_discovery.FIND_EVERY_S", 0.1)
+    monkeypatch.setattr("pdserve.router.workers.redis_discovery.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("pdserve.router.workers.redis_discovery.FORGET_AFTER_S", 0.5)
     monkeypatch.setattr("pdserve.worker.redis_publisher.BEAT_S", 0.15)
     monkeypatch.setattr("pdserve.worker.redis_publisher.RECORD_TTL_S", 1.0)
     monkeypatch.setattr("pdserve.common.registry.circuit_breaker.LONGEST_WAIT_S", 0.3)

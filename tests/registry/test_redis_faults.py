@@ -10,7 +10,7 @@ import pytest
 from redis_server import RedisServer
 from registry_world import World, block, eventually, lines, settled, source
 
-from pdserve.router.workers.blocks_feed import FeedSource
+from pdserve.router.workers.kv_event_subscription import FeedSource
 
 RECORD = "{test}:worker:decode-0"
 IDS = "{test}:workers"
@@ -142,13 +142,13 @@ async def test_a_stream_that_is_trimmed_before_it_was_read(
     router = await fragile.router()
     await router.joined(worker)
     await eventually(lambda: source(router, worker) is FeedSource.REDIS)
-    monkeypatch.setattr("pdserve.router.workers.redis_directory.LOOK_EVERY_S", 0.3)
+    monkeypatch.setattr("pdserve.router.workers.redis_discovery.LOOK_EVERY_S", 0.3)
     for number in range(60):
         worker.change(stored=[number])
         await asyncio.sleep(0.01)
     await eventually(lambda: lines(caplog, "was expected"))
     assert own_redis.do("XLEN", key("events", worker)) <= 4
-    monkeypatch.setattr("pdserve.router.workers.redis_directory.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("pdserve.router.workers.redis_discovery.LOOK_EVERY_S", 0.02)
     await settled(fragile, router, worker)
 
 

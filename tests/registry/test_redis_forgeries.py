@@ -18,7 +18,7 @@ from pdserve.common.net.rpc import bind, make_channel, make_server
 from pdserve.common.registry.registry import RecordSigner
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.security.derived_key import DeploymentKey
-from pdserve.router.workers import redis_directory
+from pdserve.router.workers import redis_discovery as redis_directory
 
 WATCH = "/pdserve.v1.WorkerService/Watch"
 LOOKS_S = 1.3

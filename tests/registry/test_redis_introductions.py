@@ -8,7 +8,7 @@ import logging
 import pytest
 from registry_world import World, eventually, lines, settled, source
 
-from pdserve.router.workers.blocks_feed import FeedSource
+from pdserve.router.workers.kv_event_subscription import FeedSource
 from pdserve.worker.identity import Role
 
 
@@ -39,7 +39,7 @@ async def test_what_is_dead_and_unrecorded_is_forgotten(world: World, caplog: py
 
 
 async def test_an_address_may_come_to_a_worker_of_the_other_role(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.router.workers.redis_directory.FORGET_AFTER_S", 60.0)
+    monkeypatch.setattr("pdserve.router.workers.redis_discovery.FORGET_AFTER_S", 60.0)
     decode = await world.worker("decode-0")
     router = await world.router()
     await router.joined(decode)

@@ -58,12 +58,14 @@ class Client:
         self.task.add_done_callback(lambda _: admission.leave(1, self._expel, client=client, num_sequences=places))
 
     async def _run(self) -> None:
-        until_hopeless = None if self._hopeless is None else self._until_hopeless
-        async with self._admission.place(self._cost, self._priority, until_hopeless, client=self._caller) as self.held:
+        raise_when_no_worker = None if self._hopeless is None else self._raise_when_no_worker
+        async with self._admission.place(
+            self._cost, self._priority, raise_when_no_worker, client=self._caller
+        ) as self.held:
             self.placed.set()
             await self.done.wait()
 
-    async def _until_hopeless(self) -> None:
+    async def _raise_when_no_worker(self) -> None:
         await self._hopeless.wait()
         raise WorkerLost("nobody is there")
 

@@ -47,7 +47,7 @@ from pdserve.router.attempts import attempt as attempt_module
 from pdserve.router.attempts.attempt import Attempt
 from pdserve.router.attempts.attempt_failure import backoff_s
 from pdserve.router.attempts.attempt_state import EDGES, AttemptState, IllegalMove, moved
-from pdserve.router.attempts.legs import Admitted
+from pdserve.router.attempts.worker_calls import Admitted
 from pdserve.router.placement.placement import Placement
 
 
@@ -338,7 +338,7 @@ async def test_what_follows_a_failed_transfer(cluster, policy, local_prefill, se
 
 
 async def test_never_local_without_prefill_says_so(cluster, monkeypatch):
-    monkeypatch.setattr("pdserve.router.requests.request_run.WAIT_FOR_WORKER_S", 0.1)
+    monkeypatch.setattr("pdserve.router.requests.prompt_task.WAIT_FOR_WORKER_S", 0.1)
     await cluster.start(prefill=0, local_prefill="never")
     response = await cluster.complete()
     assert response.status_code == 503
@@ -548,8 +548,8 @@ class SilentLeg:
 
 async def test_cancelling_reaches_both_legs_in_the_next_turn_of_the_loop(monkeypatch):
     monkeypatch.setattr(SilentLeg, "opened", [])
-    monkeypatch.setattr(attempt_module, "PrefillLeg", SilentLeg)
-    monkeypatch.setattr(attempt_module, "DecodeLeg", SilentLeg)
+    monkeypatch.setattr(attempt_module, "PrefillCall", SilentLeg)
+    monkeypatch.setattr(attempt_module, "DecodeCall", SilentLeg)
     request = PreparedRequest(
         request_id="r",
         prompt_token_ids=[1],

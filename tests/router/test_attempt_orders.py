@@ -17,7 +17,7 @@ from pdserve.router.attempts import attempt as attempt_module
 from pdserve.router.attempts.attempt import Attempt
 from pdserve.router.attempts.attempt_failure import AttemptFailed
 from pdserve.router.attempts.attempt_state import EDGES, AttemptState
-from pdserve.router.attempts.legs import Admitted, Computed, Ended, Landed, LegFailed, Outputs
+from pdserve.router.attempts.worker_calls import Admitted, CallFailed, Computed, Ended, Landed, Outputs
 from pdserve.router.placement.placement import Placement
 from pdserve.router.workers.worker import WorkerRole
 from pdserve.text.output_processor import PositionGap
@@ -64,8 +64,8 @@ REQUEST = PreparedRequest(
 
 async def run(prefill, decode, prefill_turns, monkeypatch, relay=None):
     """Feed both legs, prefill at these turns; (relayed token ids, state, failure)."""
-    monkeypatch.setattr(attempt_module, "PrefillLeg", FedLeg)
-    monkeypatch.setattr(attempt_module, "DecodeLeg", FedLeg)
+    monkeypatch.setattr(attempt_module, "PrefillCall", FedLeg)
+    monkeypatch.setattr(attempt_module, "DecodeCall", FedLeg)
     legs.clear()
     relayed = []
 
@@ -101,7 +101,7 @@ async def test_every_order_gives_every_token_once(monkeypatch):
 @pytest.mark.parametrize("died", [True, False])
 @pytest.mark.parametrize("cut", range(4))
 async def test_prefill_failing_at_any_point_in_any_order(monkeypatch, cut, died):
-    error = LegFailed(WorkerLost("gone") if died else TransferFailed("lost"), died)
+    error = CallFailed(WorkerLost("gone") if died else TransferFailed("lost"), died)
     prefill = [*PREFILL[:cut], error]
     for turns in combinations(range(len(prefill) + len(DECODE)), len(prefill)):
         relayed, state, failure = await run(prefill, DECODE, turns, monkeypatch)
@@ -118,7 +118,7 @@ async def test_prefill_failing_at_any_point_in_any_order(monkeypatch, cut, died)
 
 @pytest.mark.parametrize("cut", range(4))
 async def test_decode_failing_at_any_point_in_any_order(monkeypatch, cut):
-    decode = [*DECODE[:cut], LegFailed(WorkerLost("gone"), True)]
+    decode = [*DECODE[:cut], CallFailed(WorkerLost("gone"), True)]
     for turns in combinations(range(len(PREFILL) + len(decode)), len(PREFILL)):
         relayed, state, failure = await run(PREFILL, decode, turns, monkeypatch)
         assert relayed == [10, 11, 12][: len(relayed)]

@@ -16,7 +16,7 @@ from pdserve.common.errors import WorkerLost
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.security.derived_key import DeploymentKey
-from pdserve.router.workers import watched_address
+from pdserve.router.workers import worker_watcher as watched_address
 
 
 def free_port():
@@ -55,7 +55,7 @@ async def test_workers_may_come_later_and_come_back(cluster):
 
 
 async def test_a_watch_that_fails_by_a_bug_is_started_again(cluster, monkeypatch, caplog):
-    calls, watch_once = [], watched_address.WatchedAddress._watch_once
+    calls, watch_once = [], watched_address.WorkerWatcher._watch_once
 
     async def fail_once(self, channel):
         calls.append(self.address)
@@ -63,7 +63,7 @@ async def test_a_watch_that_fails_by_a_bug_is_started_again(cluster, monkeypatch
             raise KeyError("a field of a newer worker")
         await watch_once(self, channel)
 
-    monkeypatch.setattr(watched_address.WatchedAddress, "_watch_once", fail_once)
+    monkeypatch.setattr(watched_address.WorkerWatcher, "_watch_once", fail_once)
     before = RESTARTS["watch"]
     await cluster.start(prefill=0, decode=1)
     assert await cluster.text() == said(5)
@@ -109,7 +109,7 @@ async def test_a_worker_whose_tick_stands_still_is_dead_until_it_moves(cluster, 
 
 
 async def test_a_worker_that_broke_a_call_is_not_asked_again_while_its_watch_has_not_noticed(cluster, monkeypatch):
-    monkeypatch.setattr("pdserve.router.requests.request_run.WAIT_FOR_WORKER_S", 0.3)
+    monkeypatch.setattr("pdserve.router.requests.prompt_task.WAIT_FOR_WORKER_S", 0.3)
     await cluster.start(prefill=0, decode=1)
     broken = cluster.of("decode")
     broken.scripts = [play(ADMITTED, WorkerLost("the engine has failed"))]

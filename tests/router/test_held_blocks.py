@@ -10,7 +10,7 @@ from fake_worker import FakeWorker
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.workers.fleet import Fleet
-from pdserve.router.workers.watched_address import Expected
+from pdserve.router.workers.worker_watcher import CompatibilityCheck
 
 A, B, C = (letter * 8 for letter in (b"a", b"b", b"c"))
 
@@ -20,7 +20,7 @@ async def fleet(fingerprint):
     """(worker, index): one decode worker under watch."""
     worker = await FakeWorker("decode", fingerprint).start()
     index = PrefixIndex()
-    expected = Expected(key=DEVELOPMENT_KEY, tokenizer_fingerprint=fingerprint)
+    expected = CompatibilityCheck(key=DEVELOPMENT_KEY, tokenizer_fingerprint=fingerprint)
     async with Fleet([], [worker.address], expected, index):
         yield worker, index
     await worker.kill()

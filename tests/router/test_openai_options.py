@@ -9,8 +9,8 @@ from fake_worker import EOS, SPECIAL, said, tokens
 from openai import AsyncOpenAI
 
 from pdserve.router.openai.echo import Echo
-from pdserve.router.openai.openai_neutral import NEUTRAL, REASONS
-from pdserve.router.openai.openai_protocol import ChatBody, CompletionBody
+from pdserve.router.openai.no_op_fields import NO_OP, REASONS
+from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.text.prompt import TextInput
 from pdserve.text.tokenizer import Tokenizer
 
@@ -87,18 +87,18 @@ async def test_what_the_openai_client_may_send_without_effect(quick):
     assert answer.choices[0].message.content == said(4)
 
 
-@pytest.mark.parametrize("field", [field for field, neutral in NEUTRAL.items() if neutral])
+@pytest.mark.parametrize("field", [field for field, neutral in NO_OP.items() if neutral])
 async def test_values_that_change_nothing_are_accepted(quick, field):
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     path, prompt = (
         ("chat/completions", chat) if field in ChatBody.__struct_fields__ else ("completions", {"prompt": "hi"})
     )
-    for value in NEUTRAL[field]:
+    for value in NO_OP[field]:
         response = await quick.http.post(f"/v1/{path}", json={**prompt, "max_tokens": 2, field: value})
         assert response.status_code == 200, response.text
 
 
 def test_every_neutral_field_can_be_sent():
     fields = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}
-    assert set(NEUTRAL) <= fields
-    assert set(REASONS) <= set(NEUTRAL)
+    assert set(NO_OP) <= fields
+    assert set(REASONS) <= set(NO_OP)

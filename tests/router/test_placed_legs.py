@@ -31,7 +31,7 @@ def test_workers_that_are_long_gone_have_no_series():
         # each is replaced by one of another name
         worker = candidates.worker(f"w{number}")
         legs.add(worker, worker)
-        worker.die("replaced")
+        worker.mark_lost("replaced")
         legs.now_s += KEPT_S / 10
     assert legs.values() == {f"w{number}": 2 for number in range(289, 300)}
     legs.now_s += KEPT_S
@@ -43,8 +43,8 @@ def test_workers_that_live_and_those_that_come_back_keep_theirs():
     legs = Legs()
     idle, restarted, gone = (candidates.worker(name) for name in ("idle", "restarted", "gone"))
     legs.add(idle, restarted, gone)
-    restarted.die("killed")
-    gone.die("killed")
+    restarted.mark_lost("killed")
+    gone.mark_lost("killed")
     legs.now_s += KEPT_S
     legs.add(candidates.worker("restarted"))
     legs.add(candidates.worker("new"))

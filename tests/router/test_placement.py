@@ -12,9 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.common.protocol import PROTOCOL_VERSION
-from pdserve.router.placement.placement import POLICIES, Placement, Rules, Wish, choose, estimate, partners, place
+from pdserve.router.placement.placement import (
+    POLICIES,
+    Placement,
+    PlacementHint,
+    Rules,
+    choose,
+    compatible_prefill_workers,
+    estimate,
+    place,
+)
 from pdserve.router.workers import worker as worker_module
-from pdserve.router.workers.worker import Share, WorkerLoad, WorkerRole, WorkerState
+from pdserve.router.workers.worker import LoadEstimate, WorkerLoad, WorkerRole, WorkerState
 
 P1, P2 = worker("p1", "prefill"), worker("p2", "prefill", num_waiting_tokens=160)
 D1, D2 = worker("d1", blocks_in_use=1), worker("d2", blocks_in_use=4)
@@ -45,15 +54,15 @@ def ids(placement):
         ([], [CAPPED], {"local_prefill": "always"}, (None, "capped", True)),
         ([], [D1], {"local_prefill": "never"}, (None, None, None)),
         ([OTHER], [D1], {"local_prefill": "never"}, (None, None, None)),
-        ([P1], [D1], {"local_prefill": "never", "wish": Wish.LOCAL}, ("p1", "d1", False)),
-        ([P1], [D1], {"wish": Wish.LOCAL}, (None, "d1", False)),
-        ([P1], [CAPPED], {"wish": Wish.LOCAL}, ("p1", "capped", False)),
-        ([P1], [D1], {"wish": Wish.REMOTE, "local_prefill": "always"}, ("p1", "d1", False)),
-        ([], [D1], {"wish": Wish.REMOTE}, (None, "d1", True)),
+        ([P1], [D1], {"local_prefill": "never", "hint": PlacementHint.LOCAL}, ("p1", "d1", False)),
+        ([P1], [D1], {"hint": PlacementHint.LOCAL}, (None, "d1", False)),
+        ([P1], [CAPPED], {"hint": PlacementHint.LOCAL}, ("p1", "capped", False)),
+        ([P1], [D1], {"hint": PlacementHint.REMOTE, "local_prefill": "always"}, ("p1", "d1", False)),
+        ([], [D1], {"hint": PlacementHint.REMOTE}, (None, "d1", True)),
         ([P1, P2], [D1], {"blamed": {("p1", 1)}}, ("p2", "d1", False)),
         ([P1], [D1], {"blamed": {("p1", 1)}}, (None, "d1", False)),
         ([P1], [D1], {"blamed": {("p1", 1)}, "local_prefill": "never"}, ("p1", "d1", False)),
-        ([P1], [D1], {"blamed": {("p1", 1)}, "wish": Wish.REMOTE}, ("p1", "d1", False)),
+        ([P1], [D1], {"blamed": {("p1", 1)}, "hint": PlacementHint.REMOTE}, ("p1", "d1", False)),
         ([P1], [D1, D2], {"blamed": {("d1", 1)}}, ("p1", "d2", False)),
         ([P1], [D1], {"blamed": {("d1", 1)}}, ("p1", "d1", False)),
         ([P1], [D1], {"max_tokens": 1}, ("p1", None, False)),
@@ -104,7 +113,7 @@ def test_equal_workers_take_turns():
     order = []
     for _ in range(6):
         chosen = choose([seen(it) for it in pool], WorkerRole.DECODE, Rules()).worker
-        chosen.book(Share(legs=1)).end()
+        chosen.reserve(LoadEstimate(legs=1)).end()
         order.append(chosen.identity.worker_id)
     assert order == ["w0", "w1", "w2"] * 2
 
@@ -156,7 +165,7 @@ def situations(draw):
     rules = Rules(
         policy=draw(st.sampled_from(list(POLICIES))),
         local_prefill=draw(st.sampled_from(["never", "auto", "always"])),
-        wish=draw(st.sampled_from(list(Wish))),
+        hint=draw(st.sampled_from(list(PlacementHint))),
         blamed=frozenset(draw(st.sets(st.sampled_from(keys))) if keys else ()),
         sampler_version=draw(st.sampled_from([None, 1, 2, 3])),
         turns={role: draw(st.integers(0, 9)) for role in WorkerRole},
@@ -172,7 +181,7 @@ def test_whatever_the_situation_a_placement_is_sound(situation):
     if placed is None:
         assert not decode or rules.local_prefill == "never"
         return
-    if rules.wish is Wish.SESSION:
+    if rules.hint is PlacementHint.SESSION:
         assert placed.kind == "local"
         assert rules.local_prefill != "never"
         return
@@ -181,9 +190,9 @@ def test_whatever_the_situation_a_placement_is_sound(situation):
         versions = placed.prefill.identity.protocol_version, placed.decode.identity.protocol_version
         assert max(versions) - min(versions) <= 1
         if placed.prefill.key in rules.blamed:
-            assert rules.local_prefill == "never" or rules.wish is Wish.REMOTE
+            assert rules.local_prefill == "never" or rules.hint is PlacementHint.REMOTE
             mine = next(c for c in decode if c.worker is placed.decode)
-            assert {c.worker.key for c in partners(mine, prefill)} <= rules.blamed
+            assert {c.worker.key for c in compatible_prefill_workers(mine, prefill)} <= rules.blamed
     if rules.local_prefill == "never" and placed.decode:
         assert placed.prefill is not None
     if placed.kind == "local" and not placed.prefill_here:
@@ -191,7 +200,7 @@ def test_whatever_the_situation_a_placement_is_sound(situation):
         mine = next(c for c in decode if c.worker is placed.decode)
         assert limit is None or mine.unconfirmed_tokens <= limit or {c.worker.key for c in prefill} & rules.blamed
         assert rules.local_prefill != "never"
-    if placed.kind == "remote" and (rules.local_prefill == "never" or rules.wish is Wish.REMOTE):
+    if placed.kind == "remote" and (rules.local_prefill == "never" or rules.hint is PlacementHint.REMOTE):
         assert placed.local_prefill_tokens is None
 
 
@@ -320,7 +329,7 @@ def test_the_account_is_its_own_legs_and_what_reports_show_beyond_them(monkeypat
     monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     it = worker("x", num_waiting_tokens=160, num_running=2, blocks_in_use=20)
     assert (it.waiting_tokens, it.num_requests, it.held_blocks) == (160, 2, 20)
-    first = it.book(Share(legs=1, tokens=32, all_blocks=10, new_blocks=2))
+    first = it.reserve(LoadEstimate(legs=1, tokens=32, all_blocks=10, new_blocks=2))
     assert (it.waiting_tokens, it.num_requests, it.held_blocks) == (192, 3, 22)
     it.report(WorkerLoad(num_waiting_tokens=192, num_running=2, num_waiting=1, blocks_in_use=30))
     assert (it.waiting_tokens, it.num_requests, it.held_blocks) == (192, 3, 22)
@@ -342,22 +351,24 @@ def test_the_account_is_its_own_legs_and_what_reports_show_beyond_them(monkeypat
 def test_a_shared_prefix_is_counted_once():
     it = worker("x")
     shared = seen(it, 100, overlap=6).share(prefills=True, grows=False)
-    assert shared == Share(legs=1, tokens=4, all_blocks=7, new_blocks=1)
-    assert seen(it, 100, overlap=6).share(prefills=False, grows=True) == Share(legs=1, all_blocks=8, new_blocks=2)
-    booking = it.book(shared)
+    assert shared == LoadEstimate(legs=1, tokens=4, all_blocks=7, new_blocks=1)
+    assert seen(it, 100, overlap=6).share(prefills=False, grows=True) == LoadEstimate(
+        legs=1, all_blocks=8, new_blocks=2
+    )
+    reservation = it.reserve(shared)
     it.report(WorkerLoad(blocks_in_use=7, num_running=1, num_waiting_tokens=4))
     assert it.held_blocks == 1
-    booking.end()
+    reservation.end()
 
 
 def test_a_death_is_told_once_and_not_to_those_who_left():
     it, told = worker("x"), []
-    it.tell_death(lambda dead: told.append(("a", dead.cause_of_death)))
-    leave = it.tell_death(lambda dead: told.append(("b", dead.cause_of_death)))
+    it.subscribe_lost(lambda dead: told.append(("a", dead.cause_of_death)))
+    leave = it.subscribe_lost(lambda dead: told.append(("b", dead.cause_of_death)))
     leave()
     leave()
-    it.die("unplugged")
-    it.die("again")
+    it.mark_lost("unplugged")
+    it.mark_lost("again")
     assert told == [("a", "unplugged")]
     assert it.state is WorkerState.DEAD
     it.report(WorkerLoad())

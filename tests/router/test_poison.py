@@ -11,9 +11,9 @@ from fake_worker import ADMITTED, decode_outputs, decode_well, play, said
 from pdserve.common.errors import WorkerLost
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
-from pdserve.router.attempts import poison
+from pdserve.router.attempts import crash_guard as poison
 from pdserve.router.attempts.attempt_failure import AttemptFailed
-from pdserve.router.attempts.poison import Casualties, Company, PoisonList
+from pdserve.router.attempts.crash_guard import Company, CrashGuard, DenyList
 from pdserve.router.tenants.client import Client
 from pdserve.router.workers.worker import WorkerLoad
 
@@ -26,17 +26,17 @@ class World:
 
     def __init__(self) -> None:
         self.back: list[object] = []
-        self.poison, self.company = PoisonList(), Company()
-        self.fleet = SimpleNamespace(came_back=lambda worker: worker in self.back)
+        self.poison, self.company = DenyList(), Company()
+        self.fleet = SimpleNamespace(reconnected=lambda worker: worker in self.back)
 
-    def worker(self, name: str, *, stood_still: bool = False, num_running: int = 0) -> SimpleNamespace:
-        return SimpleNamespace(key=(name, 1), stood_still=stood_still, load=WorkerLoad(num_running=num_running))
+    def worker(self, name: str, *, stalled: bool = False, num_running: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(key=(name, 1), stalled=stalled, load=WorkerLoad(num_running=num_running))
 
-    def request(self, client: Client = ALICE, sampling: SamplingParams | None = None) -> Casualties:
-        return Casualties(self.poison, self.fleet, self.company, client, sampling)
+    def request(self, client: Client = ALICE, sampling: SamplingParams | None = None) -> CrashGuard:
+        return CrashGuard(self.poison, self.fleet, self.company, client, sampling)
 
     def dies(
-        self, worker: SimpleNamespace, *requests: Casualties, digest: bytes = b"a", unheard: bool = False
+        self, worker: SimpleNamespace, *requests: CrashGuard, digest: bytes = b"a", never_admitted: bool = False
     ) -> list[bool]:
         """Under these requests, all of them there. Which of them are refused."""
         stays = [self.company.serving(each, SimpleNamespace(prefill=None, decode=worker)) for each in requests]
@@ -46,7 +46,7 @@ class World:
         for each, stay in zip(requests, stays, strict=True):
             stay.__exit__(None, None, None)
             try:
-                each.count(AttemptFailed(WorkerLost("lost"), worker, died=True, unheard=unheard), digest)
+                each.count(AttemptFailed(WorkerLost("lost"), worker, died=True, never_admitted=never_admitted), digest)
                 refused.append(False)
             except WorkerLost:
                 refused.append(True)
@@ -69,7 +69,7 @@ def test_poison_wears_off_and_is_bounded(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(poison.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(poison, "_MAX_ENTRIES", 2)
-    refused = PoisonList()
+    refused = DenyList()
     refused.check(ALICE, b"a")
     for digest in (b"a", b"b", b"c"):
         refused.add(ALICE, digest, lambda: True)
@@ -83,7 +83,7 @@ def test_poison_wears_off_and_is_bounded(monkeypatch):
 
 def test_poison_is_forgiven_when_it_turns_out_to_be_none():
     guilty = True
-    refused = PoisonList()
+    refused = DenyList()
     refused.add(ALICE, b"a", lambda: guilty)
     with pytest.raises(WorkerLost):
         refused.check(ALICE, b"a")
@@ -155,7 +155,7 @@ def test_a_connection_that_broke_is_no_death(world):
 
 
 def test_an_engine_that_moves_again_is_no_death_under_a_plain_prompt(world):
-    stalled = [world.worker(name, stood_still=True) for name in ("one", "two")]
+    stalled = [world.worker(name, stalled=True) for name in ("one", "two")]
     request = world.request()
     assert world.dies(stalled[0], request) == [False]
     world.back.append(stalled[0])
@@ -164,7 +164,7 @@ def test_an_engine_that_moves_again_is_no_death_under_a_plain_prompt(world):
 
 def test_for_stalls_costly_requests_are_suspected_first(world):
     costly, plain = world.request(ALICE, COSTLY), [world.request(BOB) for _ in range(6)]
-    stalled = [world.worker(name, stood_still=True) for name in ("one", "two")]
+    stalled = [world.worker(name, stalled=True) for name in ("one", "two")]
     world.back += stalled[:1]
     assert world.dies(stalled[0], costly, *plain) == [False] * 7
     assert world.dies(stalled[1], costly, *plain) == [True] + [False] * 6
@@ -174,7 +174,7 @@ def test_for_stalls_costly_requests_are_suspected_first(world):
 
 def test_workers_that_had_not_admitted_it_weigh_less(world):
     request = world.request()
-    results = [world.dies(world.worker(name), request, unheard=True) for name in ("one", "two", "three")]
+    results = [world.dies(world.worker(name), request, never_admitted=True) for name in ("one", "two", "three")]
     assert results == [[False], [False], [True]]
 
 

@@ -15,7 +15,7 @@ from pdserve.common.errors import Evicted
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.api_key_file import key_hash
 from pdserve.common.timeline import Timeline
-from pdserve.router.placement.placement import Placement, Rules, Wish, place
+from pdserve.router.placement.placement import Placement, PlacementHint, Rules, place
 from pdserve.router.placement.routing_decision import LeftOut, RoutingDecision, RoutingLog, views
 from pdserve.router.placement.transfer_bandwidth import DEFAULT_BYTES_PER_S, TransferBandwidth
 from pdserve.router.workers.worker import WorkerRole
@@ -82,7 +82,7 @@ async def test_decode_says_no_and_prefill_does_it(cluster):
     assert remote.request.HasField("source")
     assert not remote.request.attempt.HasField("local_prefill_tokens")
     assert [it["kind"] for it in (await placements(cluster))[:2]] == ["remote", "local"]
-    assert [it["wish"] for it in (await placements(cluster))[:2]] == ["remote", "any"]
+    assert [it["hint"] for it in (await placements(cluster))[:2]] == ["remote", "any"]
 
 
 async def test_the_page_needs_a_key_and_tells_no_prompt(cluster, tmp_path):
@@ -135,7 +135,7 @@ def decision(**changes):
         "request_id": "r",
         "attempt": 0,
         "policy": "kv_aware",
-        "wish": Wish.ANY,
+        "hint": PlacementHint.ANY,
         "num_tokens": 100,
         "placement": place(8, prefill=[prefill], decode=[decode], rules=Rules()),
         "candidates": views(WorkerRole.PREFILL, [prefill]) + views(WorkerRole.DECODE, [decode]),

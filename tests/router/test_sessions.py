@@ -16,7 +16,7 @@ from pdserve.common.errors import DeadlineExceeded, Draining, Overloaded, Worker
 from pdserve.common.net.rpc import ERROR_CODE_KEY, make_channel
 from pdserve.common.request.prepared_request import PreparedRequest
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.router.attempts.legs import SessionLeg
+from pdserve.router.attempts.worker_calls import SessionCall
 from pdserve.router.requests.session import StreamingSession
 from pdserve.v1 import inference_pb2, request_pb2
 
@@ -229,17 +229,17 @@ async def test_i6_a_workers_death_ends_a_turn_that_never_reached_it():
             request_digest=b"",
             deadline=time.monotonic() + 30,
         )
-        session.open(worker, SessionLeg(worker, request))
+        session.open(worker, SessionCall(worker, request))
         writing = asyncio.create_task(session.leg.open())
         connection, _ = await asyncio.to_thread(mute.accept)
         assert not writing.done()
-        worker.die("its watch stream broke")
+        worker.mark_lost("its watch stream broke")
         async with asyncio.timeout(5):
             await writing
             with pytest.raises(WorkerLost, match="its watch stream broke"):
                 await session.next()
             await session.closed()
-        assert not [task for task in asyncio.all_tasks() if "SessionLeg" in repr(task.get_coro())]
+        assert not [task for task in asyncio.all_tasks() if "SessionCall" in repr(task.get_coro())]
         connection.close()
         await worker.channel.channel.close()
 

@@ -121,7 +121,7 @@ async def test_a_user_sees_its_own_requests_and_an_operator_all(cluster, tmp_pat
     own = await view("alice")
     assert set(own) == {"policy", "local_prefill", "running", "queued", "placements"}
     assert set(own["placements"][0]) == {
-        "time_unix_s", "request_id", "attempt", "policy", "wish", "kind", "prompt_tokens"
+        "time_unix_s", "request_id", "attempt", "policy", "hint", "kind", "prompt_tokens"
     }  # fmt: skip
     cluster.of("decode").script = play(ADMITTED, forever)
     asking = asyncio.create_task(complete(cluster, "bob"))

@@ -117,7 +117,7 @@ async def held(cluster, monkeypatch):
     """Whoever detokenizes stays at it until `go_on` is set; `asked` counts those that wait, too."""
     held = SimpleNamespace(go_on=threading.Event(), begun=asyncio.Event(), asked=0, served=[])
     loop = asyncio.get_running_loop()
-    decode, aside = Tokenizer.decode, Preparation.aside
+    decode, aside = Tokenizer.decode, Preparation.in_background_pool
 
     def wait(tokenizer, token_ids, **options):
         held.served.append(token_ids)
@@ -130,7 +130,7 @@ async def held(cluster, monkeypatch):
         return aside(preparation, call, client)
 
     monkeypatch.setattr(Tokenizer, "decode", wait)
-    monkeypatch.setattr(Preparation, "aside", count)
+    monkeypatch.setattr(Preparation, "in_background_pool", count)
     yield held
     held.go_on.set()
 

@@ -9,8 +9,8 @@ import pytest
 from fake_worker import ADMITTED, decode_outputs
 
 from pdserve.common.timeline import Timeline
-from pdserve.router.openai.openai_tool_answer import ToolAnswer
-from pdserve.router.requests.request_run import Usage
+from pdserve.router.openai.tool_response_writer import ToolResponseWriter
+from pdserve.router.requests.prompt_task import Usage
 from pdserve.text.request_output import CompletionOutput
 from pdserve.v1 import inference_pb2, request_pb2
 
@@ -160,9 +160,9 @@ async def test_what_tools_come_to(cluster: Any) -> None:
 SAID = 'Well.\n<tool_call>{"name": "sum", "arguments": {"a": [1]}}</tool_call>\n<tool_call>{"name": "f"}</tool_call>'
 
 
-def answer(**fields: Any) -> ToolAnswer:
+def answer(**fields: Any) -> ToolResponseWriter:
     given = {"max_calls": None, "request_id": "r", "model": "m", "include_usage": False, "include_timeline": False}
-    return ToolAnswer(**(given | fields))
+    return ToolResponseWriter(**(given | fields))
 
 
 def output(text: str, finish_reason: str | None = None) -> CompletionOutput:

@@ -28,9 +28,9 @@ from pdserve.common.telemetry.tracing import Tracing, make_sampler
 from pdserve.common.timeline import to_unix_ns
 from pdserve.engine.request import Request
 from pdserve.kv_transfer.control.source_transfer import PeerId
+from pdserve.worker.call_spans import trace_leg
+from pdserve.worker.call_stats import CallStats, Leg
 from pdserve.worker.identity import Role
-from pdserve.worker.leg_record import Leg, LegRecord
-from pdserve.worker.leg_spans import trace_leg
 from pdserve.worker.worker_metrics import WorkerMetrics
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -57,7 +57,7 @@ IDENTITY = SimpleNamespace(peer=PeerId("decode-1", 1), role=Role.DECODE, layout=
 
 def make_record(
     leg: Leg = "decode", *, remote: bool = True, stop: tuple[str, ...] = ()
-) -> tuple[LegRecord, list[LegRecord]]:
+) -> tuple[CallStats, list[CallStats]]:
     request = EngineCoreRequest(
         request_id="r.0.0",
         prompt_token_ids=[1] * 9,
@@ -66,14 +66,14 @@ def make_record(
         remote_prefill=remote,
         client_request_id="order 7",
     )
-    closed: list[LegRecord] = []
-    record = LegRecord(leg, request, {TRACEPARENT: PARENT}, closed.append)
+    closed: list[CallStats] = []
+    record = CallStats(leg, request, {TRACEPARENT: PARENT}, closed.append)
     if leg == "decode" and remote:
         record.transfer = Transfer()  # type: ignore[assignment]
     return record, closed
 
 
-def stages_of(record: LegRecord) -> list[tuple[str, float, float, str | None]]:
+def stages_of(record: CallStats) -> list[tuple[str, float, float, str | None]]:
     return [(s.name, s.start, s.end, s.cause and s.cause.code) for s in record.stages()]
 
 
@@ -176,7 +176,7 @@ def test_an_error_of_ours_is_internal() -> None:
     assert record.outcome == "internal_error"
 
 
-def closed_records() -> list[LegRecord]:
+def closed_records() -> list[CallStats]:
     """Two that went well, one whose transfer failed."""
     good, _ = make_record()
     moments = REMOTE | {"first_token": 14.0, "finished": 20.0}
@@ -264,8 +264,8 @@ def test_an_embedding_ends_with_its_prompt() -> None:
     request = EngineCoreRequest(
         request_id="r.0.0", prompt_token_ids=[1] * 9, pooling_params=PoolingParams(), arrival_time=10.0
     )
-    closed: list[LegRecord] = []
-    record = LegRecord("prefill", request, {TRACEPARENT: PARENT}, closed.append)
+    closed: list[CallStats] = []
+    record = CallStats("prefill", request, {TRACEPARENT: PARENT}, closed.append)
     with record:
         moments = {"scheduled": 10.5, "finished": 12.0}
         record.take(

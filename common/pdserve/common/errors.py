@@ -28,7 +28,7 @@
       ConfigError             settings, a model folder or a port that cannot be used; raised before serving
         UnsupportedModel
 
-`common/net/rpc.py` turns these into gRPC statuses and back; the router's `openai_answer.py` turns them into HTTP.
+`common/net/rpc.py` turns these into gRPC statuses and back; the router's `response_writer.py` turns them into HTTP.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, sampli
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.output_stream import OutputStream
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
+from pdserve.worker.call_stats import CallStats
 from pdserve.worker.engine_request import make_engine_request
-from pdserve.worker.leg_record import LegRecord
 from pdserve.worker.worker import Worker
 
 Turns = AsyncIterator[decode_pb2.DecodeTurn]
@@ -81,7 +81,7 @@ class _Session:
         self._metadata = metadata
         self._request: EngineCoreRequest | None = None
         self._stream: OutputStream | None = None
-        self._record: LegRecord | None = None
+        self._record: CallStats | None = None
         """Of the turn that runs."""
 
     async def serve(self, turns: Turns) -> AsyncIterator[decode_pb2.DecodeEvent]:

@@ -30,8 +30,8 @@ from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import Preparation
 from pdserve.router.tenants.fleet_usage import make_fleet_usage
 from pdserve.router.workers.fleet import Fleet
-from pdserve.router.workers.redis_directory import make_directory
-from pdserve.router.workers.watched_address import Expected
+from pdserve.router.workers.redis_discovery import make_directory
+from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from pdserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ async def run_router(
     tokenizer = Tokenizer.from_folder(model_folder, parse_special=settings.parse_special)
     preparation = Preparation(tokenizer, key, model_len)
     bodies = ClientBodies(settings, model_len)
-    expected = Expected(key=key, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
+    expected = CompatibilityCheck(key=key, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
     try:
         index = PrefixIndex()
         directory = make_directory(settings, index, key)

@@ -11,9 +11,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S
+from pdserve.worker.call_stats import CallStats
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import WorkerIdentity
-from pdserve.worker.leg_record import LegRecord
 
 KNOWN_CONNECTORS = ("nixl", "tcp")
 
@@ -72,7 +72,7 @@ class WorkerMetrics:
         self._errors = count("pdserve_leg_errors_total", "Calls of routers that failed, by cause.", "code")
         registry.register(_WorkerState(identity, engine, transfers))
 
-    def leg(self, record: LegRecord) -> None:
+    def leg(self, record: CallStats) -> None:
         """A leg is over."""
         outcome = record.outcome
         self._legs.labels(record.leg, outcome).inc()

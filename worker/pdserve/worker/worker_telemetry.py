@@ -14,9 +14,9 @@ from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.telemetry.metrics import Exposition, RedisCollector, TlsCollector, make_registry
 from pdserve.common.telemetry.telemetry import make_telemetry
+from pdserve.worker.call_stats import CallStats, Leg
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import WorkerIdentity
-from pdserve.worker.leg_record import Leg, LegRecord
 from pdserve.worker.worker_metrics import TransferCounts, WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ class WorkerTelemetry:
         self.loop_lag = LoopLag(self._registry)
         self._text = Exposition(self._registry)
 
-    def leg(self, leg: Leg, request: EngineCoreRequest, metadata: Mapping[str, str]) -> LegRecord:
+    def leg(self, leg: Leg, request: EngineCoreRequest, metadata: Mapping[str, str]) -> CallStats:
         """A call of a router begins. metadata: the call's, names in lower case."""
         headers = valid_trace_headers(metadata) or request.trace_headers
-        return LegRecord(leg, request, headers, self._closed)
+        return CallStats(leg, request, headers, self._closed)
 
     def watch_redis(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
         """Have metrics say how this service gets on with Redis; see `RedisCollector`."""
@@ -62,10 +62,10 @@ class WorkerTelemetry:
         if self._telemetry is not None:
             await asyncio.to_thread(self._telemetry.tracing.close)
 
-    def _closed(self, record: LegRecord) -> None:
+    def _closed(self, record: CallStats) -> None:
         self._metrics.leg(record)
         if self._telemetry is not None:
-            from pdserve.worker.leg_spans import trace_leg
+            from pdserve.worker.call_spans import trace_leg
 
             try:
                 trace_leg(

@@ -173,7 +173,7 @@ class Admission:
         self,
         cost: Cost,
         priority: int = 0,
-        until_hopeless: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        raise_when_no_worker: Callable[[], Coroutine[Any, Any, None]] | None = None,
         *,
         client: Client = ANYBODY,
     ) -> AsyncIterator[Place]:
@@ -181,7 +181,7 @@ class Admission:
 
         priority: lower goes first among the tenant's own. until_hopeless: awaited by those that have to wait, raises when
         a place would be of no use to them; it does not return.
-        Raises: Overloaded after `queue_timeout_s`, or when the tenant has spent its tokens; what `until_hopeless` does.
+        Raises: Overloaded after `queue_timeout_s`, or when the tenant has spent its tokens; what `raise_when_no_worker` does.
         """
         account = self.tenants[client.tenant]
         expected = cost.num_tokens + account.expected_output(cost.max_tokens, cost.num_places)
@@ -191,7 +191,7 @@ class Admission:
         self._queue.append(client.tenant, id(waiter), waiter, priority)
         self.recheck()
         try:
-            await self._granted(waiter, until_hopeless)
+            await self._granted(waiter, raise_when_no_worker)
         except BaseException:
             self._abandon(waiter)
             raise
@@ -205,13 +205,15 @@ class Admission:
             place.settle(has_run=True)
             self._give_back(waiter)
 
-    async def _granted(self, waiter: Waiter, until_hopeless: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+    async def _granted(
+        self, waiter: Waiter, raise_when_no_worker: Callable[[], Coroutine[Any, Any, None]] | None
+    ) -> None:
         try:
             async with asyncio.timeout(self._limits.queue_timeout_s):
-                if waiter.granted.done() or until_hopeless is None:
+                if waiter.granted.done() or raise_when_no_worker is None:
                     await waiter.granted
                 else:
-                    await granted(waiter, until_hopeless())
+                    await granted(waiter, raise_when_no_worker())
         except TimeoutError:
             raise Overloaded(
                 f"no place became free within {self._limits.queue_timeout_s:g} s (queue_timeout_s)",

@@ -24,23 +24,23 @@ from pdserve.common.request.prepared_request import PreparedRequest
 from pdserve.common.timeline import Timeline
 from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded
 from pdserve.router.attempts.attempt_state import AttemptState, moved
-from pdserve.router.attempts.legs import (
+from pdserve.router.attempts.worker_calls import (
     Admitted,
+    CallFailed,
     Computed,
-    DecodeLeg,
-    DecodeLegEvent,
+    DecodeCall,
+    DecodeCallEvent,
     Ended,
     Landed,
-    LegFailed,
     NeedsPrefill,
     Outputs,
+    PrefillCall,
+    PrefillCallEvent,
     PrefillingLocally,
-    PrefillLeg,
-    PrefillLegEvent,
     PromptLogprobs,
 )
 from pdserve.router.placement.placement import Placement
-from pdserve.router.workers.worker import Booking, Worker
+from pdserve.router.workers.worker import LoadReservation, Worker
 from pdserve.text.output_processor import PositionConflict
 
 log = logging.getLogger(__name__)
@@ -78,11 +78,11 @@ class Attempt:
         """Decode's outputs from before the first token was known."""
         self._ended_sequences: set[int] = set()
         self._ended: asyncio.Future[None] | None = None
-        self._prefill_leg: PrefillLeg | None = None
-        self._decode_leg: DecodeLeg | None = None
+        self._prefill_call: PrefillCall | None = None
+        self._decode_call: DecodeCall | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._bookings: list[Booking] = []
-        self._farewells: list[Callable[[], None]] = []
+        self._reservations: list[LoadReservation] = []
+        self._unsubscribe: list[Callable[[], None]] = []
 
     async def run(self) -> None:
         """Serve the request to its end. Both legs have ended when this returns or raises.
@@ -122,14 +122,14 @@ class Attempt:
         shares = self.placement.prefill_share, self.placement.decode_share
         for worker, share in zip((prefill, decode), shares, strict=True):
             if worker is not None:
-                self._bookings.append(worker.book(share))
-                self._farewells.append(worker.tell_death(self._on_death))
+                self._reservations.append(worker.reserve(share))
+                self._unsubscribe.append(worker.subscribe_lost(self._on_lost))
         if prefill is not None:
-            leg = PrefillLeg(prefill, self.request, self.number, self._transfer_id, decode)
-            self._prefill_leg = leg
+            leg = PrefillCall(prefill, self.request, self.number, self._transfer_id, decode)
+            self._prefill_call = leg
             self._tasks.append(asyncio.create_task(self._follow_prefill(leg, prefill)))
         if decode is not None:
-            self._decode_leg = DecodeLeg(
+            self._decode_call = DecodeCall(
                 decode,
                 self.request,
                 self.number,
@@ -138,19 +138,19 @@ class Attempt:
                 prefill_here=self.placement.prefill_here,
                 local_prefill_tokens=self.placement.local_prefill_tokens,
             )
-            self._tasks.append(asyncio.create_task(self._follow_decode(self._decode_leg, decode)))
+            self._tasks.append(asyncio.create_task(self._follow_decode(self._decode_call, decode)))
 
     def _cancel_legs(self) -> None:
         """Both calls end in this turn of the event loop."""
-        for leg in (self._prefill_leg, self._decode_leg):
+        for leg in (self._prefill_call, self._decode_call):
             if leg is not None:
                 leg.cancel()
         for task in self._tasks:
             task.cancel()
-        for farewell in self._farewells:
-            farewell()
-        for booking in self._bookings:
-            booking.end()
+        for unsubscribe in self._unsubscribe:
+            unsubscribe()
+        for reservation in self._reservations:
+            reservation.end()
 
     def _end(self, failure: Exception | None = None) -> None:
         """The first cause to end the attempt counts."""
@@ -173,14 +173,14 @@ class Attempt:
         num_finished = sum(outputs.finish_reason is not None for outputs in self._early)
         return num_finished == self.request.num_sequences
 
-    async def _follow_prefill(self, leg: PrefillLeg, worker: Worker) -> None:
+    async def _follow_prefill(self, leg: PrefillCall, worker: Worker) -> None:
         try:
             while (event := await leg.next()) is not None:
                 self._on_prefill(event)
                 if self._over:
                     return
             self._on_prefill_lost(worker, WorkerLost(f"prefill worker {worker} ended its call early"), died=False)
-        except LegFailed as failure:
+        except CallFailed as failure:
             if isinstance(failure.error, Draining):
                 worker.refuse_more()
             self._on_prefill_lost(worker, failure.error, failure.died)
@@ -190,7 +190,7 @@ class Attempt:
             log.exception("request %s: the prefill leg failed in the router", self.request.request_id)
             self._end(AttemptFailed(InternalError(f"the router failed: {type(error).__name__}")))
 
-    async def _follow_decode(self, leg: DecodeLeg, worker: Worker) -> None:
+    async def _follow_decode(self, leg: DecodeCall, worker: Worker) -> None:
         try:
             while (event := await leg.next()) is not None:
                 self._on_decode(event)
@@ -199,7 +199,7 @@ class Attempt:
             if not self._decode_finished:
                 error = WorkerLost(f"decode worker {worker} ended its call before the last token")
                 self._end(AttemptFailed(error, worker))
-        except LegFailed as failure:
+        except CallFailed as failure:
             self._on_decode_lost(worker, failure)
         except PdServeError as error:
             self._end(AttemptFailed(error, worker))
@@ -207,7 +207,7 @@ class Attempt:
             log.exception("request %s: the decode leg failed in the router", self.request.request_id)
             self._end(AttemptFailed(InternalError(f"the router failed: {type(error).__name__}")))
 
-    def _on_prefill(self, event: PrefillLegEvent) -> None:
+    def _on_prefill(self, event: PrefillCallEvent) -> None:
         match event:
             case Admitted(moments):
                 self._timeline.merge(moments)
@@ -229,7 +229,7 @@ class Attempt:
         if self._computed:
             return
         self._computed = True
-        self._bookings[0].computed()
+        self._reservations[0].computed()
         self._timeline.merge(computed.moments)
         expected = len(self.request.given_token_ids)
         if computed.request_digest != self.request.request_digest or computed.num_tokens != expected:
@@ -245,10 +245,10 @@ class Attempt:
         if not self._remote and not self._over:
             raise InternalError(f"prefill worker {self.placement.prefill} did not end a request of one token")
 
-    def _on_decode(self, event: DecodeLegEvent) -> None:
+    def _on_decode(self, event: DecodeCallEvent) -> None:
         match event:
             case Outputs():
-                self._bookings[-1].computed()
+                self._reservations[-1].computed()
                 if self.state is AttemptState.PREFILLING:
                     self._early.append(event)
                 else:
@@ -280,9 +280,9 @@ class Attempt:
         self._ended_sequences.add(outputs.index)
         if len(self._ended_sequences) == self.request.num_sequences:
             self._end()
-        elif outputs.finish_reason is None and self._decode_leg is not None:
+        elif outputs.finish_reason is None and self._decode_call is not None:
             # its text has ended, by a stop string: decode need not go on with it
-            self._tasks.append(asyncio.create_task(self._decode_leg.end_sequence(outputs.index)))
+            self._tasks.append(asyncio.create_task(self._decode_call.end_sequence(outputs.index)))
 
     def _take_early(self) -> None:
         """What decode said before the first token was known; what is wrong with it is not prefill's fault."""
@@ -299,24 +299,24 @@ class Attempt:
 
     def _drop_prefill(self) -> None:
         """Decode goes on without its source."""
-        if self._prefill_leg is not None:
-            leg, self._prefill_leg = self._prefill_leg, None
+        if self._prefill_call is not None:
+            leg, self._prefill_call = self._prefill_call, None
             leg.cancel()
             self._tasks[0].cancel()
-            self._bookings[0].end()
-            self._farewells[0]()
+            self._reservations[0].end()
+            self._unsubscribe[0]()
         if self.state is AttemptState.PREFILLING:
             self._move(AttemptState.STREAMING)
         self._take_early()
 
     def _on_prefill_lost(self, worker: Worker | None, error: PdServeError, died: bool) -> None:
         """The prefill leg has no more to say. It may go when its first token and all of its blocks have come."""
-        if self._prefill_leg is None or (self._computed and self._landed):
+        if self._prefill_call is None or (self._computed and self._landed):
             return
         kv_lost = self._remote and isinstance(error, (TransferFailed, WorkerLost))
-        self._end(_lost(self._prefill_leg, worker, error, died=died, in_transfer=kv_lost))
+        self._end(_lost(self._prefill_call, worker, error, died=died, in_transfer=kv_lost))
 
-    def _on_decode_lost(self, worker: Worker, failure: LegFailed) -> None:
+    def _on_decode_lost(self, worker: Worker, failure: CallFailed) -> None:
         error = failure.error
         if isinstance(error, Draining):
             worker.refuse_more()
@@ -327,18 +327,18 @@ class Attempt:
         elif isinstance(error, DeadlineExceeded):
             self._end(AttemptFailed(error))
         else:
-            self._end(_lost(self._decode_leg, worker, error, died=failure.died))
+            self._end(_lost(self._decode_call, worker, error, died=failure.died))
 
-    def _on_death(self, worker: Worker) -> None:
+    def _on_lost(self, worker: Worker) -> None:
         error = WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}")
         if worker is self.placement.prefill:
             self._on_prefill_lost(worker, error, died=True)
         elif not self._decode_finished:
-            self._end(_lost(self._decode_leg, worker, error, died=True))
+            self._end(_lost(self._decode_call, worker, error, died=True))
 
 
 def _lost(
-    leg: PrefillLeg | DecodeLeg | None,
+    leg: PrefillCall | DecodeCall | None,
     worker: Worker | None,
     error: PdServeError,
     *,
@@ -346,5 +346,5 @@ def _lost(
     in_transfer: bool = False,
 ) -> AttemptFailed:
     """The leg with which the attempt was lost; None for one that was not opened yet."""
-    unheard = leg is None or not leg.was_heard
-    return AttemptFailed(error, worker, died=died, unheard=unheard, in_transfer=in_transfer)
+    never_admitted = leg is None or not leg.was_heard
+    return AttemptFailed(error, worker, died=died, never_admitted=never_admitted, in_transfer=in_transfer)

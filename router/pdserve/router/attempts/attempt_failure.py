@@ -27,7 +27,7 @@ class AttemptFailed(Exception):
         blamed: Worker | None = None,
         *,
         died: bool = False,
-        unheard: bool = False,
+        never_admitted: bool = False,
         in_transfer: bool = False,
     ) -> None:
         super().__init__(error.message)
@@ -35,7 +35,7 @@ class AttemptFailed(Exception):
         self.blamed = blamed
         self.died = died
         """The blamed worker is gone, or its connection is."""
-        self.unheard = unheard
+        self.never_admitted = never_admitted
         """It had not even admitted the request: most likely it was gone before, and died of something else."""
         self.in_transfer = in_transfer
         """The prompt's KV did not come across: settings say what then."""

@@ -44,7 +44,7 @@ class ClientBodies:
     def close(self) -> None:
         self._thread.close()
 
-    async def aside(self, num_bytes: int, call: Callable[[], T]) -> T:
+    async def in_background_pool(self, num_bytes: int, call: Callable[[], T]) -> T:
         """What `call` returns or raises, which is linear in `num_bytes`; in a thread where those are many."""
         return await self._thread.run(num_bytes, call)
 
@@ -54,7 +54,7 @@ class ClientBodies:
             raise BodyTooLarge(
                 f"the message has {len(data)} bytes, at most {self.max_request_bytes} are allowed (max_request_bytes)"
             )
-        return await self.aside(len(data), lambda: _message(data, parse))
+        return await self.in_background_pool(len(data), lambda: _message(data, parse))
 
 
 def _message(data: bytes, parse: Callable[[bytes], Any]) -> Any:

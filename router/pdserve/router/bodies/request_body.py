@@ -49,7 +49,7 @@ async def read_body(request: Request, kind: type[B], bodies: ClientBodies, build
         raise _too_large(max_bytes)
     async with bodies.budget.room(num_bytes) as room:
         data = await room.read(_read(request, max_bytes), bodies.timeout_s)
-        return await bodies.aside(len(data), lambda: build(parse_body(data, kind, bodies.model_len)))
+        return await bodies.in_background_pool(len(data), lambda: build(parse_body(data, kind, bodies.model_len)))
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

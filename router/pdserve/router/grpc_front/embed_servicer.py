@@ -17,8 +17,8 @@ from pdserve.common.request.wire import pooling_from_wire
 from pdserve.common.timeline import Timeline
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import EmbeddingRequest
+from pdserve.router.requests.prompt_task import Usage
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
-from pdserve.router.requests.request_run import Usage
 from pdserve.router.tenants.client import ASKING, Client
 from pdserve.router.tenants.failed_attempts import peer_address
 from pdserve.text.prompt import TextInput, TokenInput
@@ -47,23 +47,23 @@ class EmbedServicer(InferenceServiceServicer):
 
     async def authenticate(self, context: Context) -> None:
         """Before a call's messages are read, in the task that serves it. Raises: Unauthenticated."""
-        with self._inference.telemetry.refusals():
+        with self._inference.telemetry.count_rejections():
             authorization = metadata_of(context).get("authorization")
             CALLER.set(await self._keys.authenticate(authorization, peer_address(context.peer())))
 
     async def decode(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
         """The message that `data` holds, for the server. Raises: InvalidRequest, BodyTooLarge."""
-        with self._inference.telemetry.refusals():
+        with self._inference.telemetry.count_rejections():
             caller()
             return await self._inference.bodies.message(data, parse)
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
-        with self._inference.telemetry.refusals():
+        with self._inference.telemetry.count_rejections():
             metadata = metadata_of(context)
             client = caller()
             self._inference.check_model(request.model)
             remaining_s = context.time_remaining()
-            requests = await self._inference.bodies.aside(
+            requests = await self._inference.bodies.in_background_pool(
                 request.ByteSize(), lambda: self._embedding_requests(request, metadata, remaining_s)
             )
             embedding = await self._inference.embedding(requests, field="inputs", client=client)
@@ -74,7 +74,7 @@ class EmbedServicer(InferenceServiceServicer):
             moments=moment_messages(embedding.timeline),
         )
         num_bytes = sum(vector.itemsize * len(vector) for vector in vectors)
-        data = await self._inference.bodies.aside(num_bytes, lambda: _serialized(vectors, response))
+        data = await self._inference.bodies.in_background_pool(num_bytes, lambda: _serialized(vectors, response))
         await context.send_initial_metadata(((REQUEST_ID_KEY, embedding.request_id),))
         # the server takes bytes as they are
         return cast("inference_pb2.EmbedResponse", data)

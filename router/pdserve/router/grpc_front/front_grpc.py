@@ -63,7 +63,7 @@ class InferenceServicer(EmbedServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        with self._inference.telemetry.refusals():
+        with self._inference.telemetry.count_rejections():
             metadata = metadata_of(context)
             client = caller()
             self._inference.check_model(request.model)
@@ -79,7 +79,7 @@ class InferenceServicer(EmbedServicer):
     async def Session(
         self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        refusals = self._inference.telemetry.refusals
+        refusals = self._inference.telemetry.count_rejections
         with refusals():
             metadata = metadata_of(context)
             client = caller()
@@ -166,7 +166,7 @@ class InferenceServicer(EmbedServicer):
                     yield _response(generation, output, request.sampling, last=last)
                     continue
                 make = partial(_response, generation, output, request.sampling, last=last)
-                yield await self._inference.bodies.aside(_TOKEN_BYTES * num_tokens, make)
+                yield await self._inference.bodies.in_background_pool(_TOKEN_BYTES * num_tokens, make)
             if not num_open:
                 return
             outputs = await take()
@@ -191,7 +191,7 @@ class InferenceServicer(EmbedServicer):
         session: StreamingSession | None = None,
     ) -> ClientRequest:
         remaining_s = context.time_remaining()
-        return await self._inference.bodies.aside(
+        return await self._inference.bodies.in_background_pool(
             request.ByteSize(), lambda: self._client_request(request, metadata, remaining_s, session)
         )
 

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.common.errors import PdServeError
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.http_front.generation_response import JSON, REQUEST_ID_HEADER, cancel_on_disconnect, error_response
-from pdserve.router.openai.openai_embeddings import PART_BYTES
+from pdserve.router.openai.embeddings import PART_BYTES
 from pdserve.router.requests.embedding import Embedding
 
 _NUMBER_BYTES = 20
@@ -58,4 +58,4 @@ class EmbeddingResponse(Response):
 
     async def _next(self, parts: Iterator[bytes], num_bytes: int) -> bytes:
         """Empty after the last."""
-        return await self._bodies.aside(num_bytes, lambda: next(parts, b""))
+        return await self._bodies.in_background_pool(num_bytes, lambda: next(parts, b""))

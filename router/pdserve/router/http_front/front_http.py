@@ -28,10 +28,10 @@ from pdserve.router.http_front.generation_response import (
 )
 from pdserve.router.http_front.tokenization_http import TokenizationHttp, authenticated
 from pdserve.router.openai.echo import Echo
-from pdserve.router.openai.openai_answer import Answer, error_json
-from pdserve.router.openai.openai_embeddings import EmbeddingBody, embeddings_parts
-from pdserve.router.openai.openai_protocol import ChatBody, CompletionBody
-from pdserve.router.openai.openai_tool_answer import ToolAnswer
+from pdserve.router.openai.embeddings import EmbeddingBody, embeddings_parts
+from pdserve.router.openai.protocol import ChatBody, CompletionBody
+from pdserve.router.openai.response_writer import CompletionResponseWriter, error_json
+from pdserve.router.openai.tool_response_writer import ToolResponseWriter
 from pdserve.router.placement.routing_view import routing_view
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import ClientRequest, EmbeddingRequest
@@ -92,9 +92,9 @@ class HttpFront:
     async def debug_routing(self, request: Request) -> Response:
         """The last placements, newest first, and why they came out so."""
         client, inference = await self._authenticate(request), self._inference
-        view = routing_view(client, inference.settings, inference.admission, inference.placer)
+        view = routing_view(client, inference.settings, inference.admission, inference.selector)
         # 128 placements, with a candidate for each worker of a fleet
-        return await inference.bodies.aside(_ALWAYS_ASIDE, lambda: json_response(view))
+        return await inference.bodies.in_background_pool(_ALWAYS_ASIDE, lambda: json_response(view))
 
     async def metrics(self, request: Request) -> Response:
         """For clients, with an operator's key also what is counted by API key; Prometheus has a port of its own."""
@@ -119,7 +119,7 @@ class HttpFront:
 
     async def embeddings(self, request: Request) -> Response:
         inference = self._inference
-        with inference.telemetry.refusals():
+        with inference.telemetry.count_rejections():
             client = await self._authenticate(request)
             headers, client_request_id = valid_trace_headers(request.headers), _client_request_id(request)
 
@@ -141,7 +141,7 @@ class HttpFront:
 
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
         inference = self._inference
-        with inference.telemetry.refusals():
+        with inference.telemetry.count_rejections():
             client = await self._authenticate(request)
             headers, client_request_id = valid_trace_headers(request.headers), _client_request_id(request)
 
@@ -164,10 +164,10 @@ class HttpFront:
         }
         prompt = requests[0].prompt
         if isinstance(prompt, ChatInput) and prompt.tools:
-            answer: Answer = ToolAnswer(max_calls=requests[0].max_tool_calls, **fields)
+            answer: CompletionResponseWriter = ToolResponseWriter(max_calls=requests[0].max_tool_calls, **fields)
         else:
             echo = _echo(body, requests, inference.tokenizer)
-            answer = Answer(chat=isinstance(body, ChatBody), echo=echo, **fields)
+            answer = CompletionResponseWriter(chat=isinstance(body, ChatBody), echo=echo, **fields)
         return GenerationResponse(generation, answer, inference.bodies, stream=stream)
 
     def _model(self) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.common.errors import PdServeError
 from pdserve.router.bodies.client_bodies import ClientBodies
-from pdserve.router.openai.openai_answer import Answer, error_body, error_headers
+from pdserve.router.openai.response_writer import CompletionResponseWriter, error_body, error_headers
 from pdserve.router.requests.generation import Generation
-from pdserve.router.requests.visit import Visit
+from pdserve.router.requests.request_scope import RequestScope
 from pdserve.text.request_output import CompletionOutput
 
 JSON = "application/json"
@@ -45,7 +45,7 @@ async def until_disconnect(receive: Receive) -> None:
         pass
 
 
-async def cancel_on_disconnect(visit: Visit[Any], receive: Receive) -> None:
+async def cancel_on_disconnect(visit: RequestScope[Any], receive: Receive) -> None:
     """Ends the request when its client leaves; to be cancelled when it has ended by itself."""
     await until_disconnect(receive)
     visit.cancel()
@@ -54,7 +54,9 @@ async def cancel_on_disconnect(visit: Visit[Any], receive: Receive) -> None:
 class GenerationResponse(Response):
     """Runs the generation while it responds; a client that leaves ends it."""
 
-    def __init__(self, generation: Generation, answer: Answer, bodies: ClientBodies, *, stream: bool) -> None:
+    def __init__(
+        self, generation: Generation, answer: CompletionResponseWriter, bodies: ClientBodies, *, stream: bool
+    ) -> None:
         super().__init__()
         self._bodies = bodies
         self._generation = generation
@@ -81,7 +83,7 @@ class GenerationResponse(Response):
     async def _send_whole(self, generation: Generation, send: Send) -> None:
         outputs = await generation.stream.take_all()
         usage, timeline = generation.usage, generation.timeline
-        body = await self._bodies.aside(
+        body = await self._bodies.in_background_pool(
             generation.stream.num_bytes, lambda: self._answer.whole(outputs, usage, timeline)
         )
         await self._start(send, {"content-type": JSON, "content-length": str(len(body))})

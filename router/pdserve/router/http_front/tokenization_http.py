@@ -123,7 +123,7 @@ class TokenizationHttp:
         return body
 
     async def tokenize(self, request: Request) -> Response:
-        with self._inference.telemetry.refusals():
+        with self._inference.telemetry.count_rejections():
             client = await authenticated(self._keys, request)
             body = await read_body(request, TokenizeBody, self._inference.bodies, self._verified)
             limits = self._inference.limits()
@@ -148,7 +148,7 @@ class TokenizationHttp:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        with self._inference.telemetry.refusals():
+        with self._inference.telemetry.count_rejections():
             client = await authenticated(self._keys, request)
             body = await read_body(request, DetokenizeBody, self._inference.bodies, self._verified)
             limits = self._inference.limits()
@@ -162,7 +162,7 @@ class TokenizationHttp:
     async def _aside(self, request: Request, client: Client, answer: Callable[[], Response]) -> Response:
         """What `answer` returns or raises. Raises: Overloaded; DeadlineExceeded; Cancelled when the client left."""
         timeout_s = self._inference.settings.request_timeout_s
-        answering = asyncio.ensure_future(self._inference.preparation.aside(answer, client))
+        answering = asyncio.ensure_future(self._inference.preparation.in_background_pool(answer, client))
         leaving = asyncio.ensure_future(until_disconnect(request.receive))
         async with first_of(answering, leaving, timeout_s=timeout_s):
             if answering.done():

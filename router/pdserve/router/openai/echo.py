@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.router.openai.openai_logprobs import completion_logprobs, finite, named_candidates
+from pdserve.router.openai.logprobs import completion_logprobs, finite, named_candidates
 from pdserve.text.prompt import Prompt, TextInput, TokenInput
 from pdserve.text.request_output import CompletionOutput
 from pdserve.text.tokenizer import Tokenizer

@@ -39,7 +39,7 @@ import msgspec
 from pdserve.common.errors import InternalError
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.protocol import works_with
-from pdserve.router.workers.worker import Share, Worker, WorkerRole
+from pdserve.router.workers.worker import LoadEstimate, Worker, WorkerRole
 
 LocalPrefill = Literal["never", "auto", "always"]
 PolicyName = Literal["kv_aware", "least_loaded", "round_robin"]
@@ -53,7 +53,7 @@ _DECODE_GROWTH_BLOCKS = 1
 """What a request is expected to add at decode before the next report tells."""
 
 
-class Wish(enum.Enum):
+class PlacementHint(enum.Enum):
     """What the request's history asks of its next placement."""
 
     ANY = "any"
@@ -103,10 +103,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     def prompt_blocks(self) -> int:
         return -(-self.num_tokens // self.block_size)
 
-    def share(self, *, prefills: bool, grows: bool) -> Share:
+    def share(self, *, prefills: bool, grows: bool) -> LoadEstimate:
         """What this prompt adds to the worker. prefills: it is computed here. grows: it is decoded here."""
         growth = _DECODE_GROWTH_BLOCKS if grows else 0
-        return Share(
+        return LoadEstimate(
             legs=1,
             tokens=self.uncached_tokens if prefills else 0,
             all_blocks=self.prompt_blocks + growth,
@@ -156,8 +156,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: Worker | None = None
     decode: Worker | None = None
-    prefill_share: Share = Share(legs=1)
-    decode_share: Share = Share(legs=1)
+    prefill_share: LoadEstimate = LoadEstimate(legs=1)
+    decode_share: LoadEstimate = LoadEstimate(legs=1)
     prefill_here: bool = False
     """No prefill worker lives, so decode must not ask for one."""
     local_prefill_tokens: int | None = None
@@ -200,7 +200,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: PolicyName = "kv_aware"
     local_prefill: LocalPrefill = "auto"
-    wish: Wish = Wish.ANY
+    hint: PlacementHint = PlacementHint.ANY
     blamed: Collection[WorkerKey] = ()
     """Workers to avoid while there is another way."""
     sampler_version: int | None = None
@@ -218,7 +218,7 @@ def place(
 
     prefill, decode: workers that live.
     """
-    if rules.wish is Wish.SESSION:
+    if rules.hint is PlacementHint.SESSION:
         if rules.local_prefill == "never":
             return None
         at = choose(decode, WorkerRole.DECODE, rules)
@@ -230,18 +230,18 @@ def place(
         if rules.local_prefill == "never":
             return None
     if rules.local_prefill == "never":
-        decode = [candidate for candidate in decode if partners(candidate, prefill)]
+        decode = [candidate for candidate in decode if compatible_prefill_workers(candidate, prefill)]
     chosen = choose(decode, WorkerRole.DECODE, rules)
     if chosen is None:
         return None
-    sources = partners(chosen, prefill)
+    sources = compatible_prefill_workers(chosen, prefill)
     here = Placement(decode=chosen.worker, decode_share=chosen.share(prefills=True, grows=True))
     if not sources:
         return msgspec.structs.replace(here, prefill_here=True)
     may_prefill = _may_prefill(chosen, rules)
-    if may_prefill and (rules.local_prefill == "always" or rules.wish is Wish.LOCAL):
+    if may_prefill and (rules.local_prefill == "always" or rules.hint is PlacementHint.LOCAL):
         return here
-    must = rules.local_prefill == "never" or rules.wish is Wish.REMOTE
+    must = rules.local_prefill == "never" or rules.hint is PlacementHint.REMOTE
     source = choose(sources, WorkerRole.PREFILL, rules, strict=not must)
     if source is None:
         return here
@@ -273,7 +273,7 @@ def choose(
     return POLICIES[rules.policy](left, rules.turns.get(role, 0)) if left else None
 
 
-def partners(decode: Candidate, prefill: Sequence[Candidate]) -> list[Candidate]:
+def compatible_prefill_workers(decode: Candidate, prefill: Sequence[Candidate]) -> list[Candidate]:
     """The prefill workers whose KV blocks `decode` can read."""
     own = decode.worker.identity
     return [
@@ -321,7 +321,7 @@ def _prefers_local(decode: Candidate, estimates: Estimates) -> bool:
 
 
 def _may_prefill(decode: Candidate, rules: Rules) -> bool:
-    if rules.local_prefill == "never" or rules.wish is Wish.REMOTE:
+    if rules.local_prefill == "never" or rules.hint is PlacementHint.REMOTE:
         return False
     cap = decode.worker.identity.max_local_prefill_tokens
     return cap is None or decode.unconfirmed_tokens <= cap

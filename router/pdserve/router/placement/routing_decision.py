@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.router.placement.placement import Candidate, Estimates, Placement, PolicyName, Wish
+from pdserve.router.placement.placement import Candidate, Estimates, Placement, PlacementHint, PolicyName
 from pdserve.router.workers.worker import Worker, WorkerRole
 
 LOG_LENGTH = 128
@@ -16,7 +16,7 @@ LOG_LENGTH = 128
 _MAX_IN_ATTRIBUTES = 16
 """Candidates that a span lists."""
 
-_OWN_FIELDS = ("time_unix_s", "request_id", "attempt", "policy", "wish", "kind", "prompt_tokens")
+_OWN_FIELDS = ("time_unix_s", "request_id", "attempt", "policy", "hint", "kind", "prompt_tokens")
 
 
 class CandidateView(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +71,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
     """Whose request it is."""
     attempt: int
     policy: PolicyName
-    wish: Wish
+    hint: PlacementHint
     num_tokens: int
     placement: Placement
     candidates: tuple[CandidateView, ...]
@@ -86,7 +86,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
             "tenant": self.tenant,
             "attempt": self.attempt,
             "policy": self.policy,
-            "wish": self.wish.value,
+            "hint": self.hint.value,
             "kind": placement.kind,
             "prompt_tokens": self.num_tokens,
             "prefill": _name(placement.prefill),
@@ -108,7 +108,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
         estimates = placement.estimates or Estimates()
         flat: dict[str, str | int | float | bool | list[str] | None] = {
             "pdserve.route.policy": self.policy,
-            "pdserve.route.wish": self.wish.value,
+            "pdserve.route.hint": self.hint.value,
             "pdserve.route.kind": placement.kind,
             "pdserve.route.attempt": self.attempt,
             "pdserve.route.prefill": _name(placement.prefill),

@@ -8,26 +8,26 @@ from array import array
 
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission.admission import Admission
-from pdserve.router.requests.embedding_run import EmbeddingInput, EmbeddingRun
-from pdserve.router.requests.run_services import RunServices
-from pdserve.router.requests.visit import Visit
-from pdserve.router.telemetry.request_record import RequestRecord
+from pdserve.router.requests.embedding_task import EmbeddingInput, EmbeddingTask
+from pdserve.router.requests.request_scope import RequestScope
+from pdserve.router.requests.request_services import RequestServices
+from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.tenants.client import ANYBODY, Client
 
 MAX_RUNNING = 128
 """Inputs of one request that are served at a time; each holds a call, timers and buffers."""
 
 
-class Embedding(Visit[EmbeddingInput]):
+class Embedding(RequestScope[EmbeddingInput]):
     """`results` once."""
 
     def __init__(
         self,
         request_id: str,
         inputs: list[EmbeddingInput],
-        services: RunServices,
+        services: RequestServices,
         admission: Admission,
-        record: RequestRecord,
+        record: RequestTrace,
         client: Client = ANYBODY,
     ) -> None:
         super().__init__(request_id, inputs, admission, record, client)
@@ -50,7 +50,7 @@ class Embedding(Visit[EmbeddingInput]):
 
         async def serve() -> None:
             for place, served in waiting:
-                vectors[place] = await EmbeddingRun(served, self._services, time.monotonic() - began).run()
+                vectors[place] = await EmbeddingTask(served, self._services, time.monotonic() - began).run()
 
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -66,7 +66,7 @@ class Embedding(Visit[EmbeddingInput]):
                 raise
             raise self._error from None
         except PdServeError as error:
-            self._record.cut_short(error)
+            self._record.abort(error)
             raise
         finally:
             for task in tasks:
@@ -81,6 +81,6 @@ class Embedding(Visit[EmbeddingInput]):
         if self._error is not None or (self._all is not None and self._all.done()):
             return
         self._error = error or Cancelled("the client left")
-        self._record.cut_short(self._error)
+        self._record.abort(self._error)
         if self._all is not None:
             self._all.cancel()

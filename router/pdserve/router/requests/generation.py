@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission.admission import Admission
 from pdserve.router.requests.client_stream import ClientStream
-from pdserve.router.requests.request_run import RequestRun
-from pdserve.router.requests.visit import Visit
-from pdserve.router.telemetry.request_record import RequestRecord
+from pdserve.router.requests.prompt_task import PromptTask
+from pdserve.router.requests.request_scope import RequestScope
+from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.tenants.client import ANYBODY, Client
 
 log = logging.getLogger(__name__)
@@ -20,16 +20,16 @@ UNREAD_S = 60.0
 """So long may a client leave unread what was sent to it."""
 
 
-class Generation(Visit[RequestRun]):
+class Generation(RequestScope[PromptTask]):
     """Use as an async context: what was started inside has ended when it is left, in whatever way."""
 
     def __init__(
         self,
         request_id: str,
         stream: ClientStream,
-        runs: list[RequestRun],
+        runs: list[PromptTask],
         admission: Admission,
-        record: RequestRecord,
+        record: RequestTrace,
         client: Client = ANYBODY,
     ) -> None:
         super().__init__(request_id, runs, admission, record, client)
@@ -65,14 +65,14 @@ class Generation(Visit[RequestRun]):
     def _run_ended(self, _: asyncio.Task[None]) -> None:
         """A prompt that failed ends the others, whether the client reads or not."""
         if (error := self.stream.error) is not None:
-            self._record.cut_short(error)
+            self._record.abort(error)
             for task in self._tasks:
                 task.cancel()
 
     def cancel(self, error: PdServeError | None = None) -> None:
         """End all runs; both legs of each are cancelled in the event loop's next turn. The stream ends with `error`."""
         error = error or Cancelled("the client left")
-        self._record.cut_short(error)
+        self._record.abort(error)
         for task in self._tasks:
             task.cancel()
         self.stream.fail(error)

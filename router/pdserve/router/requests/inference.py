@@ -15,19 +15,19 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.capacity import Capacity
 from pdserve.router.admission.capacity import Limits as AdmissionLimits
-from pdserve.router.attempts.poison import Company, PoisonList
+from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.bodies.client_bodies import ClientBodies
-from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.prefix_index import PrefixIndex
+from pdserve.router.placement.worker_selector import WorkerSelector
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.embedding import Embedding
-from pdserve.router.requests.embedding_run import EmbeddingInput
+from pdserve.router.requests.embedding_task import EmbeddingInput
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.preparation import ClientRequest, EmbeddingRequest, Limits, Preparation
+from pdserve.router.requests.prompt_task import PromptTask
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
-from pdserve.router.requests.request_run import RequestRun
-from pdserve.router.requests.run_services import RunServices
-from pdserve.router.requests.session import SessionTurn, StreamingSession
+from pdserve.router.requests.request_services import RequestServices
+from pdserve.router.requests.session import SessionPromptTask, StreamingSession
 from pdserve.router.telemetry.router_telemetry import RouterTelemetry
 from pdserve.router.tenants.api_keys import ApiKeys
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
@@ -68,12 +68,12 @@ class Inference:
         )
         self._cache_groups = settings.cache_groups()
         fleet.listeners.append(self.admission.recheck)
-        self.placer = Placer(fleet, index, settings)
+        self.selector = WorkerSelector(fleet, index, settings)
         self.preparation = preparation
         company = Company()
         company.on_left = fleet.look_again
-        self._services = RunServices(
-            self.fleet, self.placer, self.admission, preparation, PoisonList(), company, settings
+        self._services = RequestServices(
+            self.fleet, self.selector, self.admission, preparation, DenyList(), company, settings
         )
         self.telemetry = RouterTelemetry(
             settings, model, lambda: self.admission.num_requests, fleet.counts, lambda: len(index)
@@ -89,7 +89,7 @@ class Inference:
     @property
     def healthy(self) -> bool:
         """Whether some request could be served now."""
-        return not self.admission.closed and self.placer.staffed()
+        return not self.admission.closed and self.selector.has_workers()
 
     def limits(self) -> Limits | None:
         """None until a worker is known."""
@@ -163,7 +163,7 @@ class Inference:
         first_choices = accumulate((request.sampling.n for request in requests[:-1]), initial=0)
         client_stream = self._client_stream(len(requests), stream=stream)
         runs = [
-            RequestRun(
+            PromptTask(
                 request_id if len(requests) == 1 else f"{request_id}-{place}",
                 first_choice,
                 request,
@@ -214,7 +214,7 @@ class Inference:
             priority=priority,
         )
         client_stream = self._client_stream(1, stream=stream)
-        run = SessionTurn(session, request_id, 0, request, client_stream, self._services, record)
+        run = SessionPromptTask(session, request_id, 0, request, client_stream, self._services, record)
         return Generation(request_id, client_stream, [run], self.admission, record, client)
 
     def verify_embedding_size(self, pooling: PoolingParams, num_inputs: int, field: str) -> None:

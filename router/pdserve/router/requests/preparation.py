@@ -53,7 +53,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     """None: the default of the prompt's kind."""
     max_tokens_field: str = "max_tokens"
-    form_field: str = "structured_outputs"
+    constraint_field: str = "structured_outputs"
     """What the client calls the form that it asks for."""
     max_tool_calls: int | None = None
     """Calls in an answer at most, where tools are given; None for no limit."""
@@ -138,7 +138,7 @@ class Preparation:
         for threads in (self._threads, self._aside):
             threads.close()
 
-    async def aside(self, call: Callable[[], T], client: Client = ANYBODY) -> T:
+    async def in_background_pool(self, call: Callable[[], T], client: Client = ANYBODY) -> T:
         """What `call` returns or raises, from a thread that no generation waits for: one call after the other.
 
         Cancelled while it waits, it is never called. Raises: Overloaded, when too many wait, or as many of one tenant as

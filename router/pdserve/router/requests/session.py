@@ -1,6 +1,6 @@
 """`StreamingSession`: a client's turns on one sequence of one decode worker, whose KV stays from turn to turn.
 
-Each turn is a `SessionTurn`, a run of its own `Generation`: limits, admission, metrics and spans are those of a request.
+Each turn is a `SessionPromptTask`, a run of its own `Generation`: limits, admission, metrics and spans are those of a request.
 Between turns a session has no place; it counts for `max_sessions` of its key and of its worker until it is closed.
 """
 
@@ -14,13 +14,13 @@ from pdserve.common import timeline as moments
 from pdserve.common.errors import InternalError, Overloaded, PdServeError, WorkerLost
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.timeline import now_unix_ns
-from pdserve.router.attempts.legs import Admitted, DecodeLegEvent, LegFailed, Outputs, SessionLeg
-from pdserve.router.placement.placement import Placement, Wish, WorkerKey
+from pdserve.router.attempts.worker_calls import Admitted, CallFailed, DecodeCallEvent, Outputs, SessionCall
+from pdserve.router.placement.placement import Placement, PlacementHint, WorkerKey
 from pdserve.router.requests.client_error import as_client_sees
-from pdserve.router.requests.course import Course
 from pdserve.router.requests.preparation import TokenizedRequest
-from pdserve.router.requests.request_run import RequestRun
-from pdserve.router.workers.worker import Booking, Share, Worker
+from pdserve.router.requests.prompt_task import PromptTask
+from pdserve.router.requests.retry_state import RetryState
+from pdserve.router.workers.worker import LoadEstimate, LoadReservation, Worker
 from pdserve.text.output_processor import OutputProcessor
 
 
@@ -36,25 +36,25 @@ class StreamingSession:
         self.worker: Worker | None = None
         self.client_request_id = ""
         """What the client calls the session."""
-        self._leg: SessionLeg | None = None
-        self._events: asyncio.Queue[DecodeLegEvent | PdServeError] = asyncio.Queue()
+        self._leg: SessionCall | None = None
+        self._events: asyncio.Queue[DecodeCallEvent | PdServeError] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
-        self._farewell: Callable[[], None] | None = None
+        self._unsubscribe: Callable[[], None] | None = None
 
-    def open(self, worker: Worker, leg: SessionLeg) -> None:
+    def open(self, worker: Worker, leg: SessionCall) -> None:
         """It has found its worker."""
         self.worker, self._leg = worker, leg
         self._reader = asyncio.create_task(self._read(worker, leg))
-        self._farewell = worker.tell_death(self._on_death)
+        self._unsubscribe = worker.subscribe_lost(self._on_lost)
 
     @property
-    def leg(self) -> SessionLeg:
+    def leg(self) -> SessionCall:
         """Raises: InternalError before `open`."""
         if self._leg is None:
             raise InternalError("the session has no worker")
         return self._leg
 
-    async def next(self) -> DecodeLegEvent:
+    async def next(self) -> DecodeCallEvent:
         """What the worker says next. Raises: what ended the session."""
         event = await self._events.get()
         if isinstance(event, PdServeError):
@@ -79,13 +79,13 @@ class StreamingSession:
         """The worker has refused the session: it is as before `open`, and may be opened at another."""
         self._end_leg()
         await self.closed()
-        self.worker = self._leg = self._reader = self._farewell = None
+        self.worker = self._leg = self._reader = self._unsubscribe = None
         self._events = asyncio.Queue()
         self.token_ids = []
 
     def _end_leg(self) -> None:
-        if self._farewell is not None:
-            self._farewell()
+        if self._unsubscribe is not None:
+            self._unsubscribe()
         if self._leg is not None:
             self._leg.cancel()
         if self._reader is not None:
@@ -96,22 +96,22 @@ class StreamingSession:
         if self._reader is not None:
             await asyncio.wait((self._reader,))
 
-    async def _read(self, worker: Worker, leg: SessionLeg) -> None:
+    async def _read(self, worker: Worker, leg: SessionCall) -> None:
         try:
             while (event := await leg.next()) is not None:
                 self._events.put_nowait(event)
             self._events.put_nowait(WorkerLost(f"decode worker {worker} ended the session"))
-        except LegFailed as failure:
+        except CallFailed as failure:
             self._events.put_nowait(failure.error)
         except PdServeError as error:
             self._events.put_nowait(error)
 
-    def _on_death(self, worker: Worker) -> None:
+    def _on_lost(self, worker: Worker) -> None:
         self._events.put_nowait(WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}"))
         self.close()
 
 
-class SessionTurn(RequestRun):
+class SessionPromptTask(PromptTask):
     """One turn. The first finds a worker; none is ever tried again elsewhere, for the KV is there."""
 
     def __init__(self, session: StreamingSession, *args: Any, **kwargs: Any) -> None:
@@ -122,11 +122,11 @@ class SessionTurn(RequestRun):
     def _token_ids_before(self) -> list[int]:
         return self._session.token_ids
 
-    async def _attempts(self, request: TokenizedRequest, processor: OutputProcessor, course: Course) -> None:
+    async def _attempts(self, request: TokenizedRequest, processor: OutputProcessor, retry_state: RetryState) -> None:
         session = self._session
         if session.worker is not None:
             # what it holds between turns is in the worker's own report
-            share = Share(legs=1, tokens=len(request.token_ids))
+            share = LoadEstimate(legs=1, tokens=len(request.token_ids))
             await self._at(Placement(decode=session.worker, decode_share=share), request)
             return
         refused: dict[WorkerKey, Overloaded] = {}
@@ -151,49 +151,51 @@ class SessionTurn(RequestRun):
         if worker is None:
             raise InternalError("a session without a decode worker")
         self.timeline.mark(moments.PLACED)
-        booking = worker.book(placement.decode_share)
+        reservation = worker.reserve(placement.decode_share)
         if self._holds is not None:
             self._holds.placed()
         record = self._record.attempt(0, placement)
         try:
-            with record, self._services.company.serving(self._casualties, placement):
+            with record, self._services.company.serving(self._crash_guard, placement):
                 if session.worker is None:
-                    prepared = record.carried_by(self._hashed(request, placement.layout))
-                    self._services.poison.check(self._request.client, prepared.request_digest)
+                    prepared = record.with_trace_headers(self._hashed(request, placement.layout))
+                    self._services.deny_list.check(self._request.client, prepared.request_digest)
                     if not prepared.remaining_s:
                         # workers refuse a request without time
                         raise self._too_late()
-                    session.open(worker, SessionLeg(worker, prepared))
+                    session.open(worker, SessionCall(worker, prepared))
                     await session.leg.open()
                 else:
                     await session.leg.go_on(request.token_ids, request.sampling, record.headers)
                 session.token_ids += request.token_ids
-                await self._answer(booking)
+                await self._answer(reservation)
         finally:
-            booking.end()
+            reservation.end()
 
-    async def _until_hopeless(self, *, one_token: bool) -> None:
+    async def _raise_when_no_worker(self, *, one_token: bool) -> None:
         if self._session.worker is None:
-            await super()._until_hopeless(one_token=False)
+            await super()._raise_when_no_worker(one_token=False)
         else:
             await self._session.ended()
 
     async def _find_worker(self, request: TokenizedRequest, refused: Collection[WorkerKey]) -> Placement:
         """refused: workers that had no room."""
         started_unix_ns = now_unix_ns()
-        decision = await self._place(request, 0, None, Course(wish=Wish.SESSION, blamed=frozenset(refused)))
+        decision = await self._place(
+            request, 0, None, RetryState(hint=PlacementHint.SESSION, blamed=frozenset(refused))
+        )
         self.timeline.mark(moments.PLACED)
         self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
         return decision.placement
 
-    async def _answer(self, booking: Booking) -> None:
+    async def _answer(self, reservation: LoadReservation) -> None:
         """Relay until the turn's end. Raises: what ends the session."""
         while True:
             event = await self._session.next()
             if isinstance(event, Admitted):
                 self.timeline.merge(event.moments)
             elif isinstance(event, Outputs):
-                booking.computed()
+                reservation.computed()
                 self.timeline.merge(event.moments)
                 if event.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                     raise InternalError(f"the engine ended the session: {event.finish_reason}")

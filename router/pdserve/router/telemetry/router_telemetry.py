@@ -24,7 +24,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.telemetry.metrics import Exposition, RedisCollector, TlsCollector, make_registry
 from pdserve.common.telemetry.telemetry import make_telemetry
 from pdserve.common.timeline import now_unix_ns
-from pdserve.router.telemetry.request_record import RequestRecord
+from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.telemetry.router_metrics import RouterMetrics
 from pdserve.router.tenants.audit_log import AuditLog
 from pdserve.router.tenants.client import ANYBODY, ASKING, Client
@@ -65,7 +65,7 @@ class RouterTelemetry:
         operation: str = "text_completion",
         client_request_id: str = "",
         client: Client = ANYBODY,
-    ) -> RequestRecord:
+    ) -> RequestTrace:
         """A client's request begins.
 
         caller_headers: its trace context, validated; may be empty. operation: what OpenTelemetry calls its kind.
@@ -73,13 +73,13 @@ class RouterTelemetry:
         """
         started = now_unix_ns()
 
-        def on_end(record: RequestRecord) -> None:
+        def on_end(record: RequestTrace) -> None:
             self._ended(record, client, request_id, operation)
 
         trusted = self._trusts(client)
         if self._telemetry is None:
             headers = (dict(caller_headers) if trusted else {}) or new_trace_headers()
-            return RequestRecord(self.metrics, started, None, headers, on_end)
+            return RequestTrace(self.metrics, started, None, headers, on_end)
         attributes = {
             "pdserve.request.id": request_id,
             "gen_ai.response.id": request_id,
@@ -94,14 +94,14 @@ class RouterTelemetry:
         tracing = self._telemetry.tracing
         begin = tracing.root if trusted else tracing.linked_root
         span = begin(SPAN_NAME, caller_headers, started, attributes)
-        return RequestRecord(self.metrics, started, span, span.headers, on_end)
+        return RequestTrace(self.metrics, started, span, span.headers, on_end)
 
     def _trusts(self, client: Client) -> bool:
         """Whether a client's trace context is taken over: its trace, and whether that is sampled."""
         return bool(client.key_name) if self._trusts_strangers is None else self._trusts_strangers
 
     @contextlib.contextmanager
-    def refusals(self) -> Iterator[None]:
+    def count_rejections(self) -> Iterator[None]:
         """Counts the error of a request that is refused before it has a record, in the task that serves it."""
         started = time.monotonic()
         ASKING.set(None)
@@ -113,7 +113,7 @@ class RouterTelemetry:
             self.metrics.errors.labels(error.code).inc()
             raise
 
-    def _ended(self, record: RequestRecord, client: Client, request_id: str, operation: str) -> None:
+    def _ended(self, record: RequestTrace, client: Client, request_id: str, operation: str) -> None:
         for run in record.runs:
             self.key_metrics.ended(client, run.outcome)
             if run.num_output_tokens or run.cause is None:

@@ -12,10 +12,10 @@ from pdserve.common.errors import PdServeError
 from pdserve.common.held_blocks import HeldBlocks
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ClientTls
-from pdserve.router.workers.directory import Directory
+from pdserve.router.workers.discovery import Directory
 from pdserve.router.workers.watch import introduce
-from pdserve.router.workers.watched_address import TICK_STILL_S, Expected, WatchedAddress
 from pdserve.router.workers.worker import Worker, WorkerRole, WorkerState
+from pdserve.router.workers.worker_watcher import TICK_STILL_S, CompatibilityCheck, WorkerWatcher
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Fleet:
         self,
         prefill: Sequence[str],
         decode: Sequence[str],
-        expected: Expected,
+        expected: CompatibilityCheck,
         held: HeldBlocks | None = None,
         directory: Directory | None = None,
         tls: ClientTls | None = None,
@@ -91,11 +91,11 @@ class Fleet:
         }
         return list(reversed(found.values()))
 
-    def came_back(self, lost: Worker) -> bool:
+    def reconnected(self, lost: Worker) -> bool:
         """Whether a worker that was lost turns out to live: it is watched again, and its engine has moved since."""
         return any(life.key == lost.key and life.joined_at > lost.died_at for life in self.lives())
 
-    def introduce(self, address: str, role: WorkerRole) -> None:
+    def register(self, address: str, role: WorkerRole) -> None:
         """A worker can be found there. Idempotent; an address from settings, or with a living worker, keeps its role.
 
         One beyond loopback that would be spoken to in the clear is passed over, with one warning.
@@ -135,7 +135,7 @@ class Fleet:
                     "%s address %s is forgotten: nobody speaks of it any more", watched.role.value, watched.address
                 )
 
-    def _give_up(self, watched: WatchedAddress) -> None:
+    def _give_up(self, watched: WorkerWatcher) -> None:
         self._introduced.pop(watched.address).cancel()
         self._watched.remove(watched)
 
@@ -186,7 +186,7 @@ class Fleet:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def stays_away(self, is_there: Callable[[], bool], for_s: float) -> None:
+    async def wait_until_absent(self, is_there: Callable[[], bool], for_s: float) -> None:
         """Returns when `is_there` has been false for so long; it is asked now and after every change."""
         while True:
             await self.wait_for(lambda: None if is_there() else True, _FOR_EVER_S)
@@ -194,7 +194,7 @@ class Fleet:
                 return
 
     @staticmethod
-    def _count(watched: Sequence[WatchedAddress]) -> dict[str, int]:
+    def _count(watched: Sequence[WorkerWatcher]) -> dict[str, int]:
         states = [address.worker.state for address in watched if address.worker is not None]
         return {
             "addresses": len(watched),
@@ -203,7 +203,7 @@ class Fleet:
             "refused": sum(address.refused is not None for address in watched),
         }
 
-    def _on_change(self, watched: WatchedAddress) -> None:
+    def _on_change(self, watched: WorkerWatcher) -> None:
         worker = watched.worker
         if worker is not None and worker.state is WorkerState.LIVE and worker.key not in self._met:
             self._met.add(worker.key)
@@ -249,11 +249,11 @@ class Fleet:
             for watched in self._watched:
                 if late > 1:
                     # this process was stopped; the workers' messages wait in its sockets
-                    watched.forgive(late)
+                    watched.extend_deadline(late)
                 watched.check_tick(now - TICK_STILL_S)
 
-    def _watch_address(self, address: str, role: WorkerRole, *, found: bool = False) -> WatchedAddress:
-        return WatchedAddress(address, role, self._expected, self._on_change, self._held, self._tls, found=found)
+    def _watch_address(self, address: str, role: WorkerRole, *, found: bool = False) -> WorkerWatcher:
+        return WorkerWatcher(address, role, self._expected, self._on_change, self._held, self._tls, found=found)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._keep(asyncio.create_task(coroutine))

@@ -17,7 +17,7 @@ from pdserve.common.net.service_channel import MEET, ServiceChannel, decoder, re
 from pdserve.common.request.wire import layout_from_wire
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchChallenge
-from pdserve.router.workers.watched_identity import verify_identity
+from pdserve.router.workers.announced_identity import verify_identity
 from pdserve.router.workers.worker import WorkerIdentity, WorkerLoad, WorkerRole
 from pdserve.v1 import worker_pb2
 

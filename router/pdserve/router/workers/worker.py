@@ -84,7 +84,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Without what a step costs anyway; 0: unknown."""
 
 
-class Share(msgspec.Struct, frozen=True, kw_only=True):
+class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a worker's load."""
 
     legs: int = 0
@@ -95,16 +95,16 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     new_blocks: int = 0
     """Held, without those that were cached before."""
 
-    def __add__(self, other: Share) -> Share:
-        return Share(
+    def __add__(self, other: LoadEstimate) -> LoadEstimate:
+        return LoadEstimate(
             legs=self.legs + other.legs,
             tokens=self.tokens + other.tokens,
             all_blocks=self.all_blocks + other.all_blocks,
             new_blocks=self.new_blocks + other.new_blocks,
         )
 
-    def __sub__(self, other: Share) -> Share:
-        return Share(
+    def __sub__(self, other: LoadEstimate) -> LoadEstimate:
+        return LoadEstimate(
             legs=self.legs - other.legs,
             tokens=self.tokens - other.tokens,
             all_blocks=self.all_blocks - other.all_blocks,
@@ -122,7 +122,7 @@ class Worker:
         self.load = load or WorkerLoad()
         self.state = WorkerState.DRAINING if self.load.draining else WorkerState.LIVE
         self.cause_of_death = ""
-        self.stood_still = False
+        self.stalled = False
         """It is dead because its engine made no progress, and not because its connection broke."""
         self.joined_at = time.monotonic()
         self.died_at = math.inf
@@ -130,12 +130,12 @@ class Worker:
         """Legs that this router has open here."""
         self.num_placed = 0
         """Legs that this router has ever opened here."""
-        self._own = Share()
+        self._own = LoadEstimate()
         """What the legs that this router has open here hold and still compute."""
-        self._own_reported = Share()
+        self._own_reported = LoadEstimate()
         """The same, as far as the last report may have counted it."""
-        self._ended_lately: deque[tuple[float, Share]] = deque()
-        self._mourners: set[Callable[[Worker], None]] = set()
+        self._ended_lately: deque[tuple[float, LoadEstimate]] = deque()
+        self._on_lost: set[Callable[[Worker], None]] = set()
 
     def __str__(self) -> str:
         return f"{self.identity.worker_id} ({self.identity.address}, epoch {self.identity.epoch:016x})"
@@ -185,31 +185,31 @@ class Worker:
         if self.state is WorkerState.LIVE:
             self.state = WorkerState.DRAINING
 
-    def die(self, cause: str, *, stood_still: bool = False) -> None:
+    def mark_lost(self, cause: str, *, stalled: bool = False) -> None:
         """The end of this life, as far as can be seen: whoever has a leg here is told, at once and once."""
         if self.state is WorkerState.DEAD:
             return
         self.state, self.cause_of_death = WorkerState.DEAD, cause
-        self.stood_still, self.died_at = stood_still, time.monotonic()
-        mourners, self._mourners = self._mourners, set()
-        for tell in mourners:
+        self.stalled, self.died_at = stalled, time.monotonic()
+        callbacks, self._on_lost = self._on_lost, set()
+        for tell in callbacks:
             tell(self)
 
-    def tell_death(self, tell: Callable[[Worker], None]) -> Callable[[], None]:
+    def subscribe_lost(self, tell: Callable[[Worker], None]) -> Callable[[], None]:
         """Have `tell` called when the worker dies; the returned function ends that."""
-        self._mourners.add(tell)
-        return lambda: self._mourners.discard(tell)
+        self._on_lost.add(tell)
+        return lambda: self._on_lost.discard(tell)
 
-    def book(self, share: Share) -> Booking:
+    def reserve(self, share: LoadEstimate) -> LoadReservation:
         """Count one leg until the booking ends."""
-        return Booking(self, share)
+        return LoadReservation(self, share)
 
-    def _open(self, share: Share) -> None:
+    def _open(self, share: LoadEstimate) -> None:
         self.num_in_flight += 1
         self.num_placed += 1
         self._own += share
 
-    def _end(self, share: Share) -> None:
+    def _end(self, share: LoadEstimate) -> None:
         self._own -= share
         self._forget_ended()
         self._ended_lately.append((time.monotonic(), share))
@@ -220,20 +220,20 @@ class Worker:
             self._ended_lately.popleft()
 
 
-class Booking:
+class LoadReservation:
     """One leg in the router's own account of a worker. Every method may be called again, which does nothing."""
 
     __slots__ = ("_share", "_worker")
 
-    def __init__(self, worker: Worker, share: Share) -> None:
+    def __init__(self, worker: Worker, share: LoadEstimate) -> None:
         self._worker = worker
-        self._share: Share | None = share
+        self._share: LoadEstimate | None = share
         worker._open(share)
 
     def computed(self) -> None:
         """The prompt is prefilled; its blocks stay."""
         if self._share is not None and self._share.tokens:
-            tokens = Share(tokens=self._share.tokens)
+            tokens = LoadEstimate(tokens=self._share.tokens)
             self._share -= tokens
             self._worker._end(tokens)
 

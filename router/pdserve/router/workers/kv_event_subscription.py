@@ -1,4 +1,4 @@
-"""`BlocksFeed`: keeps the index true to what one worker holds, from Redis, or from the worker itself when Redis cannot.
+"""`KvEventSubscription`: keeps the index true to what one worker holds, from Redis, or from the worker itself when Redis cannot.
 
 At any time at most one source writes. A source begins with everything, so changing it needs no care.
 """
@@ -18,7 +18,7 @@ from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.common.held_blocks import MAX_HASHES, BlocksChange, HeldBlocks, apply_change
 from pdserve.common.registry.redis_connection import heed_cancellation
 from pdserve.common.security.derived_key import DeploymentKey
-from pdserve.router.workers.redis_blocks import ChangeReader, Snapshot
+from pdserve.router.workers.kv_event_stream import ChangeReader, Snapshot
 from pdserve.router.workers.watch import watch
 from pdserve.router.workers.worker import Worker, WorkerIdentity
 
@@ -38,7 +38,7 @@ class FeedSource(enum.Enum):
     WORKER = "worker"
 
 
-class BlocksFeed:
+class KvEventSubscription:
     """Of one life of one worker, from its first report to its end."""
 
     def __init__(
@@ -72,36 +72,36 @@ class BlocksFeed:
         try:
             changes = self.reader.read(entries)
         except InvalidRequest as error:
-            self.lose(error.message)
+            self.invalidate(error.message)
             return False
         for change in changes:
             apply_change(self._held, self.worker.key, change)
         return True
 
-    def vouch(self, seq: int, now_s: float) -> None:
+    def confirm(self, seq: int, now_s: float) -> None:
         """The worker's record says that `seq` changes were made, and all entries up to now were taken."""
         if self.source is FeedSource.REDIS and self.reader is not None:
             if self.reader.seq < seq:
-                self.lose(f"{seq} changes were made, the stream ends at {self.reader.seq}")
+                self.invalidate(f"{seq} changes were made, the stream ends at {self.reader.seq}")
             else:
                 self._vouched_at = now_s
                 self._last_complaint = ""
 
-    def lose(self, cause: str) -> None:
+    def invalidate(self, cause: str) -> None:
         """What Redis said cannot be trusted: nothing is known of this worker until a source begins anew."""
         if self.source is FeedSource.REDIS:
             self.source, self.reader = FeedSource.NONE, None
             self._held.cleared(self.worker.key)
-        self.complain(cause)
+        self.warn_once(cause)
 
-    def complain(self, cause: str) -> None:
+    def warn_once(self, cause: str) -> None:
         """Count it, and log it unless it was the last complaint too."""
         self._counts["blocks"] += 1
         if cause != self._last_complaint:
             self._last_complaint = cause
             log.warning("what Redis holds of worker %s's blocks is read anew: %s", self.worker, cause)
 
-    def mind(self, now_s: float) -> None:
+    def poll(self, now_s: float) -> None:
         """Called several times a second, whether Redis answers or not."""
         if self.source is FeedSource.WORKER:
             if self._watch_task is None or self._watch_task.done():
@@ -128,7 +128,7 @@ class BlocksFeed:
         try:
             found = await snapshot()
         except InvalidRequest as error:
-            self.complain(error.message)
+            self.warn_once(error.message)
             return
         heed_cancellation()
         if found is None:

@@ -11,10 +11,10 @@ from typing import Literal
 import msgspec
 
 from pdserve.common.request.pooling_params import PoolingParams, PoolingType
-from pdserve.router.openai.openai_prompts import OpenAIPrompts, as_prompts, num_prompts
+from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
 from pdserve.router.requests.preparation import EmbeddingRequest
+from pdserve.router.requests.prompt_task import Usage
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
-from pdserve.router.requests.request_run import Usage
 
 EncodingFormat = Literal["float", "base64"]
 PART_BYTES = 1 << 18

@@ -1,4 +1,4 @@
-"""`Placer`: the one that asks the prefix index, places by the configured policy, and remembers why."""
+"""`WorkerSelector`: the one that asks the prefix index, places by the configured policy, and remembers why."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.placement.placement import (
     Candidate,
     Placement,
+    PlacementHint,
     Rules,
-    Wish,
     WorkerKey,
-    partners,
+    compatible_prefill_workers,
     place,
     place_prefill,
 )
@@ -27,7 +27,7 @@ Hashes = Callable[[KvLayout], Sequence[bytes]]
 """Hashes of the prompt's full blocks, for workers of a layout; asked once a layout and prompt at most."""
 
 
-class Placer:
+class WorkerSelector:
     """One for all requests of a router."""
 
     def __init__(self, fleet: Fleet, index: PrefixIndex, settings: RouterSettings) -> None:
@@ -47,7 +47,7 @@ class Placer:
         num_tokens: int,
         max_tokens: int,
         hashes: Hashes,
-        wish: Wish = Wish.ANY,
+        hint: PlacementHint = PlacementHint.ANY,
         blamed: Collection[WorkerKey] = (),
         dead: Collection[WorkerKey] = (),
         sampler_version: int | None = None,
@@ -60,11 +60,11 @@ class Placer:
         computes alone.
         """
         live = {role: self._fleet.workers(role) for role in WorkerRole}
-        full = {worker.key for role in WorkerRole for worker in live[role] if _is_full(worker, wish)}
+        full = {worker.key for role in WorkerRole for worker in live[role] if _is_full(worker, hint)}
         rules = Rules(
             policy=self._settings.policy,
             local_prefill=self._settings.local_prefill,
-            wish=wish,
+            hint=hint,
             blamed={*blamed, *full},
             sampler_version=sampler_version,
             turns=self._turns,
@@ -93,7 +93,7 @@ class Placer:
             tenant=tenant,
             attempt=attempt,
             policy=rules.policy,
-            wish=wish,
+            hint=hint,
             num_tokens=num_tokens,
             placement=placement,
             candidates=views(WorkerRole.PREFILL, prefill) + views(WorkerRole.DECODE, decode),
@@ -102,7 +102,7 @@ class Placer:
         self.log.add(decision)
         return decision
 
-    def staffed(self, *, one_token: bool = False, embeds: bool = False) -> bool:
+    def has_workers(self, *, one_token: bool = False, embeds: bool = False) -> bool:
         """Whether workers are there that could serve a prompt, as far as their roles tell.
 
         one_token: no more is wanted of it. embeds: as in `place`.
@@ -156,7 +156,7 @@ class Placer:
         pairable: Collection[WorkerKey] | None = None
         if placement.prefill is not None and placement.decode is not None:
             decode = next(c for c in candidates[WorkerRole.DECODE] if c.worker is placement.decode)
-            pairable = {c.worker.key for c in partners(decode, candidates[WorkerRole.PREFILL])}
+            pairable = {c.worker.key for c in compatible_prefill_workers(decode, candidates[WorkerRole.PREFILL])}
         for role, of_role in candidates.items():
             for candidate in of_role:
                 key, name = candidate.worker.key, candidate.worker.identity.worker_id
@@ -169,6 +169,6 @@ class Placer:
         return tuple(left)
 
 
-def _is_full(worker: Worker, wish: Wish) -> bool:
+def _is_full(worker: Worker, hint: PlacementHint) -> bool:
     """Whether the worker would most likely refuse it."""
-    return worker.has_full_queue or (wish is Wish.SESSION and worker.has_all_sessions)
+    return worker.has_full_queue or (hint is PlacementHint.SESSION and worker.has_all_sessions)

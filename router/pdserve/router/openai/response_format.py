@@ -33,7 +33,7 @@ class StructuredOutputsBody(StructuredOutputsFields, frozen=True, kw_only=True, 
     """As an object; `StructuredOutputsParams` travel as an array."""
 
 
-class OutputForm(NamedTuple):
+class OutputConstraint(NamedTuple):
     """What an answer must look like."""
 
     params: StructuredOutputsParams | None = None
@@ -52,14 +52,16 @@ class OutputForm(NamedTuple):
             raise InvalidRequest(told, self.field) from None
 
 
-def output_form(response_format: ResponseFormat | None, structured_outputs: StructuredOutputsBody | None) -> OutputForm:
+def output_form(
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputsBody | None
+) -> OutputConstraint:
     """Raises: InvalidRequest for a wrong `response_format`, and for both at once."""
     by_format = None if response_format is None else _of_response_format(response_format)
     if structured_outputs is None:
-        return OutputForm(by_format, "response_format")
+        return OutputConstraint(by_format, "response_format")
     if by_format is not None:
         raise InvalidRequest("response_format and structured_outputs both ask for a form", "response_format")
-    return OutputForm(StructuredOutputsParams(**msgspec.structs.asdict(structured_outputs)))
+    return OutputConstraint(StructuredOutputsParams(**msgspec.structs.asdict(structured_outputs)))
 
 
 def _of_response_format(given: ResponseFormat) -> StructuredOutputsParams | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pdserve.common.telemetry.tracing import Attribute, Event, Tracing
 from pdserve.common.timeline import to_unix_ns
-from pdserve.worker.leg_record import LegRecord
+from pdserve.worker.call_stats import CallStats
 
 
-def trace_leg(tracing: Tracing, record: LegRecord, worker_id: str, block_bytes: int) -> None:
+def trace_leg(tracing: Tracing, record: CallStats, worker_id: str, block_bytes: int) -> None:
     """A span for each stage that was entered; none when the caller's trace is not sampled."""
     parent = tracing.below(record.trace_headers)
     if parent is None:
@@ -45,7 +45,7 @@ def trace_leg(tracing: Tracing, record: LegRecord, worker_id: str, block_bytes: 
 
 
 def _describe_transfer(
-    record: LegRecord, block_bytes: int, attributes: dict[str, Attribute], events: list[Event]
+    record: CallStats, block_bytes: int, attributes: dict[str, Attribute], events: list[Event]
 ) -> None:
     if (transfer := record.transfer) is not None:
         attributes["pdserve.kv.connector"] = transfer.connector_name

@@ -24,17 +24,17 @@ from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.admission.place import Cost, Place
 from pdserve.router.attempts.attempt import Attempt
 from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded, backoff_s
+from pdserve.router.attempts.crash_guard import CrashGuard
 from pdserve.router.attempts.full_workers import FullWorkers
-from pdserve.router.attempts.legs import Outputs, PromptLogprobs
-from pdserve.router.attempts.poison import Casualties
-from pdserve.router.placement.placement import Wish
+from pdserve.router.attempts.worker_calls import Outputs, PromptLogprobs
+from pdserve.router.placement.placement import PlacementHint
 from pdserve.router.placement.routing_decision import RoutingDecision
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.router.requests.client_stream import ClientStream
-from pdserve.router.requests.course import Course
 from pdserve.router.requests.preparation import ClientRequest, Limits, TokenizedRequest
-from pdserve.router.requests.run_services import RunServices
-from pdserve.router.telemetry.request_record import RequestRecord
+from pdserve.router.requests.request_services import RequestServices
+from pdserve.router.requests.retry_state import RetryState
+from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.workers.worker import WorkerRole
 from pdserve.text.best_of import best
 from pdserve.text.output_processor import OutputProcessor, PositionConflict
@@ -58,7 +58,7 @@ class Usage(msgspec.Struct, kw_only=True):
     """Prompt tokens that needed no computing."""
 
 
-class RequestRun:
+class PromptTask:
     """Serves one prompt into the choices of a client's stream that belong to it. `run` once."""
 
     def __init__(
@@ -67,8 +67,8 @@ class RequestRun:
         first_choice: int,
         request: ClientRequest,
         stream: ClientStream,
-        services: RunServices,
-        record: RequestRecord,
+        services: RequestServices,
+        record: RequestTrace,
     ) -> None:
         self.request_id = request_id
         self.usage = Usage()
@@ -88,8 +88,8 @@ class RequestRun:
         """Sequences of which the client has something."""
         self._numbers = itertools.count()
         """Of attempts."""
-        self._casualties = Casualties(
-            services.poison, services.fleet, services.company, request.client, request.sampling
+        self._crash_guard = CrashGuard(
+            services.deny_list, services.fleet, services.company, request.client, request.sampling
         )
         self._full = FullWorkers(services.settings.queue_timeout_s)
         self._record = record.run(self.timeline)
@@ -116,7 +116,7 @@ class RequestRun:
 
     def _in_the_clients_words(self, error: PdServeError) -> PdServeError:
         """Workers know the form of an output as `structured_outputs`, by whatever field it was asked for."""
-        field = self._request.form_field
+        field = self._request.constraint_field
         if isinstance(error, InvalidRequest) and error.field == STRUCTURED_OUTPUTS != field:
             return type(error)(f"{field}: {error.message}", field)
         return error
@@ -157,19 +157,19 @@ class RequestRun:
         async with self._services.admission.place(
             cost,
             priority,
-            lambda: self._until_hopeless(one_token=request.sampling.max_tokens == 1),
+            lambda: self._raise_when_no_worker(one_token=request.sampling.max_tokens == 1),
             client=self._request.client,
         ) as self._holds:
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
-            await self._attempts(request, self._processor, Course())
+            await self._attempts(request, self._processor, RetryState())
 
     @property
     def _token_ids_before(self) -> list[int]:
         """What the prompt goes on with; the caller must not change it."""
         return []
 
-    async def _attempts(self, request: TokenizedRequest, processor: OutputProcessor, course: Course) -> None:
+    async def _attempts(self, request: TokenizedRequest, processor: OutputProcessor, retry_state: RetryState) -> None:
         """Attempt after attempt until one serves the request, each from where the client's text stands.
 
         Raises: PdServeError.
@@ -177,14 +177,14 @@ class RequestRun:
         while True:
             started_unix_ns = now_unix_ns()
             number = next(self._numbers)
-            resume = self._resume_state(processor, course)
-            decision = await self._place(request, number, resume, course)
+            resume = self._resume_state(processor, retry_state)
+            decision = await self._place(request, number, resume, retry_state)
             placement = decision.placement
             self.timeline.mark(moments.PLACED)
             self._record.routed(started_unix_ns, decision.policy, placement, decision.attributes)
             layout = placement.layout
             prompt_digest = self._hashed(request, layout).request_digest
-            self._services.poison.check(self._request.client, prompt_digest)
+            self._services.deny_list.check(self._request.client, prompt_digest)
             prepared = self._hashed(request, layout, resume)
             if not prepared.remaining_s:
                 # workers refuse a request without time
@@ -192,74 +192,78 @@ class RequestRun:
             record = self._record.attempt(number, placement, 0 if resume is None else len(resume.output_token_ids))
             if self._holds is not None:
                 self._holds.placed()
-            if not request.sampling.greedy and len(placement.sampler_versions | course.sampler_versions) > 1:
+            if not request.sampling.greedy and len(placement.sampler_versions | retry_state.sampler_versions) > 1:
                 self._record.sampled_by_other()
             num_tokens = processor.num_output_tokens
             attempt = Attempt(
-                number, record.carried_by(prepared), placement, self.timeline, self._relay, self._relay_prompt
+                number, record.with_trace_headers(prepared), placement, self.timeline, self._relay, self._relay_prompt
             )
             try:
-                with record, self._services.company.serving(self._casualties, placement):
+                with record, self._services.company.serving(self._crash_guard, placement):
                     await attempt.run()
-                self._services.placer.bandwidth.landed(attempt.transfer_bytes, self.timeline)
+                self._services.selector.bandwidth.landed(attempt.transfer_bytes, self.timeline)
                 return
             except PrefillNeeded as needed:
-                course.wish, course.blamed = Wish.REMOTE, frozenset()
-                course.num_uncounted += 1
-                if course.num_uncounted <= self._services.settings.max_attempts:
+                retry_state.hint, retry_state.blamed = PlacementHint.REMOTE, frozenset()
+                retry_state.num_uncounted += 1
+                if retry_state.num_uncounted <= self._services.settings.max_attempts:
                     continue
                 failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
             except AttemptFailed as failed:
                 failure = failed
             if processor.num_output_tokens > num_tokens and not request.sampling.greedy:
-                course.sampler_version = placement.sampler_version
+                retry_state.sampler_version = placement.sampler_version
             if (full := failure.refused_by) is not None:
                 await self._full.refused(full, failure.error)
                 continue
-            if isinstance(failure.error, Evicted) and course.num_evictions < MAX_EVICTIONS:
-                course.num_evictions += 1
+            if isinstance(failure.error, Evicted) and retry_state.num_evictions < MAX_EVICTIONS:
+                retry_state.num_evictions += 1
             else:
-                course.num_counted += 1
+                retry_state.num_counted += 1
             log.info(
                 "request %s: attempt %d failed after %d tokens: %s",
                 self.request_id, number, processor.num_output_tokens, failure,
             )  # fmt: skip
-            course.wish = self._after(failure, prompt_digest, course.num_counted)
-            course.blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
-            await asyncio.sleep(backoff_s(course.num_counted + course.num_evictions))
-            if self.num_sequences > 1 and course.index is None and processor.num_output_tokens:
-                await self._go_on_apart(request, processor, course)
+            retry_state.hint = self._after(failure, prompt_digest, retry_state.num_counted)
+            retry_state.blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
+            await asyncio.sleep(backoff_s(retry_state.num_counted + retry_state.num_evictions))
+            if self.num_sequences > 1 and retry_state.index is None and processor.num_output_tokens:
+                await self._go_on_apart(request, processor, retry_state)
                 return
 
-    async def _go_on_apart(self, request: TokenizedRequest, processor: OutputProcessor, course: Course) -> None:
+    async def _go_on_apart(
+        self, request: TokenizedRequest, processor: OutputProcessor, retry_state: RetryState
+    ) -> None:
         """The sequences have come to differ: each that has not ended goes on in attempts of its own."""
         try:
             async with asyncio.TaskGroup() as group:
                 for index in processor.unfinished_indices:
-                    alone = msgspec.structs.replace(course, index=index)
+                    alone = msgspec.structs.replace(retry_state, index=index)
                     group.create_task(self._attempts_alone(request, processor, alone))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _attempts_alone(self, request: TokenizedRequest, processor: OutputProcessor, course: Course) -> None:
+    async def _attempts_alone(
+        self, request: TokenizedRequest, processor: OutputProcessor, retry_state: RetryState
+    ) -> None:
         try:
-            await self._attempts(request, processor, course)
+            await self._attempts(request, processor, retry_state)
         except PdServeError as error:
             # it ends the other sequences, too
             self._record.error = self._record.error or error
             raise
 
-    def _resume_state(self, processor: OutputProcessor, course: Course) -> ResumeState | None:
+    def _resume_state(self, processor: OutputProcessor, retry_state: RetryState) -> ResumeState | None:
         """What the client has of the one sequence that is served; None for a request that begins."""
-        if course.index is None and (self.num_sequences > 1 or not processor.num_output_tokens):
+        if retry_state.index is None and (self.num_sequences > 1 or not processor.num_output_tokens):
             return None
-        index = course.index or 0
+        index = retry_state.index or 0
         return ResumeState(index=index, output_token_ids=list(processor.output_token_ids(index)))
 
-    def _after(self, failure: AttemptFailed, prompt_digest: bytes, num_counted: int) -> Wish:
+    def _after(self, failure: AttemptFailed, prompt_digest: bytes, num_counted: int) -> PlacementHint:
         """What the next attempt should be. Raises the failure's error when there is none."""
         error = failure.error
-        self._casualties.count(failure, prompt_digest)
+        self._crash_guard.count(failure, prompt_digest)
         if (
             not error.retryable
             or isinstance(error, PositionConflict)
@@ -271,10 +275,10 @@ class RequestRun:
                 case "fail":
                     raise error
                 case "remote":
-                    return Wish.REMOTE
+                    return PlacementHint.REMOTE
                 case "local":
-                    return Wish.LOCAL
-        return Wish.REMOTE if isinstance(error, Evicted) else Wish.ANY
+                    return PlacementHint.LOCAL
+        return PlacementHint.REMOTE if isinstance(error, Evicted) else PlacementHint.ANY
 
     def _relay(self, outputs: Outputs) -> bool:
         """Give the client what is new; see `Attempt`."""
@@ -336,33 +340,33 @@ class RequestRun:
         return limits
 
     async def _place(
-        self, request: TokenizedRequest, attempt: int, resume: ResumeState | None, course: Course
+        self, request: TokenizedRequest, attempt: int, resume: ResumeState | None, retry_state: RetryState
     ) -> RoutingDecision:
         num_resumed = 0 if resume is None else len(resume.output_token_ids)
 
         def look() -> RoutingDecision | None:
-            return self._services.placer.place(
+            return self._services.selector.place(
                 self.request_id,
                 attempt,
                 tenant=self._request.client.tenant,
                 num_tokens=len(request.token_ids) + num_resumed,
                 max_tokens=request.sampling.max_tokens - num_resumed,
                 hashes=lambda layout: self._hashed(request, layout, resume).placement_hashes,
-                wish=course.wish,
-                blamed=course.blamed | self._full.keys,
-                dead=self._casualties.unfit,
-                sampler_version=course.sampler_version,
+                hint=retry_state.hint,
+                blamed=retry_state.blamed | self._full.keys,
+                dead=self._crash_guard.unfit,
+                sampler_version=retry_state.sampler_version,
             )
 
         while (decision := await self._services.fleet.wait_for(look, WAIT_FOR_WORKER_S)) is None:
-            if self._casualties.unfit == self._casualties.workers:
+            if self._crash_guard.unfit == self._crash_guard.workers:
                 raise self._no_worker()
         return decision
 
-    async def _until_hopeless(self, *, one_token: bool) -> None:
+    async def _raise_when_no_worker(self, *, one_token: bool) -> None:
         """While it waits for a place. Raises: what it ends with when no place would help; does not return."""
-        await self._services.fleet.stays_away(
-            lambda: self._services.placer.staffed(one_token=one_token), WAIT_FOR_WORKER_S
+        await self._services.fleet.wait_until_absent(
+            lambda: self._services.selector.has_workers(one_token=one_token), WAIT_FOR_WORKER_S
         )
         raise self._no_worker()
 

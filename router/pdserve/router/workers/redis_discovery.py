@@ -37,9 +37,9 @@ from pdserve.common.registry.registry import (
 )
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.router.workers.blocks_feed import BlocksFeed, FeedSource
-from pdserve.router.workers.directory import Introductions
-from pdserve.router.workers.redis_blocks import Snapshot, read_snapshot
+from pdserve.router.workers.discovery import Discovery
+from pdserve.router.workers.kv_event_stream import Snapshot, read_snapshot
+from pdserve.router.workers.kv_event_subscription import FeedSource, KvEventSubscription
 from pdserve.router.workers.worker import Worker, WorkerRole
 
 log = logging.getLogger(__name__)
@@ -73,14 +73,14 @@ class RedisDirectory:
         self._held = held
         self._key = key
         self._signer = RecordSigner(key, namespace)
-        self._feeds: dict[WorkerKey, BlocksFeed] = {}
+        self._feeds: dict[WorkerKey, KvEventSubscription] = {}
         self._records: dict[str, WorkerRecord] = {}
         self._seen_at: dict[str, float] = {}
         self._find_at = 0.0
         self._snapshots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
         self._complaints: dict[str, str] = {}
 
-    async def run(self, fleet: Introductions) -> None:
+    async def run(self, fleet: Discovery) -> None:
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -101,7 +101,7 @@ class RedisDirectory:
             await asyncio.gather(*(feed.close() for feed in self._feeds.values()))
             await self._redis.aclose()
 
-    async def _look(self, fleet: Introductions, now_s: float) -> None:
+    async def _look(self, fleet: Discovery, now_s: float) -> None:
         finding = now_s >= self._find_at
         worker_ids = await self._worker_ids() if finding else []
         following = {
@@ -153,7 +153,7 @@ class RedisDirectory:
             except InvalidRequest as error:
                 self._complain("record", worker_id, f"the record of worker {worker_id}: {error.message}")
 
-    async def _take_entries(self, following: Mapping[bytes, BlocksFeed], result: object) -> set[WorkerKey]:
+    async def _take_entries(self, following: Mapping[bytes, KvEventSubscription], result: object) -> set[WorkerKey]:
         """The workers whose streams were read to their end."""
         found: dict[bytes, list[tuple[object, object]]] = {}
         if isinstance(result, Exception):
@@ -169,7 +169,7 @@ class RedisDirectory:
                 caught_up.add(feed.worker.key)
         return caught_up
 
-    async def _find_unreadable(self, following: Mapping[bytes, BlocksFeed], error: Exception) -> None:
+    async def _find_unreadable(self, following: Mapping[bytes, KvEventSubscription], error: Exception) -> None:
         if not concerns_keys(error_kind(error)):
             raise error
         asking = self._redis.pipeline(transaction=False)
@@ -177,15 +177,15 @@ class RedisDirectory:
             asking.type(key)
         for feed, kind in zip(following.values(), await asking.execute(), strict=True):
             if kind not in (b"stream", b"none"):
-                feed.lose(f"its stream is a {kind.decode('ascii', 'replace')}")
+                feed.invalidate(f"its stream is a {kind.decode('ascii', 'replace')}")
 
-    def _tell(self, fleet: Introductions, now_s: float) -> None:
+    def _tell(self, fleet: Discovery, now_s: float) -> None:
         known = set(fleet.introduced())
         num_new = 0
         for record in self._records.values():
             num_new += record.address not in known
             if record.address in known or num_new <= MAX_NEW_ADDRESSES:
-                fleet.introduce(record.address, WorkerRole(record.role))
+                fleet.register(record.address, WorkerRole(record.role))
         introduced = set(fleet.introduced())
         self._seen_at = {address: self._seen_at.get(address, now_s) for address in introduced}
         fleet.forget({address for address, at in self._seen_at.items() if now_s - at > FORGET_AFTER_S})
@@ -196,7 +196,7 @@ class RedisDirectory:
             if record is None or record.epoch != key[1]:
                 continue
             if key in caught_up:
-                feed.vouch(record.seq, now_s)
+                feed.confirm(record.seq, now_s)
             if feed.source is not FeedSource.REDIS:
                 feed.load(lambda key=key: self._snapshot(key))  # type: ignore[misc]
 
@@ -216,10 +216,10 @@ class RedisDirectory:
             await self._feeds.pop(key).close()
         for key, worker in alive.items():
             if key not in self._feeds:
-                self._feeds[key] = BlocksFeed(worker, self._held, self._key, self.counts, now_s)
+                self._feeds[key] = KvEventSubscription(worker, self._held, self._key, self.counts, now_s)
                 # its blocks are read at once
                 self._find_at = 0.0
-            self._feeds[key].mind(now_s)
+            self._feeds[key].poll(now_s)
 
     def _unusable(self, kind: str, key: str, error: Exception) -> None:
         """A foreign value under a key of ours is a complaint; anything else is Redis' own failure, and raised."""

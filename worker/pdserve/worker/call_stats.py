@@ -1,4 +1,4 @@
-"""`LegRecord`: what one call of a router came to, from moments that the engine recorded.
+"""`CallStats`: what one call of a router came to, from moments that the engine recorded.
 
 Spans and metrics are both made from it, once the engine has nothing of the request any more: how a request that was cut
 short ended is known only then.
@@ -56,7 +56,7 @@ class PassedStage(NamedTuple):
     """Why it did not come to its own end."""
 
 
-class LegRecord:
+class CallStats:
     """Enter it around the call; `close` it when the engine is done."""
 
     def __init__(
@@ -64,7 +64,7 @@ class LegRecord:
         leg: Leg,
         request: EngineCoreRequest,
         trace_headers: Mapping[str, str],
-        on_closed: Callable[[LegRecord], None],
+        on_closed: Callable[[CallStats], None],
     ) -> None:
         """on_closed: hears of this record once, when everything is known."""
         self.leg = leg
@@ -87,7 +87,7 @@ class LegRecord:
         """When the call ended, `time.monotonic()` seconds."""
         self._on_closed = on_closed
 
-    def __enter__(self) -> LegRecord:
+    def __enter__(self) -> CallStats:
         return self
 
     def __exit__(

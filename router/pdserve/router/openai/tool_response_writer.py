@@ -1,4 +1,4 @@
-"""`ToolAnswer`: a chat's answer in which the model may call tools."""
+"""`ToolResponseWriter`: a chat's answer in which the model may call tools."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 import msgspec
 
-from pdserve.router.openai.openai_answer import Answer
+from pdserve.router.openai.response_writer import CompletionResponseWriter
 from pdserve.text.request_output import CompletionOutput
 from pdserve.text.tool_calls import Delta, TextDelta, ToolCallDelta, ToolCallParser
 
 _encode = msgspec.json.Encoder().encode
 
 
-class ToolAnswer(Answer):
-    """Like `Answer`, but calls of tools stand in `tool_calls`, not in the text."""
+class ToolResponseWriter(CompletionResponseWriter):
+    """Like `CompletionResponseWriter`, but calls of tools stand in `tool_calls`, not in the text."""
 
     def __init__(self, *, max_calls: int | None, **fields: Any) -> None:
-        """max_calls: further calls of an answer are dropped. fields: those of `Answer`."""
+        """max_calls: further calls of an answer are dropped. fields: those of `CompletionResponseWriter`."""
         super().__init__(chat=True, **fields)
         self._max_calls = max_calls
         self._parsers: dict[int, ToolCallParser] = {}

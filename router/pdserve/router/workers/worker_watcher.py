@@ -30,14 +30,14 @@ TICK_STILL_S = 3.0
 """So long may an engine_tick stand still."""
 
 
-class Expected(msgspec.Struct, frozen=True, kw_only=True):
+class CompatibilityCheck(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker must agree with to be used by this router."""
 
     key: DeploymentKey
     """Which the worker has proved to have before it is asked for anything."""
     tokenizer_fingerprint: str
 
-    def objection(self, identity: WorkerIdentity, role: WorkerRole) -> str | None:
+    def mismatch(self, identity: WorkerIdentity, role: WorkerRole) -> str | None:
         """Why this worker cannot be used at an address meant for `role`, naming both values; None if it can."""
         if identity.role is not role:
             told = identity.role.value if identity.role else "unknown"
@@ -50,15 +50,15 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-class WatchedAddress:
+class WorkerWatcher:
     """Keeps `worker`, the life that is now behind this address, or None."""
 
     def __init__(
         self,
         address: str,
         role: WorkerRole,
-        expected: Expected,
-        changed: Callable[[WatchedAddress], None],
+        expected: CompatibilityCheck,
+        changed: Callable[[WorkerWatcher], None],
         held: HeldBlocks | None = None,
         tls: ClientTls | None = None,
         *,
@@ -100,11 +100,11 @@ class WatchedAddress:
                 else:
                     refusal = None
                 self._note_refusal(refusal, cause)
-                self._bury(cause)
+                self._mark_lost(cause)
                 await asyncio.sleep(RECONNECT_S * random.uniform(0.7, 1.3))
         finally:
             if self.worker is not None:
-                self.worker.die("the router leaves")
+                self.worker.mark_lost("the router leaves")
             await self._channel.close()
 
     def _note_refusal(self, refusal: str | None, cause: str) -> None:
@@ -127,9 +127,9 @@ class WatchedAddress:
     def check_tick(self, still_since: float) -> None:
         """Bury a worker whose tick has not moved since `still_since`, loop time; it lives again when the tick moves."""
         if self.worker is not None and self._tick_moved_at < still_since:
-            self._bury(f"its engine_tick has stood still for {TICK_STILL_S:g} s", stood_still=True)
+            self._mark_lost(f"its engine_tick has stood still for {TICK_STILL_S:g} s", stalled=True)
 
-    def forgive(self, seconds: float) -> None:
+    def extend_deadline(self, seconds: float) -> None:
         """This router itself slept so long; no worker is to blame for it."""
         self._tick_moved_at += seconds
 
@@ -163,7 +163,7 @@ class WatchedAddress:
     def _objection(self, identity: WorkerIdentity) -> str | None:
         if self._found and identity.address != self.address:
             return f"it says that it is reached at {identity.address}"
-        return self._expected.objection(identity, self.role)
+        return self._expected.mismatch(identity, self.role)
 
     def _take_load(self, identity: WorkerIdentity, load: WorkerLoad, channel: grpc.aio.Channel) -> None:
         tick = (identity.epoch, load.engine_tick)
@@ -184,12 +184,12 @@ class WatchedAddress:
             log.info("%s worker %s joined", self.role.value, self.worker)
             self._changed(self)
 
-    def _bury(self, cause: str, *, stood_still: bool = False) -> None:
+    def _mark_lost(self, cause: str, *, stalled: bool = False) -> None:
         if self.worker is None:
             return
         worker, self.worker = self.worker, None
         log.warning("%s worker %s is lost: %s", self.role.value, worker, cause)
-        worker.die(cause, stood_still=stood_still)
+        worker.mark_lost(cause, stalled=stalled)
         self._changed(self)
 
     def _warn(self, message: str) -> None:

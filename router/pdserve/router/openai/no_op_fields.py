@@ -11,7 +11,7 @@ from pdserve.router.bodies.request_body import shown
 
 _BEAM_SEARCH = "beam search is not served; the Python API has it as LLM.beam_search"
 _TEXT_ALONE = "this model reads and writes text alone"
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NO_OP: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "beam_width": (1,),
     "length_penalty": (1.0,),
@@ -47,7 +47,7 @@ REASONS: Mapping[str, str] = {
 
 def verify_neutral(body: object) -> None:
     """Raises: InvalidRequest for the first field that asks for something."""
-    for field, neutral in NEUTRAL.items():
+    for field, neutral in NO_OP.items():
         value = getattr(body, field, None)
         if value is None or value in neutral:
             continue

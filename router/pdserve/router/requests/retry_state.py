@@ -1,18 +1,18 @@
-"""`Course`: what the attempts at the same sequences know of one another."""
+"""`RetryState`: what the attempts at the same sequences know of one another."""
 
 from __future__ import annotations
 
 import msgspec
 
-from pdserve.router.placement.placement import Wish, WorkerKey
+from pdserve.router.placement.placement import PlacementHint, WorkerKey
 
 
-class Course(msgspec.Struct, kw_only=True):
+class RetryState(msgspec.Struct, kw_only=True):
     """Attempts at the same sequences, one after the other: what the next one knows of those before."""
 
     index: int | None = None
     """The one sequence that they serve; None: all of the request's."""
-    wish: Wish = Wish.ANY
+    hint: PlacementHint = PlacementHint.ANY
     blamed: frozenset[WorkerKey] = frozenset()
     num_counted: int = 0
     """That failed."""

@@ -1,4 +1,4 @@
-"""`RunServices`: the parts of a router that every run of a request works with."""
+"""`RequestServices`: the parts of a router that every run of a request works with."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.admission.admission import Admission
-from pdserve.router.attempts.poison import Company, PoisonList
-from pdserve.router.placement.placer import Placer
+from pdserve.router.attempts.crash_guard import Company, DenyList
+from pdserve.router.placement.worker_selector import WorkerSelector
 from pdserve.router.requests.preparation import Preparation
 from pdserve.router.workers.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True)
-class RunServices:
+class RequestServices:
     """Made once a router."""
 
     fleet: Fleet
-    placer: Placer
+    selector: WorkerSelector
     admission: Admission
     preparation: Preparation
-    poison: PoisonList
+    deny_list: DenyList
     company: Company
     settings: RouterSettings

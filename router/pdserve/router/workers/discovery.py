@@ -12,10 +12,10 @@ from typing import Protocol
 from pdserve.router.workers.worker import Worker, WorkerRole
 
 
-class Introductions(Protocol):
+class Discovery(Protocol):
     """What a directory tells and asks: the router's `Fleet`."""
 
-    def introduce(self, address: str, role: WorkerRole) -> None:
+    def register(self, address: str, role: WorkerRole) -> None:
         """A worker can be found there. Idempotent; an address from settings, or with a living worker, keeps its role."""
 
     def forget(self, missing: Collection[str]) -> None:
@@ -31,5 +31,5 @@ class Introductions(Protocol):
 class Directory(Protocol):
     """Runs beside a fleet."""
 
-    async def run(self, fleet: Introductions) -> None:
+    async def run(self, fleet: Discovery) -> None:
         """Introduce workers, and keep the index true to what the living ones hold, until cancelled."""

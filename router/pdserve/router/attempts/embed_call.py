@@ -12,7 +12,7 @@ from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.net.service_channel import EMBED, readable, warn_of
 from pdserve.common.request.prepared_request import PreparedRequest
 from pdserve.common.request.wire import moments_from_wire, prepared_to_wire
-from pdserve.router.attempts.legs import LegFailed, Moments, leg_failed
+from pdserve.router.attempts.worker_calls import CallFailed, Moments, leg_failed
 from pdserve.router.workers.worker import Worker
 from pdserve.v1 import prefill_pb2, request_pb2
 
@@ -35,7 +35,7 @@ async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedd
     call = worker.channel.unary_unary(
         EMBED, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
     )
-    farewell = worker.tell_death(lambda _: call.cancel())  # type: ignore[arg-type]
+    unsubscribe = worker.subscribe_lost(lambda _: call.cancel())  # type: ignore[arg-type]
     try:
         response = readable(await call)
     except grpc.aio.AioRpcError as error:
@@ -44,17 +44,17 @@ async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedd
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise LegFailed(WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}"), died=True) from None
+        raise CallFailed(WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}"), died=True) from None
     except PeerError as error:
-        raise LegFailed(error, died=False) from error
+        raise CallFailed(error, died=False) from error
     finally:
-        farewell()
+        unsubscribe()
         call.cancel()
     try:
         return _embedded(worker, request, response)
     except PeerError as error:
         warn_of(f"worker {worker}", error)
-        raise LegFailed(error, died=False) from error
+        raise CallFailed(error, died=False) from error
 
 
 def _embedded(worker: Worker, request: PreparedRequest, response: prefill_pb2.PoolingResponse) -> Embedded:

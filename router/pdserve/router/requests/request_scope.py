@@ -1,4 +1,4 @@
-"""`Visit`: one client's request in the router, from its admission until nothing of it runs any more."""
+"""`RequestScope`: one client's request in the router, from its admission until nothing of it runs any more."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Generic, Protocol, TypeVar
 from pdserve.common.errors import Draining, PdServeError
 from pdserve.common.timeline import Timeline
 from pdserve.router.admission.admission import Admission
-from pdserve.router.requests.request_run import Usage
-from pdserve.router.telemetry.request_record import RequestRecord
+from pdserve.router.requests.prompt_task import Usage
+from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.tenants.client import Client
 
 
@@ -29,11 +29,11 @@ class Run(Protocol):
 R = TypeVar("R", bound=Run)
 
 
-class Visit(abc.ABC, Generic[R]):
+class RequestScope(abc.ABC, Generic[R]):
     """Its runs count as requests from `_enter` to `_leave`, and it is told when the router cannot wait for their end."""
 
     def __init__(
-        self, request_id: str, runs: list[R], admission: Admission, record: RequestRecord, client: Client
+        self, request_id: str, runs: list[R], admission: Admission, record: RequestTrace, client: Client
     ) -> None:
         """client: whose it is."""
         self.request_id = request_id
@@ -73,7 +73,7 @@ class Visit(abc.ABC, Generic[R]):
                 timeout_s=timeout_s,
             )
         except PdServeError as error:
-            self._record.cut_short(error)
+            self._record.abort(error)
             self._record.end()
             raise
 

@@ -22,10 +22,10 @@ from pdserve.common.request.sampling_params import (
 )
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.router.bodies.request_body import shown
-from pdserve.router.openai.openai_form import OutputForm, ResponseFormat, StructuredOutputsBody, output_form
-from pdserve.router.openai.openai_neutral import verify_neutral
-from pdserve.router.openai.openai_prompts import OpenAIPrompts, as_prompts, num_prompts
-from pdserve.router.openai.openai_tools import NamedTool, ToolBody, tool_use
+from pdserve.router.openai.no_op_fields import verify_neutral
+from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
+from pdserve.router.openai.response_format import OutputConstraint, ResponseFormat, StructuredOutputsBody, output_form
+from pdserve.router.openai.tools import NamedTool, ToolBody, tool_use
 from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_MESSAGES, MAX_METADATA, MAX_PROMPTS
 from pdserve.text.prompt import ChatInput, Prompt
@@ -107,7 +107,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest("prompt_logprobs comes with a whole answer, not with stream true", "prompt_logprobs")
         verify_neutral(self)
 
-    def sampling(self, defaults: Mapping[str, float | int], form: OutputForm) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, float | int], form: OutputConstraint) -> SamplingParams:
         """All but `logprobs`, which completions and chats ask for each in its own way.
 
         Absent fields take `defaults`, then ours; other limits than numbers of entries are held in `Preparation`, where
@@ -148,7 +148,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         prompts: Sequence[Prompt],
         field: str,
         *,
-        form: OutputForm,
+        form: OutputConstraint,
         max_tokens: int | None,
         max_tokens_field: str,
         max_tool_calls: int | None = None,
@@ -168,7 +168,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 sampling=sampling,
                 max_tokens=max_tokens,
                 max_tokens_field=max_tokens_field,
-                form_field=form.field,
+                constraint_field=form.field,
                 max_tool_calls=max_tool_calls,
                 cache_salt=self.cache_salt or None,
                 priority=self.priority or 0,
@@ -213,7 +213,7 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         """Most likely tokens to report with each; None for no log-probabilities."""
         return self.logprobs
 
-    def sampling(self, defaults: Mapping[str, float | int], form: OutputForm) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, float | int], form: OutputConstraint) -> SamplingParams:
         params = msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
         if not self.echo or self.logprobs is None:
             return params
@@ -257,17 +257,17 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         """Most likely tokens to report with each; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def sampling(self, defaults: Mapping[str, float | int], form: OutputForm) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, float | int], form: OutputConstraint) -> SamplingParams:
         return msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
 
-    def _form(self, forced: StructuredOutputsParams | None) -> OutputForm:
+    def _form(self, forced: StructuredOutputsParams | None) -> OutputConstraint:
         """What the answer must look like. forced: by the tools. Raises: InvalidRequest."""
         form = output_form(self.response_format, self.structured_outputs)
         if forced is None:
             return form
         if form.params is not None:
             raise InvalidRequest("tool_choice forces a call, so that no other form can be asked for", "tool_choice")
-        return OutputForm(forced, "tools")
+        return OutputConstraint(forced, "tools")
 
     def requests(
         self,

@@ -11,8 +11,8 @@ import msgspec
 from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai.echo import Echo
-from pdserve.router.openai.openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from pdserve.router.requests.request_run import Usage
+from pdserve.router.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from pdserve.router.requests.prompt_task import Usage
 from pdserve.text.request_output import CompletionOutput
 
 _encode = msgspec.json.Encoder().encode
@@ -33,7 +33,7 @@ _ERROR_TYPES = {
 }
 
 
-class Answer:
+class CompletionResponseWriter:
     """Writes one request's answer, in one of OpenAI's two shapes.
 
     The parts of a chunk that never change are encoded once: a token costs one encoded string and two joins.

@@ -15,17 +15,17 @@ from pdserve.common.request.prepared_request import PreparedRequest
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.admission.place import Cost, Place
 from pdserve.router.attempts.attempt_failure import AttemptFailed, backoff_s
-from pdserve.router.attempts.embed_leg import Embedded, embed
+from pdserve.router.attempts.crash_guard import CrashGuard
+from pdserve.router.attempts.embed_call import Embedded, embed
 from pdserve.router.attempts.full_workers import FullWorkers
-from pdserve.router.attempts.legs import LegFailed
-from pdserve.router.attempts.poison import Casualties
+from pdserve.router.attempts.worker_calls import CallFailed
 from pdserve.router.placement.placement import WorkerKey
 from pdserve.router.placement.routing_decision import RoutingDecision
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.router.requests.preparation import EmbeddingRequest, Limits, TokenizedRequest
-from pdserve.router.requests.request_run import WAIT_FOR_WORKER_S, Usage
-from pdserve.router.requests.run_services import RunServices
-from pdserve.router.telemetry.request_record import RequestRecord
+from pdserve.router.requests.prompt_task import WAIT_FOR_WORKER_S, Usage
+from pdserve.router.requests.request_services import RequestServices
+from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.workers.worker import Worker, WorkerRole
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class EmbeddingInput:
     __slots__ = ("record", "request", "request_id", "timeline", "usage")
     num_sequences = 1
 
-    def __init__(self, request_id: str, request: EmbeddingRequest, record: RequestRecord) -> None:
+    def __init__(self, request_id: str, request: EmbeddingRequest, record: RequestTrace) -> None:
         self.request_id = request_id
         self.request = request
         self.usage = Usage()
@@ -50,10 +50,10 @@ class EmbeddingInput:
         return self.request.timeout_s
 
 
-class EmbeddingRun:
+class EmbeddingTask:
     """Serves one input. `run` once."""
 
-    def __init__(self, served: EmbeddingInput, services: RunServices, late_s: float = 0.0) -> None:
+    def __init__(self, served: EmbeddingInput, services: RequestServices, late_s: float = 0.0) -> None:
         """late_s: how long after its request it begins, out of the time that the client gave."""
         self._input = served
         self._request_id = served.request_id
@@ -64,7 +64,7 @@ class EmbeddingRun:
         self._services = services
         self._holds: Place | None = None
         self._prepared: dict[tuple[str, int], PreparedRequest] = {}
-        self._casualties = Casualties(services.poison, services.fleet, services.company, self._request.client)
+        self._crash_guard = CrashGuard(services.deny_list, services.fleet, services.company, self._request.client)
         self._full = FullWorkers(services.settings.queue_timeout_s)
 
     async def run(self) -> array[float]:
@@ -97,7 +97,7 @@ class EmbeddingRun:
         self._record.tokenized(len(token_ids))
         cost = Cost(num_blocks=self._num_blocks(len(token_ids)), num_tokens=len(token_ids))
         async with self._services.admission.place(
-            cost, until_hopeless=self._until_hopeless, client=self._request.client
+            cost, raise_when_no_worker=self._raise_when_no_worker, client=self._request.client
         ) as self._holds:
             self._timeline.mark(moments.ADMITTED)
             self._record.admitted()
@@ -121,13 +121,13 @@ class EmbeddingRun:
             self._timeline.mark(moments.PLACED)
             self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
             prepared = self._hashed(request, worker.identity.layout)
-            self._services.poison.check(self._request.client, prepared.request_digest)
+            self._services.deny_list.check(self._request.client, prepared.request_digest)
             if not prepared.remaining_s:
                 raise self._too_late()
             record = self._record.attempt(number, decision.placement)
             try:
-                with record, self._services.company.serving(self._casualties, decision.placement):
-                    return await self._attempt(record.carried_by(prepared), number, decision, worker)
+                with record, self._services.company.serving(self._crash_guard, decision.placement):
+                    return await self._attempt(record.with_trace_headers(prepared), number, decision, worker)
             except AttemptFailed as failure:
                 number += 1
                 if (full := failure.refused_by) is not None:
@@ -135,7 +135,7 @@ class EmbeddingRun:
                     continue
                 log.info("request %s: attempt %d failed: %s", self._request_id, number - 1, failure)
                 num_counted += 1
-                self._casualties.count(failure, prepared.request_digest)
+                self._crash_guard.count(failure, prepared.request_digest)
                 if not failure.error.retryable or num_counted >= self._services.settings.max_attempts:
                     raise failure.error from failure
             blamed = frozenset((worker.key,))
@@ -145,17 +145,17 @@ class EmbeddingRun:
         self, prepared: PreparedRequest, number: int, decision: RoutingDecision, worker: Worker
     ) -> Embedded:
         """Raises: AttemptFailed."""
-        booking = worker.book(decision.placement.prefill_share)
+        reservation = worker.reserve(decision.placement.prefill_share)
         if self._holds is not None:
             self._holds.placed()
         try:
             embedded = await embed(worker, prepared, number)
-        except LegFailed as failure:
+        except CallFailed as failure:
             if isinstance(failure.error, Draining):
                 worker.refuse_more()
             raise AttemptFailed(failure.error, worker, died=failure.died) from failure
         finally:
-            booking.end()
+            reservation.end()
         self._timeline.merge(embedded.moments)
         return embedded
 
@@ -167,7 +167,7 @@ class EmbeddingRun:
 
     async def _place(self, request: TokenizedRequest, attempt: int, blamed: frozenset[WorkerKey]) -> RoutingDecision:
         def look() -> RoutingDecision | None:
-            return self._services.placer.place(
+            return self._services.selector.place(
                 self._request_id,
                 attempt,
                 tenant=self._request.client.tenant,
@@ -175,18 +175,20 @@ class EmbeddingRun:
                 max_tokens=0,
                 hashes=lambda layout: self._known_hashes(request, layout),
                 blamed=blamed | self._full.keys,
-                dead=self._casualties.unfit,
+                dead=self._crash_guard.unfit,
                 embeds=True,
             )
 
         while (decision := await self._services.fleet.wait_for(look, self._patience_s)) is None:
-            if self._casualties.unfit == self._casualties.workers:
+            if self._crash_guard.unfit == self._crash_guard.workers:
                 raise self._no_worker()
         return decision
 
-    async def _until_hopeless(self) -> None:
+    async def _raise_when_no_worker(self) -> None:
         """While it waits for a place. Raises: WorkerLost when no place would help; does not return."""
-        await self._services.fleet.stays_away(lambda: self._services.placer.staffed(embeds=True), self._patience_s)
+        await self._services.fleet.wait_until_absent(
+            lambda: self._services.selector.has_workers(embeds=True), self._patience_s
+        )
         raise self._no_worker()
 
     def _known_hashes(self, request: TokenizedRequest, layout: KvLayout) -> list[bytes]:

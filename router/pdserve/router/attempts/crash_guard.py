@@ -35,7 +35,7 @@ Name = tuple[str, str, bytes]
 """Tenant, name of the API key, and digest of the prompt."""
 
 
-class PoisonList:
+class DenyList:
     """Refused prompts, each with the time until which it is refused, and whether what it is refused for still holds."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def _name(client: Client, request_digest: bytes) -> Name:
 class _Stay:
     """An attempt at a worker."""
 
-    request: Casualties
+    request: CrashGuard
     is_apart: bool
     left_at: float | None = None
 
@@ -83,7 +83,7 @@ class Company:
         """Called when an attempt has ended that had its workers apart from other suspects."""
 
     @contextmanager
-    def serving(self, request: Casualties, placement: Placement) -> Iterator[None]:
+    def serving(self, request: CrashGuard, placement: Placement) -> Iterator[None]:
         """Around an attempt."""
         stay = _Stay(request, request.goes_apart)
         keys = [worker.key for worker in (placement.prefill, placement.decode) if worker is not None]
@@ -110,7 +110,7 @@ class Company:
         requests = {stay.request for stay in self._stays.get(key, [])}
         return len(requests), sum(request.is_costly for request in requests)
 
-    def taken(self, request: Casualties) -> set[WorkerKey]:
+    def taken(self, request: CrashGuard) -> set[WorkerKey]:
         """Workers at which a suspect other than this request is apart from the others."""
         return {
             key
@@ -131,7 +131,7 @@ class _Death:
     """True: counts though the worker comes back, because its engine stood still and the request had work that may do that."""
 
 
-class Casualties:
+class CrashGuard:
     """The workers that died under one request.
 
     One that had not admitted it weighs less: where several workers go at once, for a reason of their own, a request may be
@@ -140,9 +140,14 @@ class Casualties:
     """
 
     def __init__(
-        self, poison: PoisonList, fleet: Fleet, company: Company, client: Client, sampling: SamplingParams | None = None
+        self,
+        deny_list: DenyList,
+        fleet: Fleet,
+        company: Company,
+        client: Client,
+        sampling: SamplingParams | None = None,
     ) -> None:
-        self._poison = poison
+        self._deny_list = deny_list
         self._fleet = fleet
         self._company = company
         self._client = client
@@ -152,7 +157,7 @@ class Casualties:
     @property
     def workers(self) -> set[WorkerKey]:
         """Those that have not come back."""
-        return {key for key, death in self._deaths.items() if not self._fleet.came_back(death.worker)}
+        return {key for key, death in self._deaths.items() if not self._fleet.reconnected(death.worker)}
 
     @property
     def unfit(self) -> set[WorkerKey]:
@@ -168,9 +173,9 @@ class Casualties:
         """An attempt has failed. Raises: WorkerLost when the deaths under the prompt point to it; it is refused."""
         if not failure.died or failure.blamed is None:
             return
-        self._deaths[failure.blamed.key] = self._death(failure.blamed, was_admitted=not failure.unheard)
+        self._deaths[failure.blamed.key] = self._death(failure.blamed, was_admitted=not failure.never_admitted)
         if self._is_poison():
-            self._poison.add(self._client, prompt_digest, self._is_poison)
+            self._deny_list.add(self._client, prompt_digest, self._is_poison)
             text = f"{len(self._dead)} workers died while they served this request"
             raise WorkerLost(text).for_clients() from failure
 
@@ -181,15 +186,17 @@ class Casualties:
         share = 1 / num_requests
         if self.goes_apart and was_admitted:
             share = SUSPICION  # of all suspects it alone was there
-        elif worker.stood_still and num_costly:
+        elif worker.stalled and num_costly:
             share = 1 / num_costly if self.is_costly else 0.0
-        return _Death(worker, share, was_admitted, outlives_return=worker.stood_still and self.is_costly)
+        return _Death(worker, share, was_admitted, outlives_return=worker.stalled and self.is_costly)
 
     @property
     def _dead(self) -> list[_Death]:
         """Those that count."""
         return [
-            death for death in self._deaths.values() if death.outlives_return or not self._fleet.came_back(death.worker)
+            death
+            for death in self._deaths.values()
+            if death.outlives_return or not self._fleet.reconnected(death.worker)
         ]
 
     def _is_poison(self) -> bool:

@@ -98,14 +98,14 @@ class UnknownEvent(msgspec.Struct, gc=False):
     """Something that a newer worker says."""
 
 
-PrefillLegEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
-DecodeLegEvent = Admitted | NeedsPrefill | PrefillingLocally | Landed | PromptLogprobs | Outputs | UnknownEvent
+PrefillCallEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
+DecodeCallEvent = Admitted | NeedsPrefill | PrefillingLocally | Landed | PromptLogprobs | Outputs | UnknownEvent
 END_SEQUENCE_TIMEOUT_S = 1.0
 E = TypeVar("E")
 M = TypeVar("M")
 
 
-class LegFailed(Exception):
+class CallFailed(Exception):
     """A leg ended with an error."""
 
     def __init__(self, error: PdServeError, died: bool) -> None:
@@ -115,7 +115,7 @@ class LegFailed(Exception):
         """The channel broke, so that nobody on the other side said this; or a worker said that its engine has failed."""
 
 
-class _Leg(abc.ABC, Generic[M, E]):
+class _WorkerCall(abc.ABC, Generic[M, E]):
     """One open call. `next` until None; `cancel` at any time, more than once if need be."""
 
     def __init__(
@@ -149,27 +149,27 @@ class _Leg(abc.ABC, Generic[M, E]):
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise LegFailed(WorkerLost("the call was cancelled, but not by this router"), died=True) from None
+            raise CallFailed(WorkerLost("the call was cancelled, but not by this router"), died=True) from None
         except grpc.aio.UsageError as error:
-            raise LegFailed(InternalError(f"the call cannot be read: {error}"), died=False) from error
+            raise CallFailed(InternalError(f"the call cannot be read: {error}"), died=False) from error
         self.was_heard = True
         if message is grpc.aio.EOF:
             return None
         try:
             message = readable(message)
         except PeerError as error:
-            raise LegFailed(error, died=False) from error
+            raise CallFailed(error, died=False) from error
         try:
             return self._read(message)
         except PeerError as error:
             warn_of(self._peer, error)
-            raise LegFailed(error, died=False) from error
+            raise CallFailed(error, died=False) from error
 
     @abc.abstractmethod
     def _read(self, message: M) -> E:
         """The message as a plain value; one of a newer peer is an `UnknownEvent`."""
 
-    def _decode_event(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
+    def _decode_event(self, message: decode_pb2.DecodeEvent) -> DecodeCallEvent:
         """Raises: PeerError for more than was asked for."""
         match message.WhichOneof("event"):
             case "outputs":
@@ -226,7 +226,7 @@ class _Leg(abc.ABC, Generic[M, E]):
             raise PeerError(f"a worker sent {logprobs.width} log-probabilities per token, where {asked} were asked for")
 
 
-class PrefillLeg(_Leg[prefill_pb2.PrefillEvent, PrefillLegEvent]):
+class PrefillCall(_WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
     def __init__(
         self, worker: Worker, request: PreparedRequest, number: int, transfer_id: bytes, receiver: Worker | None
     ) -> None:
@@ -246,7 +246,7 @@ class PrefillLeg(_Leg[prefill_pb2.PrefillEvent, PrefillLegEvent]):
             request,
         )
 
-    def _read(self, message: prefill_pb2.PrefillEvent) -> PrefillLegEvent:
+    def _read(self, message: prefill_pb2.PrefillEvent) -> PrefillCallEvent:
         match message.WhichOneof("event"):
             case "admitted":
                 return Admitted(moments_from_wire(message.admitted.moments))
@@ -271,7 +271,7 @@ class PrefillLeg(_Leg[prefill_pb2.PrefillEvent, PrefillLegEvent]):
                 return UnknownEvent()
 
 
-class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
+class DecodeCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
     def __init__(
         self,
         worker: Worker,
@@ -311,11 +311,11 @@ class DecodeLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
         with contextlib.suppress(grpc.aio.AioRpcError):
             await self._channel.unary_unary(END_SEQUENCES, request, timeout=END_SEQUENCE_TIMEOUT_S)
 
-    def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
+    def _read(self, message: decode_pb2.DecodeEvent) -> DecodeCallEvent:
         return self._decode_event(message)
 
 
-class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
+class SessionCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
     """A session's call: `open` it or `go_on` with a turn, then `next` until the turn's last outputs."""
 
     def __init__(self, worker: Worker, request: PreparedRequest) -> None:
@@ -353,7 +353,7 @@ class SessionLeg(_Leg[decode_pb2.DecodeEvent, DecodeLegEvent]):
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     writing.result()
 
-    def _read(self, message: decode_pb2.DecodeEvent) -> DecodeLegEvent:
+    def _read(self, message: decode_pb2.DecodeEvent) -> DecodeCallEvent:
         return self._decode_event(message)
 
 
@@ -362,16 +362,16 @@ def _said_by_worker(rpc_error: grpc.aio.AioRpcError) -> bool:
     return any(name == ERROR_CODE_KEY for name, _ in rpc_error.trailing_metadata() or ())
 
 
-def leg_failed(rpc_error: grpc.aio.AioRpcError) -> LegFailed:
+def leg_failed(rpc_error: grpc.aio.AioRpcError) -> CallFailed:
     """Why a call of ours ended, and whether the worker died of it."""
     error = from_rpc_error(rpc_error)
     if _said_by_worker(rpc_error):
         if isinstance(error, WrongWorker):
             # another life answers there
-            return LegFailed(error, died=True)
+            return CallFailed(error, died=True)
         # a worker says this of itself alone: its engine has failed, and its process follows
-        return LegFailed(error, died=isinstance(error, WorkerLost))
+        return CallFailed(error, died=isinstance(error, WorkerLost))
     if isinstance(error, Cancelled):
         # a server that stops cancels its calls; nobody here did
         error = WorkerLost(f"the worker ended the call: {error.message}")
-    return LegFailed(error, died=isinstance(error, WorkerLost))
+    return CallFailed(error, died=isinstance(error, WorkerLost))

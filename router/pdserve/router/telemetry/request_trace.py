@@ -34,7 +34,7 @@ _LEFT = Cancelled("the client left")
 _TOO_LATE = DeadlineExceeded("the request's deadline passed")
 
 
-class RequestRecord:
+class RequestTrace:
     """Ends when the client's request does, in whatever way."""
 
     def __init__(
@@ -43,7 +43,7 @@ class RequestRecord:
         started_unix_ns: int,
         span: OpenSpan | None,
         headers: dict[str, str],
-        on_end: Callable[[RequestRecord], None] = lambda record: None,
+        on_end: Callable[[RequestTrace], None] = lambda record: None,
     ) -> None:
         """span: None when nothing is traced. headers: the trace context that workers get. on_end: called once, when
         everything is known."""
@@ -52,22 +52,22 @@ class RequestRecord:
         self.span = span
         self.headers = headers
         self._on_end = on_end
-        self._runs: list[RunRecord] = []
+        self._runs: list[PromptTrace] = []
         self._ended = False
 
     @property
-    def runs(self) -> list[RunRecord]:
+    def runs(self) -> list[PromptTrace]:
         """One for each of its prompts."""
         return self._runs
 
-    def run(self, timeline: Timeline) -> RunRecord:
+    def run(self, timeline: Timeline) -> PromptTrace:
         """One of its prompts begins, and has `arrived` with the request."""
         timeline.moments_unix_ns[moments.ARRIVED] = self.started_unix_ns
-        run = RunRecord(self, timeline)
+        run = PromptTrace(self, timeline)
         self._runs.append(run)
         return run
 
-    def cut_short(self, error: PdServeError) -> None:
+    def abort(self, error: PdServeError) -> None:
         """Whatever of it still runs ends with this; the first cause counts."""
         for run in self._runs:
             run.error = run.error or error
@@ -108,10 +108,10 @@ class RequestRecord:
         span.end(end, attributes, error=errors[0] if errors else None)
 
 
-class RunRecord:
+class PromptTrace:
     """One prompt, from its arrival to its last token."""
 
-    def __init__(self, request: RequestRecord, timeline: Timeline) -> None:
+    def __init__(self, request: RequestTrace, timeline: Timeline) -> None:
         self.timeline = timeline
         self.error: PdServeError | None = None
         self.deadline: asyncio.Timeout | None = None
@@ -129,7 +129,7 @@ class RunRecord:
     @property
     def cause(self) -> PdServeError | None:
         """Why it did not come to its own end; None if it did."""
-        return None if self.finish_reason is not None else self.cut_short_by
+        return None if self.finish_reason is not None else self.abort_reason
 
     @property
     def outcome(self) -> str:
@@ -137,7 +137,7 @@ class RunRecord:
         return self.finish_reason or (self.cause or _LEFT).code
 
     @property
-    def cut_short_by(self) -> PdServeError:
+    def abort_reason(self) -> PdServeError:
         """Why it was, if it was; also while its attempts still end."""
         late = self.deadline is not None and self.deadline.expired()
         return self.error or (_TOO_LATE if late else _LEFT)
@@ -184,7 +184,7 @@ class RunRecord:
                 start, end = seen[moments.ADMITTED], seen[moments.PLACED]
             self._span.add("route", start, end, attributes())
 
-    def attempt(self, number: int, placement: Placement, num_resumed: int = 0) -> AttemptRecord:
+    def attempt(self, number: int, placement: Placement, num_resumed: int = 0) -> AttemptTrace:
         """An attempt begins; enter it around its run. num_resumed: tokens that the client has already."""
         self.timeline.begin_attempt()
         started = self.timeline.moments_unix_ns[moments.ATTEMPTED]
@@ -199,7 +199,7 @@ class RunRecord:
                 if worker is not None:
                     attributes[f"pdserve.attempt.{role}"] = worker.identity.worker_id
             span = self._span.start("attempt", started, attributes)
-        return AttemptRecord(self, span, self._headers if span is None else span.headers, self._metrics)
+        return AttemptTrace(self, span, self._headers if span is None else span.headers, self._metrics)
 
     def sampled_by_other(self) -> None:
         """The attempt that begins continues a sampled text with another version of the sampler."""
@@ -244,10 +244,12 @@ class RunRecord:
             metrics.phase_seconds.labels(phase).observe(seconds)
 
 
-class AttemptRecord:
+class AttemptTrace:
     """One placement; its span's context is what the workers get."""
 
-    def __init__(self, run: RunRecord, span: OpenSpan | None, headers: dict[str, str], metrics: RouterMetrics) -> None:
+    def __init__(
+        self, run: PromptTrace, span: OpenSpan | None, headers: dict[str, str], metrics: RouterMetrics
+    ) -> None:
         self._run = run
         self._span = span
         self._headers = headers
@@ -258,13 +260,13 @@ class AttemptRecord:
         """This attempt's trace context."""
         return self._headers
 
-    def carried_by(self, request: PreparedRequest) -> PreparedRequest:
+    def with_trace_headers(self, request: PreparedRequest) -> PreparedRequest:
         """The request with this attempt's trace context."""
         if request.trace_headers == self._headers:
             return request
         return msgspec.structs.replace(request, trace_headers=self._headers)
 
-    def __enter__(self) -> AttemptRecord:
+    def __enter__(self) -> AttemptTrace:
         return self
 
     def __exit__(
@@ -277,7 +279,7 @@ class AttemptRecord:
             self._span.end(min(now, self._run.end_unix_ns(now)), error=cause)
 
 
-def _cause_of(error: BaseException | None, run: RunRecord) -> PdServeError | None:
+def _cause_of(error: BaseException | None, run: PromptTrace) -> PdServeError | None:
     """error: what an attempt of the run ended with."""
     match error:
         case None:
@@ -289,6 +291,6 @@ def _cause_of(error: BaseException | None, run: RunRecord) -> PdServeError | Non
         case PdServeError():
             return error
         case asyncio.CancelledError():
-            return run.cut_short_by
+            return run.abort_reason
         case _:
             return InternalError(f"the router failed: {type(error).__name__}")
