@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from pdserve.kv_transfer.block_runs import block_runs
+from pdserve.kv_transfer.coalesce import coalesce_contiguous
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.nixl.nixl_agent import ReadStatus, UcxAgent
 from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer
@@ -31,7 +31,9 @@ class Memcpy:
 
     def read(self, local: Sequence[int], remote: Sequence[int]) -> None:
         if local == remote:  # then both sides have the same runs, most often one
-            for to, origin in zip(block_runs(self._pool, local), block_runs(self._origin, remote), strict=True):
+            for to, origin in zip(
+                coalesce_contiguous(self._pool, local), coalesce_contiguous(self._origin, remote), strict=True
+            ):
                 to[:] = origin
             return
         for number, other in zip(local, remote, strict=True):

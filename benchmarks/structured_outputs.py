@@ -26,9 +26,9 @@ from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.engine.request import Request
 from pdserve.engine.runner.loaded_model import model_folder
 from pdserve.engine.structured_outputs.grammar import Grammar
+from pdserve.engine.structured_outputs.grammar_bitmask import GrammarBitmask
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
-from pdserve.engine.structured_outputs.grammar_masks import GrammarMaskTable
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.llm import AsyncLLM, SamplingParams, StructuredOutputsParams
 
@@ -126,7 +126,7 @@ def walk(opened: Opened, params: StructuredOutputsParams, vocab_size: int, num_r
 
     Engine time of asking for masks and taking them in; the wait for them, with nothing computed meanwhile; apply.
     """
-    table, rows, hosts = GrammarMaskTable(num_rows, vocab_size), np.arange(num_rows), opened.compiler.hosts
+    table, rows, hosts = GrammarBitmask(num_rows, vocab_size), np.arange(num_rows), opened.compiler.hosts
     requests = []
     for row in range(num_rows):
         request = Request(

@@ -40,7 +40,7 @@ from pdserve.kv_transfer.block_digest import KEY_BYTES, XXH3, BlockDigest, Gmac
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, PoolMemory, ReadOutcome
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
-from pdserve.kv_transfer.pull import lanes
+from pdserve.kv_transfer.pull import peer_connections as lanes
 from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings

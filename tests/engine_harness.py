@@ -22,14 +22,14 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.scheduler.remote_kv import OutOfEngine
+from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 
 KEY = DeploymentKey(b"a key for tests, 16 or more")
 
 
 class Outbox:
-    """A `KVConnector` that keeps what the engine sent."""
+    """A `KvOutbox` that keeps what the engine sent."""
 
     def __init__(self) -> None:
         self.messages: list[OutOfEngine] = []

@@ -61,7 +61,7 @@ class StepInvariants:
         waiting = [request for queue in scheduler.admission._queues for request in queue.first(999)]
         assert scheduler.admission._num_tokens.keys() == {request.request_id for request in waiting}
         assert scheduler.admission.num_waiting_tokens == sum(scheduler.admission._num_tokens.values())
-        for request in scheduler.turns.overdue.first(999):
+        for request in scheduler.starvation.overdue.first(999):
             assert scheduler.requests.get(request.request_id) is request
             assert request.status in (
                 RequestStatus.WAITING,

@@ -14,8 +14,8 @@ from typing import Any
 from engine_harness import Answer, Harness
 
 from pdserve.common.errors import TransferFailed
-from pdserve.engine.kv_cache.block_pool import BlockHold
-from pdserve.engine.scheduler.remote_kv import (
+from pdserve.engine.kv_cache.block_pool import PinnedBlocks
+from pdserve.engine.scheduler.kv_messages import (
     HoldReturned,
     IntoEngine,
     Landed,
@@ -41,7 +41,7 @@ class Transfer:
     n: int = 1
     output: list[int] = field(default_factory=list)
     """Of earlier attempts."""
-    source_holds: list[BlockHold] = field(default_factory=list)
+    source_holds: list[PinnedBlocks] = field(default_factory=list)
     published: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     """index -> P's block and its content when it was published."""
     room: ReceiveInto | None = None

@@ -16,7 +16,7 @@ from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsParams
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
-from pdserve.engine.structured_outputs.sequence_grammar import SequenceGrammar
+from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher
 
 EOS = VOCAB_SIZE - 1
 _CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -99,13 +99,13 @@ class LateCompiler(GrammarCompiler):
         self.jobs.pop(place).deliver(error)
 
     @staticmethod
-    def result(job: GrammarJob) -> SequenceGrammar | PdServeError:
+    def result(job: GrammarJob) -> GrammarMatcher | PdServeError:
         if job.params == IMPOSSIBLE:
             return InvalidRequest(f"{FIELD} cannot be compiled", FIELD)
         assert job.params.regex is not None
         try:
             compiled = _compiler().compile_regex(job.params.regex)
-            return SequenceGrammar(compiled, job.eos_token_ids, VOCAB_SIZE, job.output_token_ids)
+            return GrammarMatcher(compiled, job.eos_token_ids, VOCAB_SIZE, job.output_token_ids)
         except PdServeError as error:
             return error
 

@@ -27,8 +27,8 @@ from pdserve.router.workers.redis_discovery import RedisDirectory, make_director
 from pdserve.router.workers.worker import WorkerRole
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from pdserve.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from pdserve.worker.cached_blocks import CachedBlocks
 from pdserve.worker.identity import Role, WorkerIdentity
+from pdserve.worker.kv_event_publisher import KvEventPublisher
 from pdserve.worker.peer_channels import PeerChannels
 from pdserve.worker.redis_publisher import RedisPublisher, make_publisher
 from pdserve.worker.worker_servicer import WorkerServicer
@@ -55,7 +55,7 @@ class StandIn:
     """What `WorkerServicer` asks of an engine."""
 
     def __init__(self) -> None:
-        self.cached_blocks = CachedBlocks()
+        self.cached_blocks = KvEventPublisher()
         self.stats = SchedulerStats(num_blocks_total=100, num_blocks_free=100)
         self.draining = False
         self.prefill_tokens_per_s = 0.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc.aio
 
-from pdserve.common.held_blocks import WorkerKey
+from pdserve.common.kv_events import WorkerKey
 from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.held_blocks import MAX_HASHES, BlocksChange
+from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.registry.registry import (
     MAX_BLOCKS,
@@ -138,7 +138,7 @@ def entry(numbered: NumberedChange, **changed: object) -> dict[bytes, object]:
     return {name: str(value).encode() if isinstance(value, int) else value for name, value in fields.items()}
 
 
-CHANGE = NumberedChange(seq=4, change=BlocksChange(cleared=True, stored=(b"a" * 8, b"b" * 8), removed=(b"c" * 8,)))
+CHANGE = NumberedChange(seq=4, change=KvCacheEvents(cleared=True, stored=(b"a" * 8, b"b" * 8), removed=(b"c" * 8,)))
 
 
 def test_a_change_reads_back() -> None:

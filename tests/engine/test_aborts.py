@@ -9,9 +9,17 @@ from engine_harness import Harness, MakeEngine
 from hash_model import greedy_answer
 
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.engine.kv_cache.block_pool import BlockHold
+from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.request import RequestStatus
-from pdserve.engine.scheduler.remote_kv import HoldReturned, Landed, ReceiveInto, Revoke, Settled, SourceFinished, Want
+from pdserve.engine.scheduler.kv_messages import (
+    HoldReturned,
+    Landed,
+    ReceiveInto,
+    Revoke,
+    Settled,
+    SourceFinished,
+    Want,
+)
 
 PROMPT = [7] * 22
 OTHER = [1] * 6
@@ -38,7 +46,7 @@ def waiting_without_room(engine: Harness) -> RequestStatus:
 
 def overdue(engine: Harness) -> RequestStatus:
     waiting_without_room(engine)
-    engine.scheduler.turns.overdue.append(engine.scheduler.requests["x"])
+    engine.scheduler.starvation.overdue.append(engine.scheduler.requests["x"])
     engine.step()
     return RequestStatus.WAITING
 
@@ -179,7 +187,7 @@ STATES: list[Reach] = [
 
 
 def give_back(engine: Harness) -> None:
-    holds: list[BlockHold] = [
+    holds: list[PinnedBlocks] = [
         message.hold for message in engine.outbox.take() if isinstance(message, ReceiveInto | Settled)
     ]
     for hold in holds:
@@ -217,7 +225,7 @@ def test_abort(make_engine: MakeEngine, reach: Reach, by: str) -> None:
     for name, answer in engine.answers.items():
         assert name in ("x", "wanted") or answer.finish_reason is FinishReason.LENGTH
     assert engine.scheduler.admission.num_waiting_tokens == 0
-    assert len(engine.scheduler.turns.overdue) == len(engine.scheduler.turns.preempted) == 0
+    assert len(engine.scheduler.starvation.overdue) == len(engine.scheduler.starvation.preempted) == 0
 
 
 def test_a_resting_source_is_forgotten(make_engine: MakeEngine) -> None:

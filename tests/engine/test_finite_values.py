@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.engine.scheduler.remote_kv import HoldReturned, Settled
+from pdserve.engine.scheduler.kv_messages import HoldReturned, Settled
 
 BAD = 7
 """The token after which hidden states are `value`."""

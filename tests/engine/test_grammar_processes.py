@@ -29,8 +29,8 @@ from pdserve.engine.structured_outputs import grammar_compiler
 from pdserve.engine.structured_outputs.grammar import Grammar
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob, JobQueue
+from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
-from pdserve.engine.structured_outputs.sequence_grammar import SequenceGrammar
 from pdserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 320
@@ -395,7 +395,7 @@ def test_only_compiling_gives_way_to_others(make_compiler: MakeCompiler, lower: 
 # ---- masks that come late
 
 
-class Hesitant(SequenceGrammar):
+class Hesitant(GrammarMatcher):
     """Its masks come only when they have been asked for some times."""
 
     patience = 0
@@ -421,7 +421,7 @@ class HesitantCompiler(LateCompiler):
 
     def submit(self, job: GrammarJob) -> None:
         grammar = self.result(job)
-        assert isinstance(grammar, SequenceGrammar)
+        assert isinstance(grammar, GrammarMatcher)
         grammar.__class__ = Hesitant
         grammar.patience = self.patience  # type: ignore[attr-defined]
         job.deliver(grammar)

@@ -8,7 +8,7 @@ from hash_model import greedy_answer
 
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.request import RequestStatus
-from pdserve.engine.scheduler.remote_kv import ReceiveInto, StopReceiving
+from pdserve.engine.scheduler.kv_messages import ReceiveInto, StopReceiving
 
 PROMPT = list(range(22))
 """Five full blocks of four tokens, and two tokens."""

@@ -21,7 +21,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.sampling.penalties import PenaltyTable
-from pdserve.engine.sampling.token_rules import BadWords
+from pdserve.engine.sampling.token_mask import BadWords
 
 PROMPT = [5, 9, 5, 31, 40, 2, 17, 5, 22, 60, 31, 8, 1]
 COUNT = 24

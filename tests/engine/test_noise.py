@@ -9,8 +9,8 @@ import pytest
 import sampling_reference
 from numpy.typing import NDArray
 
-from pdserve.engine.sampling.noise import gumbel, gumbel_of_bits, gumbel_of_leads, leads
 from pdserve.engine.sampling.scratch import Scratch
+from pdserve.engine.sampling.seeded_uniform import gumbel, gumbel_of_bits, gumbel_of_leads, leads
 
 COORDINATES = ("seed", "index", "position", "token")
 

@@ -8,7 +8,7 @@ from engine_pair import Pair
 from hash_model import greedy_answer, sampled_answer
 
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.engine.scheduler.remote_kv import Settled
+from pdserve.engine.scheduler.kv_messages import Settled
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.engine.kv_cache.block_pool import BlockPool, PoolCorrupt
-from pdserve.engine.kv_cache.hold_ledger import HoldLedger
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
+from pdserve.engine.kv_cache.pin_tracker import PinTracker
 
 
 def test_a_hold_keeps_blocks_in_use_until_it_is_back() -> None:
@@ -99,7 +99,7 @@ def test_the_check_finds_what_is_wrong() -> None:
 
 def test_the_ledger_counts_holds_and_quarantine_block_by_block() -> None:
     pool = BlockPool(4)
-    ledger = HoldLedger(pool)
+    ledger = PinTracker(pool)
     blocks = pool.allocate(3)
     hold = ledger.out(pool.hold(blocks))
     twice = ledger.out(pool.hold(blocks[:1]))

@@ -6,7 +6,7 @@ import pytest
 from engine_harness import Harness, MakeEngine
 from hash_model import greedy_answer
 
-from pdserve.engine.scheduler.remote_kv import HoldReturned, ReceiveInto, Settled
+from pdserve.engine.scheduler.kv_messages import HoldReturned, ReceiveInto, Settled
 
 
 def order_of_ends(engine: Harness) -> list[str]:

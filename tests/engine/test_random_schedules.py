@@ -236,7 +236,7 @@ class Life:
             self.contents.check(engine)
             scheduler = engine.scheduler
             assert scheduler.admission.num_waiting_tokens == scheduler.grammars.num_landed == 0
-            assert len(scheduler.turns.overdue) == len(scheduler.turns.preempted) == 0
+            assert len(scheduler.starvation.overdue) == len(scheduler.starvation.preempted) == 0
         for session in self.sessions:
             session.check()
         for (request_id, index), expected in self.expected.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_harness import Harness, MakeEngine
 from hash_model import greedy_answer
 
-from pdserve.engine.scheduler.remote_kv import HoldReturned, Landed, ReceiveInto, SourceFinished
+from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, SourceFinished
 
 
 def rooms(engine: Harness) -> dict[str, ReceiveInto]:

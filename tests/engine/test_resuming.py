@@ -11,7 +11,7 @@ from hash_model import greedy_answer, prompt_of, sampled_answer
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.engine.scheduler.remote_kv import Settled
+from pdserve.engine.scheduler.kv_messages import Settled
 
 SAMPLED = {"temperature": 1.0, "seed": 11}
 COUNT = 12

@@ -14,10 +14,10 @@ from hash_model import VOCAB_SIZE, greedy_answer, next_logits
 from numpy.typing import NDArray
 
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.engine.sampling.logit_entries import Entries
 from pdserve.engine.sampling.penalties import Penalties
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
-from pdserve.engine.sampling.token_rules import TokenRules
+from pdserve.engine.sampling.sparse_indices import SparseIndices
+from pdserve.engine.sampling.token_mask import TokenMask
 
 LOGITS = np.array([2.0, 1.5, 1.5, 0.7, 0.0, -0.4, -1.0, -3.0], dtype=np.float32)
 DRAWS = 20_000
@@ -40,8 +40,8 @@ def metadata(count: int, **fields: Any) -> SamplingMetadata:
     )
 
 
-def forbidden(*parts: tuple[int, tuple[int, ...]]) -> TokenRules:
-    return TokenRules(forbidden=Entries.of([(row, np.array(token_ids)) for row, token_ids in parts]))
+def forbidden(*parts: tuple[int, tuple[int, ...]]) -> TokenMask:
+    return TokenMask(forbidden=SparseIndices.of([(row, np.array(token_ids)) for row, token_ids in parts]))
 
 
 def draw(count: int = DRAWS, **fields: Any) -> NDArray[np.int64]:
@@ -238,10 +238,10 @@ def test_forbidden_tokens_stay_out_whatever_biases_and_penalties_add(
     logits = (random.normal(size=(count, vocab_size)) * 4).astype(np.float32)
     allowed = np.sort(random.permuted(np.tile(np.arange(vocab_size), (count, 1)), axis=1)[:, :num_allowed])
     rows = np.arange(count)
-    every = Entries(np.repeat(rows, vocab_size), np.tile(np.arange(vocab_size), count))
+    every = SparseIndices(np.repeat(rows, vocab_size), np.tile(np.arange(vocab_size), count))
     size = len(every.rows)
-    rules = TokenRules(
-        allowed=Entries(np.repeat(rows, num_allowed), allowed.reshape(-1)),
+    rules = TokenMask(
+        allowed=SparseIndices(np.repeat(rows, num_allowed), allowed.reshape(-1)),
         biased=every,
         biases=random.uniform(-1, 100, size).astype(np.float32),
     )
@@ -371,25 +371,25 @@ def exact(logits: NDArray[np.float64], **fields: Any) -> None:
     assert float(((counts[possible] - expected[possible]) ** 2 / expected[possible]).sum()) < 29.9
 
 
-def everywhere(*token_ids: int) -> Entries:
-    return Entries(np.repeat(np.arange(DRAWS), len(token_ids)), np.tile(np.array(token_ids), DRAWS))
+def everywhere(*token_ids: int) -> SparseIndices:
+    return SparseIndices(np.repeat(np.arange(DRAWS), len(token_ids)), np.tile(np.array(token_ids), DRAWS))
 
 
 def test_allowed_and_forbidden_tokens_and_biases_come_in_their_exact_distribution() -> None:
     logits = LOGITS.astype(np.float64)
     alone = np.full(len(LOGITS), -np.inf)
     alone[[1, 4, 7]] = logits[[1, 4, 7]]
-    exact(alone, token_rules=TokenRules(allowed=everywhere(1, 4, 7)))
+    exact(alone, token_rules=TokenMask(allowed=everywhere(1, 4, 7)))
     without = logits.copy()
     without[[0, 3]] = -np.inf
-    exact(without, token_rules=TokenRules(forbidden=everywhere(0, 3)))
+    exact(without, token_rules=TokenMask(forbidden=everywhere(0, 3)))
     biased = logits.copy()
     biased[[0, 7]] += [-1.5, 4.0]
     biases = np.tile(np.array([-1.5, 4.0], dtype=np.float32), DRAWS)
-    exact(biased, token_rules=TokenRules(biased=everywhere(0, 7), biases=biases))
+    exact(biased, token_rules=TokenMask(biased=everywhere(0, 7), biases=biases))
     biased[[0, 7]] -= [0.0, 4.0]
     biased[[2, 7]] = -np.inf  # a forbidden token stays forbidden whatever its bias
-    rules = TokenRules(forbidden=everywhere(2, 7), biased=everywhere(0, 7), biases=biases)
+    rules = TokenMask(forbidden=everywhere(2, 7), biased=everywhere(0, 7), biases=biases)
     exact(biased / 0.7, token_rules=rules, temperature=0.7)
 
 

@@ -14,7 +14,7 @@ from oracle import Oracle
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.engine.scheduler.remote_kv import Settled
+from pdserve.engine.scheduler.kv_messages import Settled
 
 SAMPLED = {"temperature": 1.0, "seed": 11, "max_tokens": 9}
 

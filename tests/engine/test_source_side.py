@@ -7,8 +7,8 @@ from engine_harness import Harness, MakeEngine
 from hash_model import greedy_answer
 
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.engine.kv_cache.block_pool import BlockHold
-from pdserve.engine.scheduler.remote_kv import HoldReturned, Revoke, Settled, Want
+from pdserve.engine.kv_cache.block_pool import PinnedBlocks
+from pdserve.engine.scheduler.kv_messages import HoldReturned, Revoke, Settled, Want
 
 PROMPT = list(range(22))
 
@@ -22,7 +22,7 @@ def settled(engine: Harness) -> list[tuple[str, int, tuple[int, ...]]]:
 
 
 def give_back(engine: Harness) -> None:
-    holds: list[BlockHold] = getattr(engine, "holds", [])
+    holds: list[PinnedBlocks] = getattr(engine, "holds", [])
     for hold in holds:
         engine.core.apply(HoldReturned("whoever", hold))
     engine.holds = []

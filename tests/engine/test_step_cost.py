@@ -11,7 +11,7 @@ from late_grammars import EOS, Form, LateCompiler
 from step_calls import calls_in
 
 from pdserve.common.errors import Cancelled
-from pdserve.engine.scheduler.remote_kv import HoldReturned, Landed, ReceiveInto, Settled, SourceFinished
+from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, Settled, SourceFinished
 
 FEW, MANY = 100, 10_000
 FORM = Form((1,), (2,), 1, 2).params

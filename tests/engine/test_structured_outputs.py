@@ -22,11 +22,11 @@ from pdserve.common.errors import InvalidRequest, Overloaded, PeerError
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.structured_outputs import MAX_DEPTH, StructuredOutputsParams
 from pdserve.engine.request import RequestStatus, Wait
-from pdserve.engine.scheduler.remote_kv import HoldReturned, Landed, ReceiveInto, SourceFinished
-from pdserve.engine.structured_outputs import grammar_waits
+from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, SourceFinished
+from pdserve.engine.structured_outputs import structured_output_manager as grammar_waits
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
-from pdserve.engine.structured_outputs.sequence_grammar import SequenceGrammar, Vocabulary, compile_grammar
+from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher, Vocabulary, compile_grammar
 from pdserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 320
@@ -357,9 +357,9 @@ class HeldCompiler(GrammarCompiler):
             if job.is_wanted():
                 job.deliver(self._grammar(job))
 
-    def _grammar(self, job: GrammarJob) -> SequenceGrammar:
+    def _grammar(self, job: GrammarJob) -> GrammarMatcher:
         compiled = compile_grammar(self._vocabulary, job.params)
-        return SequenceGrammar(compiled, job.eos_token_ids, VOCAB_SIZE, job.output_token_ids)
+        return GrammarMatcher(compiled, job.eos_token_ids, VOCAB_SIZE, job.output_token_ids)
 
 
 @pytest.fixture
@@ -519,12 +519,12 @@ def test_the_grammars_end_ends_the_answer(make: Make, tokenizer: Tokenizer) -> N
 def test_a_place_after_output_is_the_place_that_led_there(folder: Path, tokenizer: Tokenizer) -> None:
     compiled = compile_grammar(Vocabulary(folder, VOCAB_SIZE), StructuredOutputsParams(choice=["yes", "yellow"]))
     tokens = tokenizer.encode("ye", add_special_tokens=False)
-    resumed = SequenceGrammar(compiled, (EOS,), VOCAB_SIZE, tokens)
+    resumed = GrammarMatcher(compiled, (EOS,), VOCAB_SIZE, tokens)
     [letter] = tokenizer.encode("l", add_special_tokens=False)
     assert not resumed.accept(tokens[0])
     assert resumed.accept(letter)
     with pytest.raises(PeerError, match="output position 0 does not fit"):
-        SequenceGrammar(compiled, (EOS,), VOCAB_SIZE, [letter])
+        GrammarMatcher(compiled, (EOS,), VOCAB_SIZE, [letter])
 
 
 def test_threads_compile_and_wake(folder: Path, compiler: GrammarCompiler) -> None:

@@ -12,7 +12,7 @@ from late_grammars import EOS, Form, InstantCompiler, LateCompiler
 
 from pdserve.common.errors import PeerError, TransferFailed
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.engine.scheduler.remote_kv import HoldReturned, Landed, ReceiveInto, SourceFinished
+from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, SourceFinished
 
 COUNT = 14
 EVEN, ODD, ALL = tuple(range(0, 60, 2)), tuple(range(1, 60, 2)), tuple(range(60))

@@ -13,9 +13,9 @@ from pretend_device import CUDA, DEVICE, PretendTensor, usable
 
 from pdserve.engine.sampling import device_draw
 from pdserve.engine.sampling.kept_tokens import Border
-from pdserve.engine.sampling.noise import gumbel, leads
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.engine.sampling.scratch import Scratch
+from pdserve.engine.sampling.seeded_uniform import gumbel, leads
 from pdserve.engine.sampling.token_draw import KeptRows, NoiseRows, draw, highest_sums
 
 

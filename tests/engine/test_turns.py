@@ -8,7 +8,7 @@ import pytest
 from engine_harness import Harness, MakeEngine
 from hash_model import greedy_answer
 
-from pdserve.engine.scheduler.remote_kv import HoldReturned, Landed, ReceiveInto, Settled, SourceFinished
+from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, Settled, SourceFinished
 
 LARGE = [9] * 44
 
@@ -74,7 +74,7 @@ def test_a_ready_sequence_passes_an_overdue_one(make_engine: MakeEngine) -> None
     engine.add(LARGE, "large")
     passing = engine.add([3] * 5)
     engine.step()
-    assert engine.scheduler.requests["large"] in engine.scheduler.turns.overdue
+    assert engine.scheduler.requests["large"] in engine.scheduler.starvation.overdue
     for offset, block in enumerate(room.hold.block_ids):
         for place in range(4):
             engine.kv_cache[block, place] = (offset * 4 + place) * 1024 + 2
@@ -122,5 +122,5 @@ def test_an_overdue_request_that_is_aborted_lets_the_others_go_on(make_engine: M
         engine.core.abort_request("large")
         engine.step()
         assert engine.answers["waits"].token_ids == greedy_answer([3] * 3, 1)
-        assert len(engine.scheduler.turns.overdue) == 0
+        assert len(engine.scheduler.starvation.overdue) == 0
         engine.run()

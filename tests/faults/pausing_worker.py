@@ -27,8 +27,8 @@ from pdserve.cli.main import main
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.scheduler import Scheduler
 from pdserve.kv_transfer.tcp.tcp_source import TcpSource
-from pdserve.worker import seam_adapter
-from pdserve.worker.seam_adapter import SeamAdapter
+from pdserve.worker import kv_transfer_manager as seam_adapter
+from pdserve.worker.kv_transfer_manager import KvTransferManager
 
 PHASES = ("queued", "computing", "computed", "moving", "landed", "first", "streaming")
 LONGEST_S = 20.0
@@ -97,7 +97,7 @@ def install(pauses: Pauses) -> None:
             if request.core.remote_prefill and request.num_output_tokens == NUM_STREAMED:
                 pauses.reach("streaming")
 
-    def before_digest(adapter: SeamAdapter, message: Any, *_: Any) -> None:
+    def before_digest(adapter: KvTransferManager, message: Any, *_: Any) -> None:
         if not pauses.are_armed:
             return
         deadline = time.monotonic() + LONGEST_S
@@ -114,7 +114,7 @@ def install(pauses: Pauses) -> None:
 
     around(Scheduler, "schedule", before_schedule)
     around(Scheduler, "update_from_output", lambda *_: None, after_step)
-    around(SeamAdapter, "_digest", before_digest)
+    around(KvTransferManager, "_digest", before_digest)
     around(TcpSource, "_answer", before_answer)
 
 

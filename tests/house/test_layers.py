@@ -40,13 +40,13 @@ FLOORS = {
         {"kv_cache", "scheduler_output", "structured_outputs"}, {"config", "output_stream", "request"},
     ),
     "kv_transfer": (
-        {"control", "make_connectors"}, {"connector_set", "local", "nixl", "staged_pool", "tcp"}, {"block_runs", "pull"},
+        {"control", "make_connectors"}, {"connector_set", "local", "nixl", "host_staging_pool", "tcp"}, {"coalesce", "pull"},
         {"connector"}, {"block_digest", "event_thread", "resolver"},
     ),
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"}, {"block_hash"}, {"security"},
         {"address", "json_file", "kv_layout"},
-        {"background_task", "child_answers", "errors", "first_done", "held_blocks", "priority_queue", "protocol",
+        {"background_task", "child_answers", "errors", "first_done", "kv_events", "priority_queue", "protocol",
          "rate_limited_log", "timeline"},
     ),
 }  # fmt: skip

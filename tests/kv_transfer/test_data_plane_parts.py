@@ -10,7 +10,7 @@ import xxhash
 
 from pdserve.common.errors import InternalError, TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3
-from pdserve.kv_transfer.block_runs import block_runs
+from pdserve.kv_transfer.coalesce import coalesce_contiguous
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.pull.digest import block_digests
@@ -64,7 +64,7 @@ def test_digest_holds_no_gil() -> None:
 )
 def test_block_runs_merge_neighbours(blocks: list[int], sizes: list[int]) -> None:
     pool = make_pool(seed=1)
-    runs = block_runs(pool, blocks)
+    runs = coalesce_contiguous(pool, blocks)
     assert [len(run) // pool.block_bytes for run in runs] == sizes
     assert b"".join(runs) == b"".join(pool.block(number) for number in blocks)
 
@@ -72,7 +72,7 @@ def test_block_runs_merge_neighbours(blocks: list[int], sizes: list[int]) -> Non
 @pytest.mark.parametrize("blocks", [[-1], [256], [254, 255, 256], [0, -1]])
 def test_block_runs_stay_in_the_pool(blocks: list[int]) -> None:
     with pytest.raises(IndexError):
-        block_runs(make_pool(), blocks)
+        coalesce_contiguous(make_pool(), blocks)
 
 
 def test_event_thread_keeps_order_and_drops_timers_at_close() -> None:

@@ -11,20 +11,20 @@ from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.nixl.nixl_agent import AgentRead, ReadStatus, Region
+from pdserve.kv_transfer.nixl.nixl_connection import NixlConnection
 from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer
 from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress, NixlSettings
-from pdserve.kv_transfer.nixl.nixl_wire import NixlWire
-from pdserve.kv_transfer.pull.lanes import LaneLimits, PeerLanes, ReadCounters
-from pdserve.kv_transfer.pull.wire import Wire, WireBroken
+from pdserve.kv_transfer.pull.connection import Connection, ConnectionBroken
+from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, PeerConnections, ReadCounters
 
 from .recorded_read import PATIENCE_S, RecordedRead, make_pool
 
 POOL = make_pool(seed=3)
-LIMITS = LaneLimits(max_lanes=2, window_blocks=8, longest_window_blocks=8, in_flight_blocks=8, idle_close_s=60.0)
+LIMITS = ConnectionLimits(max_lanes=2, window_blocks=8, longest_window_blocks=8, in_flight_blocks=8, idle_close_s=60.0)
 
 
 class ScriptedWire:
-    """A `Wire` whose blocks are there already, unless it is broken."""
+    """A `Connection` whose blocks are there already, unless it is broken."""
 
     def __init__(self, is_broken: bool = False) -> None:
         self.is_broken = is_broken
@@ -32,7 +32,7 @@ class ScriptedWire:
 
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
         if self.is_broken:
-            raise WireBroken("it hangs")
+            raise ConnectionBroken("it hangs")
         yield len(blocks)
 
     def interrupt(self) -> bool:
@@ -50,9 +50,9 @@ class Lanes:
     def __init__(self, *wires: ScriptedWire) -> None:
         self._wires = iter(wires)
         self.events = EventThread("lane-events")
-        self.lanes = PeerLanes("peer", POOL, LIMITS, ReadCounters(), self._connect, self.events.call_soon, "lane")
+        self.lanes = PeerConnections("peer", POOL, LIMITS, ReadCounters(), self._connect, self.events.call_soon, "lane")
 
-    def _connect(self) -> Wire:
+    def _connect(self) -> Connection:
         return next(self._wires)
 
     def read(self, block: int) -> RecordedRead:
@@ -113,10 +113,12 @@ class _HangingRead:
 def test_i7_a_nixl_read_that_is_cancelled_before_it_begins_ends_as_soon_as_others() -> None:
     source = NixlAddress("source", b"", 1, POOL.block_bytes, POOL.num_blocks, 1, bytes(HELLO_BYTES))
     settings = NixlSettings(read_stall_s=PATIENCE_S, cancel_drain_s=0.05)
-    wire = NixlWire(source, POOL, settings, lambda: NixlPeer(POOL, _HangingAgent), threading.Event(), lambda: None)
+    wire = NixlConnection(
+        source, POOL, settings, lambda: NixlPeer(POOL, _HangingAgent), threading.Event(), lambda: None
+    )
     for _ in range(2):
         fetching = wire.fetch(bytes(16), [BlockToRead(0, 0, 0)])
         wire.interrupt()
-        with pytest.raises(WireBroken, match="cancelled, and not over"):
+        with pytest.raises(ConnectionBroken, match="cancelled, and not over"):
             next(fetching)
     wire.close()

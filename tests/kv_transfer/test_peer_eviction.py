@@ -14,10 +14,10 @@ from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
-from pdserve.kv_transfer.pull.lanes import LaneLimits
-from pdserve.kv_transfer.pull.peer_lives import MAX_WORKERS, PeerLives
-from pdserve.kv_transfer.pull.read_desk import ReadDesk
-from pdserve.kv_transfer.pull.wire import Wire
+from pdserve.kv_transfer.pull.block_reader import BlockReader
+from pdserve.kv_transfer.pull.connection import Connection
+from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits
+from pdserve.kv_transfer.pull.peer_endpoints import MAX_WORKERS, PeerEndpoints
 
 from .recorded_read import PATIENCE_S, RecordedRead, Transfer, make_pool, start_read
 
@@ -35,7 +35,7 @@ class World:
         self.held: set[str] = set()
         """Peers whose wires bring nothing until they are let go."""
 
-    def connect(self, address: str) -> Wire:
+    def connect(self, address: str) -> Connection:
         with self.changed:
             self.open.append(address)
             self.num_made[address] = self.num_made.get(address, 0) + 1
@@ -81,10 +81,10 @@ class Desk:
     def __init__(self, max_resting: int | None) -> None:
         self.world, self.pool = World(), make_pool()
         self.events = EventThread("test-events")
-        limits = LaneLimits(
+        limits = ConnectionLimits(
             max_lanes=1, window_blocks=8, longest_window_blocks=8, in_flight_blocks=8, idle_close_s=600.0
         )
-        self.desk = ReadDesk[str]("test-read", self.pool, limits, self.events, self.world.connect, max_resting)
+        self.desk = BlockReader[str]("test-read", self.pool, limits, self.events, self.world.connect, max_resting)
 
     def begin(self, address: str) -> RecordedRead:
         blocks = [BlockToRead(index, XXH3.of(self.pool.block(0), index), index) for index in range(4)]
@@ -134,13 +134,13 @@ def test_a_peer_with_a_read_under_way_stays_however_many_come(make_desk: Callabl
     for address in ("c", "d", "c", "d"):
         desk.read(address)
     desk.world.wait_still_open("a", "b")
-    desk.desk.retire("a")
+    desk.desk.close_idle("a")
     for address, read in zip(("a", "b"), reads, strict=True):
         desk.world.let_go(address)
         assert read.wait_ended() is ReadOutcome.DONE
-    desk.desk.retire("b")
-    desk.desk.retire("c")
-    desk.desk.retire("d")
+    desk.desk.close_idle("b")
+    desk.desk.close_idle("c")
+    desk.desk.close_idle("d")
     desk.world.wait_open()
 
 
@@ -149,8 +149,8 @@ def test_without_a_bound_all_stay_until_one_is_forgotten(make_desk: Callable[...
     for address in ("a", "b", "c"):
         desk.read(address)
     desk.world.wait_open("a", "b", "c")
-    desk.desk.retire("b")
-    desk.desk.retire("never seen")
+    desk.desk.close_idle("b")
+    desk.desk.close_idle("never seen")
     desk.world.wait_open("a", "c")
     desk.read("b")
     desk.world.wait_open("a", "b", "c")
@@ -164,7 +164,7 @@ def test_retiring_races_with_reads_and_no_read_is_lost(make_desk: Callable[..., 
         for address in itertools.cycle("abc"):
             if over.is_set():
                 return
-            desk.desk.retire(address)
+            desk.desk.close_idle(address)
 
     retiring = threading.Thread(target=retire)
     retiring.start()
@@ -177,7 +177,7 @@ def test_retiring_races_with_reads_and_no_read_is_lost(make_desk: Callable[..., 
 
 
 def test_another_life_of_a_worker_ends_the_one_before() -> None:
-    lives = PeerLives()
+    lives = PeerEndpoints()
     assert lives.reached("p", 1, "nixl", b"one") == {}
     assert lives.reached("p", 1, "tcp", b"uno") == {}
     assert lives.begun("p", 1) == lives.begun("q", 9) == lives.lost("p", 2) == {}

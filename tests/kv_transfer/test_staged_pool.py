@@ -1,4 +1,4 @@
-"""`StagedPool`: the blocks that are named, and no others, both ways."""
+"""`HostStagingPool`: the blocks that are named, and no others, both ways."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from pretend_device import CUDA, DEVICE, PretendTensor, usable
 
-from pdserve.kv_transfer.block_runs import number_runs
-from pdserve.kv_transfer.staged_pool import StagedPool
+from pdserve.kv_transfer.coalesce import number_runs
+from pdserve.kv_transfer.host_staging_pool import HostStagingPool
 
 NUM_BLOCKS = 40
 
@@ -25,7 +25,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_blocks_that_are_named_are_copied_and_no_others(device: str, dtype: torch.dtype) -> None:
     content = torch.randn(NUM_BLOCKS, 2, 2, 1, 4, 8).to(dtype)
     kv_cache = content.to(device)
-    staged = StagedPool(kv_cache)
+    staged = HostStagingPool(kv_cache)
     memory = staged.memory
     assert (memory.num_blocks, memory.block_bytes) == (NUM_BLOCKS, content[0].nbytes)
     draw = random.Random(5)

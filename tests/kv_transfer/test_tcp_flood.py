@@ -14,7 +14,7 @@ from tls_authority import Authority
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.pull.grant_book import Refusal
+from pdserve.kv_transfer.pull.read_grants import Refusal
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_connections import SourceConnections, network_of
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest

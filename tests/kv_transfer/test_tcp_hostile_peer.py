@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.kv_transfer.connector import ReadOutcome
-from pdserve.kv_transfer.pull.grant_book import Refusal
+from pdserve.kv_transfer.pull.read_grants import Refusal
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
-from pdserve.kv_transfer.pull.grant_book import Refusal
+from pdserve.kv_transfer.pull.read_grants import Refusal
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
 

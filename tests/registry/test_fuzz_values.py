@@ -9,7 +9,7 @@ from loop_watch import LOOP_S
 
 from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.held_blocks import BlocksChange
+from pdserve.common.kv_events import KvCacheEvents
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.registry.registry import (
     RECORD_FIELDS,
@@ -63,7 +63,7 @@ def test_records(fuzzer: Fuzzer) -> None:
 
 def test_changes(fuzzer: Fuzzer) -> None:
     size = PLACEMENT_HASH_BYTES
-    change = NumberedChange(seq=4, change=BlocksChange(stored=(b"a" * size, b"b" * size), removed=(b"c" * size,)))
+    change = NumberedChange(seq=4, change=KvCacheEvents(stored=(b"a" * size, b"b" * size), removed=(b"c" * size,)))
     good = {
         name.encode(): value if isinstance(value, bytes) else str(value).encode()
         for name, value in change.fields().items()

@@ -19,7 +19,7 @@ from pdserve.common.security.role_guard import CallerRoles
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control import attach_client, attach_servicer
-from pdserve.kv_transfer.control.attach_client import Receiving, attach
+from pdserve.kv_transfer.control.attach_client import ReceiverInfo, attach
 from pdserve.kv_transfer.control.attach_servicer import AttachServicer, answer_parts
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, LeaseLimits, SourceResult, SourceTransfer
@@ -156,7 +156,7 @@ class Rig:
         ref = SourceRef(address="", **(fields | {name: changes.pop(name) for name in fields if name in changes}))
         connectors = changes.get("connector_set") or ConnectorSet([self.receiver_connector])
         transfer = ReceiverTransfer("r.0.0", ref, connectors, self.owner)
-        receiving = Receiving(
+        receiving = ReceiverInfo(
             identity=changes.get("identity", RECEIVER),
             layout=changes.get("layout", LAYOUT),
             connectors=changes.get("connectors", ("local",)),

@@ -26,19 +26,19 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.control.attach_client import Receiving
+from pdserve.kv_transfer.control.attach_client import ReceiverInfo
 from pdserve.kv_transfer.control.attach_servicer import AttachServicer
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, LeaseLimits, PeerId, SourceTransfer
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
+from pdserve.kv_transfer.host_staging_pool import HostStagingPool, host_memory
 from pdserve.kv_transfer.local import LocalConnector, LocalNetwork
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
-from pdserve.kv_transfer.staged_pool import StagedPool, host_memory
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 from pdserve.v1 import kv_source_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
-from pdserve.worker.seam_adapter import SeamAdapter
+from pdserve.worker.kv_transfer_manager import KvTransferManager
 
 BLOCK_SIZE = 4
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model_fingerprint="f" * 32)
@@ -62,12 +62,12 @@ class Node:
         self.config = EngineConfig(**fields)
         self.model = HashModel()
         self.cache = make_hash_cache(self.config.num_blocks, BLOCK_SIZE)
-        self.staged = StagedPool(self.cache) if staged else None
+        self.staged = HostStagingPool(self.cache) if staged else None
         self.connector = connectors[0]
         self.connectors = ConnectorSet(connectors)
         pool = host_memory(self.cache) if self.staged is None else self.staged.memory
         self.connectors.serve(pool)
-        self.adapter = SeamAdapter(self.connectors, pool, self.staged)
+        self.adapter = KvTransferManager(self.connectors, pool, self.staged)
         self.core = EngineCore(self.config, self.model, self.cache, HASHER, VOCAB_SIZE, self.adapter)
         self.engine = EngineClient(self.core)
         self.adapter.connect(self.engine)
@@ -155,7 +155,7 @@ class Pair:
         digest = HASHER.request_digest(ROOT, request.block_hashes, prompt)
         transfer_id = secrets.token_bytes(16)
         ref = SourceRef(self.p.peer.worker_id, self.p.peer.epoch, "", transfer_id, digest)
-        receiving = Receiving(
+        receiving = ReceiverInfo(
             self.d.peer, LAYOUT, self.d.connectors.names, lambda: self.d.engine.tick, 2.0, 0.4, DIGESTS
         )
         landed = self.d.adapter.receive(request_id, ref, receiving, signed(self.channel, self.p.peer.key))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 
-from pdserve.common.held_blocks import MAX_HASHES, BlocksChange, apply_change
+from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents, apply_change
 from pdserve.router.placement.prefix_index import PrefixIndex
-from pdserve.worker.cached_blocks import CachedBlocks
+from pdserve.worker.kv_event_publisher import KvEventPublisher
 
 WORKER = ("decode-1", 7)
 
@@ -17,18 +17,18 @@ def name(number: int) -> bytes:
 
 
 def test_a_new_follower_hears_first_what_is_held() -> None:
-    cached = CachedBlocks()
+    cached = KvEventPublisher()
     cached.apply([name(1), name(2)], [])
     follower = cached.follow()
     cached.apply([name(3)], [name(1)])
     changes = follower.take()
-    assert changes[0] == BlocksChange(cleared=True)
+    assert changes[0] == KvCacheEvents(cleared=True)
     assert {h for change in changes for h in change.stored} == {name(2), name(3)}
     assert follower.take() == []
 
 
 def test_followers_get_the_published_part_of_a_hash_alone() -> None:
-    cached = CachedBlocks()
+    cached = KvEventPublisher()
     cached.apply([b"s" * 16 + name(1)], [])
     assert cached.hashes == {name(1)}
     cached.apply([], [b"s" * 16 + name(1)])
@@ -36,7 +36,7 @@ def test_followers_get_the_published_part_of_a_hash_alone() -> None:
 
 
 async def test_a_follower_wakes_when_something_changes() -> None:
-    cached = CachedBlocks()
+    cached = KvEventPublisher()
     follower = cached.follow()
     follower.take()
     waiting = asyncio.create_task(follower.wait())
@@ -44,17 +44,17 @@ async def test_a_follower_wakes_when_something_changes() -> None:
     assert not waiting.done()
     cached.apply([name(1)], [])
     await asyncio.wait_for(waiting, 5)
-    assert follower.take() == [BlocksChange(stored=(name(1),))]
+    assert follower.take() == [KvCacheEvents(stored=(name(1),))]
 
 
 def test_large_changes_come_in_pieces() -> None:
-    cached = CachedBlocks()
+    cached = KvEventPublisher()
     cached.apply(map(name, range(MAX_HASHES + 5)), [])
     assert [len(change.stored) for change in cached.follow().take()] == [0, MAX_HASHES, 5]
 
 
 def test_a_closed_follower_costs_nothing_more() -> None:
-    cached = CachedBlocks()
+    cached = KvEventPublisher()
     follower = cached.follow()
     follower.take()
     follower.close()
@@ -65,7 +65,7 @@ def test_a_closed_follower_costs_nothing_more() -> None:
 
 def test_an_index_that_follows_equals_the_worker_at_any_pace() -> None:
     dice = random.Random(3)
-    cached, index = CachedBlocks(), PrefixIndex()
+    cached, index = KvEventPublisher(), PrefixIndex()
     follower = cached.follow()
     for _ in range(400):
         held = sorted(cached.hashes)
@@ -84,7 +84,7 @@ def test_an_index_that_follows_equals_the_worker_at_any_pace() -> None:
 
 
 def test_a_follower_that_takes_nothing_keeps_no_more_than_twice_what_is_held() -> None:
-    cached = CachedBlocks()
+    cached = KvEventPublisher()
     follower, index = cached.follow(), PrefixIndex()
     for number in range(5 * MAX_HASHES):
         cached.apply([name(number)], [name(number - 3)] if number >= 3 else [])

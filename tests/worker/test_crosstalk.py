@@ -16,7 +16,7 @@ from hash_model import greedy_answer
 
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.control.source_transfer import SourceTransfer
-from pdserve.kv_transfer.pull import lanes
+from pdserve.kv_transfer.pull import peer_connections as lanes
 
 NUM_PROMPTS = 40
 NUM_ROUNDS = 50

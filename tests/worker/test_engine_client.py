@@ -23,7 +23,7 @@ from pdserve.common.errors import (
 )
 from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason
 from pdserve.engine.output_stream import OutputStream
-from pdserve.engine.scheduler.remote_kv import HoldReturned, ReceiveInto
+from pdserve.engine.scheduler.kv_messages import HoldReturned, ReceiveInto
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_request import engine_request_id
 

@@ -68,7 +68,7 @@ async def test_i13_a_worker_whose_pool_is_in_quarantine_takes_no_more(
     stats_then = type(stats)(num_blocks_total=64, num_blocks_quarantined=7)
     pair.d.engine.stats = stats_then
     assert not pair.d.adapter.is_quarantine_full, "reads of an evicted request may be ending"
-    monkeypatch.setattr("pdserve.worker.seam_adapter.QUARANTINE_FULL_AFTER_S", 0.05)
+    monkeypatch.setattr("pdserve.worker.kv_transfer_manager.QUARANTINE_FULL_AFTER_S", 0.05)
     await asyncio.sleep(0.06)
     assert pair.d.adapter.is_quarantine_full
     with pytest.raises(TransferFailed, match="7 blocks"):

@@ -1,4 +1,4 @@
-"""`SeamAdapter` between two real engine threads: blocks over `local` and `tcp`, and every way in which it may end."""
+"""`KvTransferManager` between two real engine threads: blocks over `local` and `tcp`, and every way in which it may end."""
 
 from __future__ import annotations
 

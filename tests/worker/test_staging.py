@@ -18,7 +18,7 @@ STAGED = {"p": {"staged": True}, "d": {"staged": True}}
 
 
 def _instead(staged: Any, name: str, copy: Any) -> None:
-    """Replace one of the two copies of a `StagedPool`; `copy` is given the real one."""
+    """Replace one of the two copies of a `HostStagingPool`; `copy` is given the real one."""
     real = getattr(staged, name)
     setattr(staged, name, lambda *args: copy(real, *args))
 

@@ -25,7 +25,7 @@ from pdserve.worker.call_stats import CallStats
 from pdserve.worker.engine_request import make_engine_request
 from pdserve.worker.worker import Worker
 
-Turns = AsyncIterator[decode_pb2.DecodeTurn]
+StarvationGuard = AsyncIterator[decode_pb2.DecodeTurn]
 
 
 LOCAL_MOMENTS = {
@@ -50,7 +50,7 @@ class SessionServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._engine.max_sessions = settings.max_sessions
 
     async def Session(
-        self, request_iterator: Turns, context: grpc.aio.ServicerContext[Any, Any]
+        self, request_iterator: StarvationGuard, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         if self._engine.num_sessions >= self._settings.max_sessions:
             # a call that is ended while its first turn is on the way here may lose this answer
@@ -84,7 +84,7 @@ class _Session:
         self._record: CallStats | None = None
         """Of the turn that runs."""
 
-    async def serve(self, turns: Turns) -> AsyncIterator[decode_pb2.DecodeEvent]:
+    async def serve(self, turns: StarvationGuard) -> AsyncIterator[decode_pb2.DecodeEvent]:
         """Raises: DeadlineExceeded when idle, Draining, InvalidRequest, and whatever ends it in the engine."""
         goes_on = True
         while goes_on and (turn := await self._next(turns)) is not None:
@@ -110,7 +110,7 @@ class _Session:
         elif record is not None:
             record.close()
 
-    async def _next(self, turns: Turns) -> decode_pb2.DecodeTurn | None:
+    async def _next(self, turns: StarvationGuard) -> decode_pb2.DecodeTurn | None:
         """The next turn; None when the router has closed its side. Raises: what ends the session meanwhile."""
         reading = asyncio.ensure_future(_next(turns))
         ended = asyncio.ensure_future(_end(self._stream))
@@ -164,7 +164,7 @@ class _Session:
             self._record.take(output)
 
 
-async def _next(turns: Turns) -> decode_pb2.DecodeTurn | None:
+async def _next(turns: StarvationGuard) -> decode_pb2.DecodeTurn | None:
     return await anext(turns, None)
 
 

@@ -16,7 +16,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.request import Request
 from pdserve.engine.runner.model_runner import MASK_WAIT_S, DecoderModel, ModelRunner
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
-from pdserve.engine.scheduler.remote_kv import IntoEngine, KVConnector, NoTransfers, ReceiveFailed, SourceFinished
+from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox, NoTransfers, ReceiveFailed, SourceFinished
 from pdserve.engine.scheduler.scheduler import Scheduler
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 
@@ -39,7 +39,7 @@ class EngineCore:
         kv_cache: Tensor,
         hasher: BlockHasher,
         vocab_size: int,
-        connector: KVConnector | None = None,
+        connector: KvOutbox | None = None,
         grammars: GrammarCompiler | None = None,
         logits_processors: LogitsProcessors | None = None,
     ) -> None:
@@ -58,9 +58,9 @@ class EngineCore:
         """Whether the last step computed something; sequences may run and yet wait for room."""
         self.scheduler = Scheduler(config, hasher, connector or NoTransfers(), grammars)
         self._logits_processors = logits_processors or LogitsProcessors()
-        self.runner = ModelRunner(config, model, kv_cache, vocab_size, self.beat, self._logits_processors)
+        self.runner = ModelRunner(config, model, kv_cache, vocab_size, self.heartbeat, self._logits_processors)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         self.tick += 1
         self.ticked_at = time.monotonic()
 
@@ -178,7 +178,7 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs:
         """Schedule, compute, book. Cheap when nothing can run."""
-        self.beat()
+        self.heartbeat()
         scheduled = self.scheduler.schedule()
         self.has_computed = bool(scheduled.num_scheduled_tokens)
         if self.has_computed:
@@ -190,7 +190,7 @@ class EngineCore:
                 self.scheduler.prefill_s += time.monotonic() - started_at
             self.scheduler.grammars.hosts.flush()
         else:
-            self.scheduler.keep_left(scheduled)
+            self.scheduler.requeue_finished_ids(scheduled)
             self.scheduler.grammars.hosts.wait(MASK_WAIT_S)
         stored, removed = self.scheduler.pool.take_changes()
         return EngineCoreOutputs(

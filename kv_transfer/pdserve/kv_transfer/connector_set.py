@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from pdserve.common.errors import ConfigError
 from pdserve.kv_transfer.connector import BlockConnector, Grant, PoolMemory
-from pdserve.kv_transfer.pull.peer_lives import PeerLives
+from pdserve.kv_transfer.pull.peer_endpoints import PeerEndpoints
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ AVOID_S = 60.0
 MAX_AVOIDED = 1024
 
 
-class Granting(Protocol):
+class GrantsReads(Protocol):
     """The part of connectors that a source's transfer needs."""
 
     def grant(self, token: bytes) -> Grant:
@@ -31,7 +31,7 @@ class Granting(Protocol):
 
 
 @runtime_checkable
-class Introduced(Protocol):
+class SupportsPeerWarmup(Protocol):
     """A connector that gains by knowing its peers before the first read."""
 
     def meet(self, worker_id: str, epoch: int) -> None:
@@ -39,7 +39,7 @@ class Introduced(Protocol):
 
 
 @runtime_checkable
-class Forgetful(Protocol):
+class SupportsPeerEviction(Protocol):
     """A connector that keeps something for each peer."""
 
     def forget(self, metadata: bytes) -> None:
@@ -65,7 +65,7 @@ class ConnectorSet:
         self._now = now
         self._lock = threading.Lock()
         self._avoided: dict[tuple[str, str], float] = {}
-        self._lives = PeerLives()
+        self._lives = PeerEndpoints()
         self.num_fallbacks = 0
         """Transfers that went on over another connector; counted up."""
 
@@ -99,7 +99,7 @@ class ConnectorSet:
             ended = self._lives.begun(worker_id, epoch)
         self._forget(ended)
         for connector in self._connectors.values():
-            if isinstance(connector, Introduced):
+            if isinstance(connector, SupportsPeerWarmup):
                 connector.meet(worker_id, epoch)
 
     def grant(self, token: bytes) -> Grant:
@@ -124,7 +124,7 @@ class ConnectorSet:
     def _forget(self, ways: Mapping[str, bytes]) -> None:
         for name, metadata in ways.items():
             connector = self.get(name)
-            if connector is not None and isinstance(connector, Forgetful):
+            if connector is not None and isinstance(connector, SupportsPeerEviction):
                 connector.forget(metadata)
 
     def failed(self, peer: str, name: str) -> None:

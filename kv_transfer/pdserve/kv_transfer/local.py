@@ -10,10 +10,10 @@ from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.pull.grant_book import GrantBook, Refusal, Sending
-from pdserve.kv_transfer.pull.lanes import LaneLimits, ReadCounters
-from pdserve.kv_transfer.pull.read_desk import ReadDesk
-from pdserve.kv_transfer.pull.wire import WireBroken
+from pdserve.kv_transfer.pull.block_reader import BlockReader
+from pdserve.kv_transfer.pull.connection import ConnectionBroken
+from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, ReadCounters
+from pdserve.kv_transfer.pull.read_grants import InFlightSend, ReadGrants, Refusal
 
 _IDLE_CLOSE_S = 60.0
 _FENCE_AFTER_S = 1.0
@@ -22,7 +22,7 @@ _FENCE_AFTER_S = 1.0
 class LocalSource:
     """What one connector gives to its network, and how it fails. Fields change under `LocalNetwork.changed`."""
 
-    def __init__(self, pool: PoolMemory, grants: GrantBook) -> None:
+    def __init__(self, pool: PoolMemory, grants: ReadGrants) -> None:
         self.pool = pool
         self.grants = grants
         self.is_closed = False
@@ -79,13 +79,13 @@ class LocalConnector:
         self._read_stall_s = read_stall_s
         self._request_bytes = request_bytes
         self._events = EventThread("local-events")
-        self._started: tuple[str, LocalSource, ReadDesk[str]] | None = None
+        self._started: tuple[str, LocalSource, BlockReader[str]] | None = None
 
     def serve(self, pool: PoolMemory) -> None:
         """As `BlockConnector.serve`."""
         if self._started is not None:
             raise RuntimeError("a connector serves once")
-        limits = LaneLimits.of_bytes(
+        limits = ConnectionLimits.of_bytes(
             pool.block_bytes,
             max_lanes=1,
             window_bytes=self._request_bytes,
@@ -93,12 +93,12 @@ class LocalConnector:
             in_flight_bytes=self._request_bytes,
             idle_close_s=_IDLE_CLOSE_S,
         )
-        source = LocalSource(pool, GrantBook(pool.num_blocks, self._events, _FENCE_AFTER_S))
+        source = LocalSource(pool, ReadGrants(pool.num_blocks, self._events, _FENCE_AFTER_S))
 
         def connect(address: str) -> _LocalWire:
             return _LocalWire(self._network, address, pool, self._read_stall_s)
 
-        reads = ReadDesk[str]("local-read", pool, limits, self._events, connect)
+        reads = BlockReader[str]("local-read", pool, limits, self._events, connect)
         self._started = (self._network.join(source), source, reads)
 
     @property
@@ -156,14 +156,14 @@ class LocalConnector:
             self._require_started()[1].blocks_to_serve = num_blocks
             self._network.changed.notify_all()
 
-    def _require_started(self) -> tuple[str, LocalSource, ReadDesk[str]]:
+    def _require_started(self) -> tuple[str, LocalSource, BlockReader[str]]:
         if self._started is None:
             raise RuntimeError("serve() comes first")
         return self._started
 
 
 class _LocalWire:
-    """A `Wire` that copies from a member's pool."""
+    """A `Connection` that copies from a member's pool."""
 
     def __init__(self, network: LocalNetwork, address: str, pool: PoolMemory, read_stall_s: float) -> None:
         self._network = network
@@ -174,7 +174,7 @@ class _LocalWire:
         self._is_interrupted = False
 
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
-        """As `Wire.fetch`."""
+        """As `Connection.fetch`."""
         sending = self._begin(token, blocks)
         if isinstance(sending, Refusal):
             raise TransferFailed(
@@ -191,7 +191,7 @@ class _LocalWire:
             self._source.grants.end(sending)
 
     def interrupt(self) -> bool:
-        """As `Wire.interrupt`; for both sides."""
+        """As `Connection.interrupt`; for both sides."""
         # The flag is read before each block; whoever waits for a silent source wakes for it.
         self._is_interrupted = True
         with self._network.changed:
@@ -201,7 +201,7 @@ class _LocalWire:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _begin(self, token: bytes, blocks: Sequence[BlockToRead]) -> Sending | Refusal:
+    def _begin(self, token: bytes, blocks: Sequence[BlockToRead]) -> InFlightSend | Refusal:
         if self._source.pool.block_bytes != self._pool.block_bytes:
             return Refusal.WRONG_BLOCK_BYTES
         return self._source.grants.begin(token, blocks[0].index, len(blocks), self.interrupt)
@@ -211,10 +211,12 @@ class _LocalWire:
         source = self._source
         with self._network.changed:
             if not self._network.changed.wait_for(self._may_go_on, self._read_stall_s):
-                raise WireBroken(f"reading block {index} from {self._address}: nothing for {self._read_stall_s:g} s")
+                raise ConnectionBroken(
+                    f"reading block {index} from {self._address}: nothing for {self._read_stall_s:g} s"
+                )
             if self._is_interrupted or source.is_closed:
                 why = "cut off" if self._is_interrupted else "closed by the peer"
-                raise WireBroken(f"reading block {index} from {self._address}: {why}")
+                raise ConnectionBroken(f"reading block {index} from {self._address}: {why}")
             if source.blocks_to_serve is not None:
                 source.blocks_to_serve -= 1
             if not source.blocks_to_flip:

@@ -21,7 +21,7 @@ from pdserve.engine.engine_thread import EngineThread
 from pdserve.engine.output_stream import OutputStream
 from pdserve.llm.embedding_output import EmbeddingRequestOutput
 from pdserve.llm.local_engine import EngineOptions, LocalEngine
-from pdserve.llm.prompts import Conversation, PromptType, SaltedPrompt, as_conversation, as_prompt
+from pdserve.llm.prompts import Conversation, PromptType, PromptWithSalt, as_conversation, as_prompt
 from pdserve.llm.request_factory import RequestFactory
 from pdserve.text.request_output import RequestOutput
 from pdserve.text.tokenizer import Tokenizer
@@ -143,7 +143,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.shutdown)
 
     async def _answer(
-        self, parse: partial[SaltedPrompt], sampling_params: SamplingParams | None, request_id: str | None
+        self, parse: partial[PromptWithSalt], sampling_params: SamplingParams | None, request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
         thread = self._started()
         valid = await asyncio.to_thread(self._requests.validate, parse(), sampling_params)

@@ -11,7 +11,7 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.output_stream import engine_error
 
 
-class Asked(Protocol):
+class BatchItem(Protocol):
     """A request, and what takes its outputs."""
 
     @property
@@ -27,7 +27,7 @@ class Asked(Protocol):
         """Whether the output's sequence has ended by a stop string, of which the engine knows nothing."""
 
 
-R = TypeVar("R", bound=Asked)
+R = TypeVar("R", bound=BatchItem)
 GRAMMAR_POLL_S = 0.05
 """While only grammars are awaited: how often to look at their deadlines."""
 

@@ -25,7 +25,7 @@ from pdserve.llm.progress import MakeBar, Progress
 from pdserve.llm.prompts import (
     Conversation,
     PromptType,
-    SaltedPrompt,
+    PromptWithSalt,
     as_conversation,
     as_prompt,
     is_one_conversation,
@@ -211,7 +211,7 @@ class LLM:
 
     def _answer(
         self,
-        parse: Callable[[object], SaltedPrompt],
+        parse: Callable[[object], PromptWithSalt],
         values: Sequence[object],
         label: str | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
@@ -245,7 +245,7 @@ class LLM:
 
     def _prepare(
         self,
-        parse: Callable[[object], SaltedPrompt],
+        parse: Callable[[object], PromptWithSalt],
         values: Sequence[object],
         label: str | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,

@@ -27,7 +27,7 @@ Conversation = Sequence[Mapping[str, Any]]
 """Messages with `role` and `content`."""
 
 
-class SaltedPrompt(NamedTuple):
+class PromptWithSalt(NamedTuple):
     """One prompt, its kind known."""
 
     prompt: Prompt
@@ -48,25 +48,25 @@ def is_one_conversation(messages: object) -> bool:
     return not isinstance(messages, Sequence) or not messages or not isinstance(messages[0], list | tuple)
 
 
-def as_prompt(prompt: object) -> SaltedPrompt:
+def as_prompt(prompt: object) -> PromptWithSalt:
     """Raises: InvalidRequest naming what is wrong."""
     if isinstance(prompt, str):
-        return SaltedPrompt(TextInput(prompt), "prompt")
+        return PromptWithSalt(TextInput(prompt), "prompt")
     if isinstance(prompt, Mapping):
         return _from_mapping(prompt)
-    return SaltedPrompt(TokenInput(_token_ids(prompt, "prompt")), "prompt")
+    return PromptWithSalt(TokenInput(_token_ids(prompt, "prompt")), "prompt")
 
 
 def as_conversation(
     messages: object, *, add_generation_prompt: bool, template_variables: Mapping[str, Any] | None
-) -> SaltedPrompt:
+) -> PromptWithSalt:
     """Raises: InvalidRequest; what a message must hold is checked when it is rendered."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise InvalidRequest(f"messages must be a list of messages, not {type(messages).__name__}", "messages")
-    return SaltedPrompt(ChatInput(messages, add_generation_prompt, template_variables or {}), "messages")
+    return PromptWithSalt(ChatInput(messages, add_generation_prompt, template_variables or {}), "messages")
 
 
-def _from_mapping(prompt: Mapping[Any, Any]) -> SaltedPrompt:
+def _from_mapping(prompt: Mapping[Any, Any]) -> PromptWithSalt:
     unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
     if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
         raise InvalidRequest(
@@ -79,10 +79,10 @@ def _from_mapping(prompt: Mapping[Any, Any]) -> SaltedPrompt:
         raise InvalidRequest(f"cache_salt must be a string, not {type(salt).__name__}", "cache_salt")
     if "prompt_token_ids" in prompt:
         token_ids = _token_ids(prompt["prompt_token_ids"], "prompt_token_ids")
-        return SaltedPrompt(TokenInput(token_ids), "prompt_token_ids", salt or None)
+        return PromptWithSalt(TokenInput(token_ids), "prompt_token_ids", salt or None)
     if not isinstance(prompt["prompt"], str):
         raise InvalidRequest(f"prompt must be a string, not {type(prompt['prompt']).__name__}", "prompt")
-    return SaltedPrompt(TextInput(prompt["prompt"]), "prompt", salt or None)
+    return PromptWithSalt(TextInput(prompt["prompt"]), "prompt", salt or None)
 
 
 def _token_ids(value: object, field: str) -> list[int]:

@@ -19,7 +19,7 @@ from pdserve.common.telemetry.request_metrics import RequestMetrics, unix_s
 from pdserve.llm.beam_search import BeamSearchParams, BeamStep
 from pdserve.llm.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
 from pdserve.llm.local_engine import LocalEngine
-from pdserve.llm.prompts import SaltedPrompt
+from pdserve.llm.prompts import PromptWithSalt
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.best_of import best, for_engines
 from pdserve.text.output_processor import OutputProcessor
@@ -160,7 +160,7 @@ class RequestFactory:
         recommended: dict[str, Any] = dict(self._tokenizer.generation_defaults)
         return SamplingParams(**recommended)
 
-    def validate(self, prompt: SaltedPrompt, sampling_params: SamplingParams | None) -> ValidRequest:
+    def validate(self, prompt: PromptWithSalt, sampling_params: SamplingParams | None) -> ValidRequest:
         """Tokenize, fill in, check. sampling_params: None takes the defaults, `max_tokens` of the prompt's kind.
 
         Raises: InvalidRequest naming the field, its value and its limit.
@@ -192,7 +192,7 @@ class RequestFactory:
             )
         return ValidRequest(encoded, params, prompt.cache_salt)
 
-    def validate_embedding(self, prompt: SaltedPrompt, pooling_params: PoolingParams | None) -> ValidEmbedding:
+    def validate_embedding(self, prompt: PromptWithSalt, pooling_params: PoolingParams | None) -> ValidEmbedding:
         """Tokenize and check. Raises: InvalidRequest naming the field, its value and its limit."""
         params = PoolingParams() if pooling_params is None else checked(pooling_params, PoolingParams, "pooling_params")
         rule = LengthRule(self._max_model_len, has_output=False)
@@ -201,7 +201,7 @@ class RequestFactory:
         params.verify(self._hidden_size)
         return ValidEmbedding(encoded, params, prompt.cache_salt)
 
-    def validate_beams(self, prompt: SaltedPrompt, params: BeamSearchParams) -> ValidRequest:
+    def validate_beams(self, prompt: PromptWithSalt, params: BeamSearchParams) -> ValidRequest:
         """Tokenize and check. Raises: InvalidRequest naming the field, its value and its limit."""
         encoded = self._encoded(prompt, LengthRule(self._max_model_len))
         params.verify(self._vocab_size, len(self._tokenizer.eos_token_ids))
@@ -218,7 +218,7 @@ class RequestFactory:
         )
         return ValidRequest(encoded, step, prompt.cache_salt)
 
-    def _encoded(self, prompt: SaltedPrompt, length_rule: LengthRule) -> EncodedPrompt:
+    def _encoded(self, prompt: PromptWithSalt, length_rule: LengthRule) -> EncodedPrompt:
         encoded = encode_prompt(self._tokenizer, prompt.prompt, prompt.field, length_rule)
         verify_prompt_tokens(self._tokenizer, prompt.prompt, encoded.token_ids, self._vocab_size, prompt.field)
         verify_cache_salt(prompt.cache_salt)

@@ -66,7 +66,7 @@ class LongText:
         ):
             return None
         long_text = cls(backend, normalizes=normalizer is not None)
-        return long_text if long_text._agrees(_SAMPLE * 8) else None
+        return long_text if long_text._matches(_SAMPLE * 8) else None
 
     def encode(self, text: str, field: str, count: Callable[[int], None]) -> list[int]:
         """The text's token ids. Holds no GIL while the library works.
@@ -129,7 +129,7 @@ class LongText:
                 return place, num_bytes - dropped
         return 0, 0
 
-    def _agrees(self, text: str) -> bool:
+    def _matches(self, text: str) -> bool:
         """Whether parts give what the whole gives, each of few characters: most begin in the middle of something."""
         whole = self._part(text)[0]
         text = self._normalized(text)

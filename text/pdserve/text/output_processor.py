@@ -9,7 +9,7 @@ from pdserve.common.request.engine_types import FinishReason, LogprobsLists
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics
 from pdserve.text.detokenizer import IncrementalDetokenizer, NoDetokenizer
-from pdserve.text.logprobs_ledger import LogprobsLedger
+from pdserve.text.logprobs_accumulator import LogprobsAccumulator
 from pdserve.text.prompt_logprobs import PromptLogprobsLedger
 from pdserve.text.request_output import CompletionOutput, Logprob, RequestOutput
 from pdserve.text.stop_strings import StopAutomaton, StopStringMatcher
@@ -41,7 +41,7 @@ class RequestState:
         "_min_tokens",
         "_num_chars",
         "_offsets",
-        "_silent_ids",
+        "_stop_ids_without_text",
         "_texts",
         "finish_reason",
         "index",
@@ -55,8 +55,8 @@ class RequestState:
         detokenizer: IncrementalDetokenizer,
         matcher: StopStringMatcher | None,
         min_tokens: int,
-        silent_ids: frozenset[int],
-        ledger: LogprobsLedger | None = None,
+        stop_ids_without_text: frozenset[int],
+        ledger: LogprobsAccumulator | None = None,
     ) -> None:
         """silent_ids: tokens without text where they end the sequence; they count as tokens all the same.
 
@@ -70,7 +70,7 @@ class RequestState:
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._min_tokens = min_tokens
-        self._silent_ids = silent_ids
+        self._stop_ids_without_text = stop_ids_without_text
         self._texts: list[str] = []
         self._ledger = ledger
         self._num_chars = 0
@@ -111,7 +111,7 @@ class RequestState:
         num_new = len(token_ids)
         self._offsets = []
         num_spoken = len(token_ids)
-        if finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self._silent_ids:
+        if finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self._stop_ids_without_text:
             num_spoken -= 1
         if self._matcher is None:
             spoken = token_ids[:num_spoken]
@@ -258,7 +258,7 @@ class OutputProcessor:
         stop_ids = {*params.stop_token_ids, *(tokenizer.eos_token_ids if eos_token_ids is None else eos_token_ids)}
         self._prompt_logprobs: PromptLogprobsLedger[dict[int, Logprob]] | None = None
         if params.prompt_logprobs is not None:
-            decode = LogprobsLedger(tokenizer if params.detokenize else None).decoded
+            decode = LogprobsAccumulator(tokenizer if params.detokenize else None).decoded
             self._prompt_logprobs = PromptLogprobsLedger(len(prompt_token_ids), decode)
         self._states = tuple(
             RequestState(
@@ -267,7 +267,7 @@ class OutputProcessor:
                 None if automaton is None else StopStringMatcher(automaton, include),
                 params.min_tokens,
                 frozenset() if include else frozenset(stop_ids),
-                None if params.logprobs is None else LogprobsLedger(tokenizer if params.detokenize else None),
+                None if params.logprobs is None else LogprobsAccumulator(tokenizer if params.detokenize else None),
             )
             for index in range(num_sequences)
         )

@@ -46,7 +46,7 @@ REMOTE_STAGES = (
 )
 
 
-class PassedStage(NamedTuple):
+class PassedSpan(NamedTuple):
     """A stage as it went; `time.monotonic()` seconds."""
 
     name: str
@@ -141,14 +141,14 @@ class CallStats:
         cause = self.cause or self.lease_lost
         return "ok" if cause is None else cause.code
 
-    def stages(self) -> list[PassedStage]:
+    def stages(self) -> list[PassedSpan]:
         """Those that were entered, in order; the last one has the cause of an early end."""
         if self.leg == "prefill":
             plan: tuple[Stage, ...] = PREFILL_STAGES
         else:
             plan = LOCAL_STAGES if self.prefills_locally else REMOTE_STAGES
         cause = None if self.was_stopped else self.cause
-        passed: list[PassedStage] = []
+        passed: list[PassedSpan] = []
         for stage in plan:
             start, end = self.moments.get(stage.start), self.moments.get(stage.end)
             if start is None:
@@ -156,9 +156,9 @@ class CallStats:
             if end is None:
                 # the call's end; or an engine that had no more to do here, like one whose first token was the last
                 end = max(start, self.moments.get("finished", self.ended_at))
-                passed.append(PassedStage(stage.name, start, end, cause))
+                passed.append(PassedSpan(stage.name, start, end, cause))
                 return passed
-            passed.append(PassedStage(stage.name, start, end, None))
+            passed.append(PassedSpan(stage.name, start, end, None))
         if cause is not None and not isinstance(cause, Cancelled) and passed:
             passed[-1] = passed[-1]._replace(cause=cause)
         return passed

@@ -26,8 +26,8 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_thread import ENGINE_FAILED, EngineThread
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.request import Request
-from pdserve.engine.scheduler.remote_kv import IntoEngine
-from pdserve.worker.cached_blocks import CachedBlocks
+from pdserve.engine.scheduler.kv_messages import IntoEngine
+from pdserve.worker.kv_event_publisher import KvEventPublisher
 from pdserve.worker.prefill_rate import PrefillRate
 
 OnEnded = Callable[[Request | None], None]
@@ -62,7 +62,7 @@ class EngineClient:
         self.draining = False
         self.on_unclaimed: Callable[[EngineCoreOutput], None] | None = None
         """Hears outputs of requests that have no stream: repeated prefills belong to the seam adapter."""
-        self.cached_blocks = CachedBlocks()
+        self.cached_blocks = KvEventPublisher()
         self._leaving: dict[str, OnEnded | None] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
 

@@ -9,7 +9,7 @@ import grpc
 
 from pdserve.common.address.peer_address import verify_peer_address
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.held_blocks import WorkerKey
+from pdserve.common.kv_events import WorkerKey
 from pdserve.common.net.rpc import make_channel
 from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.security.call_proof import CallSigner

@@ -17,7 +17,7 @@ from redis.asyncio.client import Pipeline
 from redis.exceptions import WatchError
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.held_blocks import BlocksChange
+from pdserve.common.kv_events import KvCacheEvents
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.registry.circuit_breaker import FIRST_WAIT_S, CircuitBreaker
 from pdserve.common.registry.redis_connection import (
@@ -25,8 +25,8 @@ from pdserve.common.registry.redis_connection import (
     concerns_keys,
     error_kind,
     error_text,
-    heed_cancellation,
     make_redis,
+    raise_if_cancelled,
 )
 from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.registry.registry import (
@@ -46,8 +46,8 @@ from pdserve.common.registry.registry import (
 )
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.worker.cached_blocks import BlocksFollower, CachedBlocks
 from pdserve.worker.identity import WorkerIdentity
+from pdserve.worker.kv_event_publisher import KvEventPublisher, KvEventSubscriber
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class RedisPublisher:
         where: str,
         namespace: str,
         record: WorkerRecord,
-        cached: CachedBlocks,
+        cached: KvEventPublisher,
         key: DeploymentKey,
     ) -> None:
         """where: names the server, for the log. record: this life of this worker; its numbers are kept here.
@@ -91,7 +91,7 @@ class RedisPublisher:
         """What the set in Redis should hold."""
         self._comparable = False
         """False until everything has been told, and after a batch that may have arrived or not."""
-        self._yielding = False
+        self._superseded = False
         """A later life has the record of this worker's id."""
         self._clean_up = False
         """Something under our keys is not what we put there."""
@@ -115,7 +115,7 @@ class RedisPublisher:
                     self._failed("bug", "the traceback stands above", follower)
                 else:
                     self.breaker.succeeded()
-                heed_cancellation()
+                raise_if_cancelled()
         finally:
             follower.close()
 
@@ -130,14 +130,14 @@ class RedisPublisher:
         with contextlib.suppress(*REDIS_ERRORS):
             await self._redis.aclose()
 
-    async def _until_due(self, follower: BlocksFollower) -> None:
+    async def _until_due(self, follower: KvEventSubscriber) -> None:
         """Something has changed, or the next beat is due; never at once, so that changes come together."""
         await asyncio.sleep(PUBLISH_EVERY_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._next_beat - time.monotonic())):
                 await follower.wait()
 
-    async def _turn(self, follower: BlocksFollower) -> None:
+    async def _turn(self, follower: KvEventSubscriber) -> None:
         if self._clean_up:
             await self._delete_what_is_not_ours()
             self._clean_up = False
@@ -151,17 +151,17 @@ class RedisPublisher:
         """For metrics."""
         return {"republished": self.num_republished, "conflict": self.num_conflicts}
 
-    def _failed(self, kind: str, message: str, follower: BlocksFollower) -> None:
+    def _failed(self, kind: str, message: str, follower: KvEventSubscriber) -> None:
         self.breaker.failed(kind, message)
         self._clean_up = self._clean_up or concerns_keys(kind)
         self._next_beat = 0.0
-        self._tell_all(follower)
+        self._republish(follower)
 
-    def _tell_all(self, follower: BlocksFollower) -> None:
+    def _republish(self, follower: KvEventSubscriber) -> None:
         self._comparable = False
         follower.start_over()
 
-    async def _beat(self, follower: BlocksFollower) -> None:
+    async def _beat(self, follower: KvEventSubscriber) -> None:
         """Compare, then refresh the record and the keys' lives."""
         reading = self._redis.pipeline(transaction=False)
         reading.hmget(self._worker_key, list(RECORD_FIELDS))
@@ -174,10 +174,10 @@ class RedisPublisher:
             self._record = msgspec.structs.replace(self._record, registered_us=now_us)
         stored = self._read_own(values, now_us)
         self._notice_conflict(stored)
-        if self._comparable and not self._agrees(stored, num_blocks, last):
+        if self._comparable and not self._matches(stored, num_blocks, last):
             self.num_republished += 1
             log.info("Redis differs from what was published there: all %d blocks are told again", len(self._published))
-            self._tell_all(follower)
+            self._republish(follower)
         writing = self._redis.pipeline(transaction=True)
         self._put_record(writing)
         writing.zadd(self._keys.workers, {self._record.worker_id: seconds})
@@ -198,7 +198,7 @@ class RedisPublisher:
             log.warning("the record of this worker in Redis was unusable and is written again: %s", error.message)
             return None
 
-    def _agrees(self, stored: WorkerRecord | None, num_blocks: int, last: list[tuple[bytes, object]]) -> bool:
+    def _matches(self, stored: WorkerRecord | None, num_blocks: int, last: list[tuple[bytes, object]]) -> bool:
         if num_blocks != len(self._published) or not last:
             return False
         try:
@@ -214,9 +214,9 @@ class RedisPublisher:
         ours = self._record
         if stored is None or (stored.registered_us, stored.epoch) <= (ours.registered_us, ours.epoch):
             # nobody, this life, or one before it: that has ended, or yields when it sees this one's record
-            self._yielding = False
-        elif not self._yielding:
-            self._yielding = True
+            self._superseded = False
+        elif not self._superseded:
+            self._superseded = True
             self.num_conflicts += 1
             log.warning(
                 "worker id %s is also that of a worker at %s that started later: it has the record in Redis, and this "
@@ -224,7 +224,7 @@ class RedisPublisher:
                 ours.worker_id, stored.address, ours.address,
             )  # fmt: skip
 
-    async def _publish(self, change: BlocksChange) -> None:
+    async def _publish(self, change: KvCacheEvents) -> None:
         """One batch, one MULTI."""
         if change.cleared:
             self._published.clear()
@@ -248,7 +248,7 @@ class RedisPublisher:
         await writing.execute()
 
     def _put_record(self, writing: Pipeline) -> None:
-        if not self._yielding:
+        if not self._superseded:
             writing.hset(self._worker_key, mapping=self._signer.signed(self._record).fields())
             writing.pexpire(self._worker_key, _ms(RECORD_TTL_S))
 
@@ -286,7 +286,7 @@ def _ms(seconds: float) -> int:
 
 
 def make_publisher(
-    settings: WorkerSettings, identity: WorkerIdentity, cached: CachedBlocks, key: DeploymentKey
+    settings: WorkerSettings, identity: WorkerIdentity, cached: KvEventPublisher, key: DeploymentKey
 ) -> RedisPublisher | None:
     """None when no Redis is given. Raises: ConfigError."""
     if settings.redis is None:

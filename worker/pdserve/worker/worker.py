@@ -39,20 +39,20 @@ from pdserve.engine.runner.loaded_model import LoadedModel
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.sampler import SAMPLER_VERSION
 from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.control.attach_client import Receiving
+from pdserve.kv_transfer.control.attach_client import ReceiverInfo
 from pdserve.kv_transfer.control.attach_servicer import AttachServicer
 from pdserve.kv_transfer.control.source_transfer import LeaseLimits, PeerId
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
+from pdserve.kv_transfer.host_staging_pool import HostStagingPool, host_memory
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
-from pdserve.kv_transfer.staged_pool import StagedPool, host_memory
 from pdserve.v1 import kv_source_pb2_grpc, request_pb2, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_watchdog import EngineWatchdog
 from pdserve.worker.identity import Role, WorkerIdentity
+from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.metrics_server import Health, MetricsServer
 from pdserve.worker.peer_channels import PeerChannels
 from pdserve.worker.redis_publisher import make_publisher
-from pdserve.worker.seam_adapter import SeamAdapter
 from pdserve.worker.worker_servicer import WorkerServicer
 from pdserve.worker.worker_telemetry import WorkerTelemetry
 
@@ -97,7 +97,7 @@ class Worker:
         client_tls = tls.client if tls is not None else None
         self.peers = PeerChannels(CallSigner(deployment_key), client_tls, insecure=settings.insecure)
         self._is_source = False
-        staged = None if model.kv_cache.is_cpu else StagedPool(model.kv_cache)
+        staged = None if model.kv_cache.is_cpu else HostStagingPool(model.kv_cache)
         pool = host_memory(model.kv_cache) if staged is None else staged.memory
         connectors.serve(pool)
         self.digests = DigestRule(
@@ -105,7 +105,7 @@ class Worker:
             lambda context: deployment_key.derive(DATA_PLANE, context),
             clear=tls is None or any(name != "tcp" for name in connectors.names),
         )
-        self.adapter = SeamAdapter(connectors, pool, staged)
+        self.adapter = KvTransferManager(connectors, pool, staged)
         self.hasher = BlockHasher(deployment_key, settings.block_size)
         core = EngineCore(
             model.engine_config(settings),
@@ -198,9 +198,9 @@ class Worker:
             self.connectors.meet(worker_id, epoch)
 
     @property
-    def receiving(self) -> Receiving:
+    def receiving(self) -> ReceiverInfo:
         """What this worker says when it attaches to a source."""
-        return Receiving(
+        return ReceiverInfo(
             identity=self.identity.peer,
             layout=self.model.layout,
             connectors=self.connectors.names,

@@ -14,16 +14,16 @@ from pdserve.common.address.peer_address import verify_worker_id
 from pdserve.common.address.peer_host import peer_host
 from pdserve.common.errors import KeyMismatch, ProtocolMismatch
 from pdserve.common.first_done import first_done
-from pdserve.common.held_blocks import BlocksChange
+from pdserve.common.kv_events import KvCacheEvents
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.request.wire import layout_to_wire
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchAnswer
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
-from pdserve.worker.cached_blocks import BlocksFollower
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import Role, WorkerIdentity
+from pdserve.worker.kv_event_publisher import KvEventSubscriber
 from pdserve.worker.peer_channels import PeerChannels
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             async for event in self._events(follower):
                 yield event
 
-    async def _events(self, follower: BlocksFollower | None) -> AsyncIterator[worker_pb2.WatchEvent]:
+    async def _events(self, follower: KvEventSubscriber | None) -> AsyncIterator[worker_pb2.WatchEvent]:
         loop = asyncio.get_running_loop()
         sequence = 0
         while True:
@@ -161,7 +161,7 @@ async def _next(requests: AsyncIterator[worker_pb2.WatchRequest]) -> worker_pb2.
         raise KeyMismatch("the watch began without a proof of the deployment key") from None
 
 
-def _blocks_message(sequence: int, change: BlocksChange) -> worker_pb2.Blocks:
+def _blocks_message(sequence: int, change: KvCacheEvents) -> worker_pb2.Blocks:
     return worker_pb2.Blocks(
         sequence=sequence,
         cleared=change.cleared,

@@ -15,7 +15,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from pdserve.common.errors import PeerError
-from pdserve.common.held_blocks import WorkerKey
+from pdserve.common.kv_events import WorkerKey
 from pdserve.common.peer_message import parsed
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.security.call_proof import CallSigner

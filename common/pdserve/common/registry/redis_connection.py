@@ -42,7 +42,7 @@ REDIS_ERRORS = (exceptions.RedisError, OSError, TimeoutError)
 """What a round trip may raise."""
 
 
-def heed_cancellation() -> None:
+def raise_if_cancelled() -> None:
     """Called in loops after round trips. Raises: CancelledError when this task was told to end.
 
     redis-py writes inside `asyncio.wait_for`, which until Python 3.12 forgets a cancellation that comes as it finishes.

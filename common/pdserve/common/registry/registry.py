@@ -23,7 +23,7 @@ import msgspec
 from pdserve.common.address.peer_address import PEER_ADDRESS, WORKER_ID, verify_peer_address
 from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.held_blocks import MAX_HASHES, BlocksChange
+from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.protocol import OLDEST_AUTHENTICATED, version_objection
 from pdserve.common.security.derived_key import REDIS_RECORDS, DeploymentKey
@@ -200,7 +200,7 @@ class NumberedChange(msgspec.Struct, frozen=True, kw_only=True):
 
     seq: int
     """1, 2, 3, ... in one life of a worker. A gap means that changes are missing, unless this one clears."""
-    change: BlocksChange
+    change: KvCacheEvents
 
     def fields(self) -> dict[Any, Any]:
         """As the stream holds it."""
@@ -218,7 +218,7 @@ def read_change(fields: object) -> NumberedChange:
         raise InvalidRequest("an entry of the stream has no fields", "events")
     return NumberedChange(
         seq=read_number("seq", fields.get(b"seq")),
-        change=BlocksChange(
+        change=KvCacheEvents(
             cleared=bool(read_number("cleared", fields.get(b"cleared"), 1)),
             stored=_hashes("stored", fields.get(b"stored")),
             removed=_hashes("removed", fields.get(b"removed")),

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from pdserve.common.errors import ClockSkew, KeyMismatch, ProtocolMismatch, WrongWorker
-from pdserve.common.held_blocks import WorkerKey
+from pdserve.common.kv_events import WorkerKey
 from pdserve.common.protocol import PROTOCOL_VERSION, version_objection
 from pdserve.common.security.derived_key import SERVICE_CALLS, DeploymentKey
 from pdserve.common.security.nonce_memory import NonceMemory

@@ -35,7 +35,7 @@ class KVCacheBlock:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
 
 
-class BlockHold:
+class PinnedBlocks:
     """A move-only list of blocks: whoever has it owns one reference to each, and gives it up exactly once.
 
     Made by the pool, handed to the transfer, returned to the pool through `HoldReturned`. Other threads read only
@@ -51,10 +51,10 @@ class BlockHold:
     def __len__(self) -> int:
         return len(self.block_ids)
 
-    def split(self, count: int) -> tuple[BlockHold, BlockHold]:
+    def split(self, count: int) -> tuple[PinnedBlocks, PinnedBlocks]:
         """Give this hold up for two: its first `count` blocks, and the rest."""
         blocks = self.give_up()
-        return BlockHold(blocks[:count]), BlockHold(blocks[count:])
+        return PinnedBlocks(blocks[:count]), PinnedBlocks(blocks[count:])
 
     def give_up(self) -> list[KVCacheBlock]:
         """The blocks, once. Raises: PoolCorrupt when it was given up before."""
@@ -132,12 +132,12 @@ class BlockPool:
                 elif not keep:
                     self._unused.move_to_end(block.block_id, last=False)
 
-    def hold(self, blocks: Sequence[KVCacheBlock]) -> BlockHold:
+    def hold(self, blocks: Sequence[KVCacheBlock]) -> PinnedBlocks:
         """A hold on blocks that are in use, with references of its own."""
         self.touch(blocks)
-        return BlockHold(blocks)
+        return PinnedBlocks(blocks)
 
-    def take_back(self, hold: BlockHold) -> None:
+    def take_back(self, hold: PinnedBlocks) -> None:
         """The end of a hold. Raises: PoolCorrupt when it was given up before."""
         self.release(hold.give_up())
 

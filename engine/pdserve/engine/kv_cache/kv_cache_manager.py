@@ -19,7 +19,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.engine.kv_cache.block_pool import BlockHold, BlockPool, KVCacheBlock
+from pdserve.engine.kv_cache.block_pool import BlockPool, KVCacheBlock, PinnedBlocks
 from pdserve.engine.request import Request
 
 
@@ -204,7 +204,7 @@ class KVCacheManager:
         self.pool.release(old)
         return [block.block_id for block in table[first_index : first_index + count]]
 
-    def hold(self, request: Request, first_index: int, end_index: int) -> BlockHold:
+    def hold(self, request: Request, first_index: int, end_index: int) -> PinnedBlocks:
         """A hold on `table[first_index : end_index]`."""
         return self.pool.hold(self._tables[request.request_id][first_index:end_index])
 

@@ -16,8 +16,8 @@ from pdserve.engine.sampling.logits_plugin_stage import PluginTable
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.penalties import PenaltyTable
 from pdserve.engine.sampling.sampler import SamplingMetadata
-from pdserve.engine.sampling.token_rules import TokenRuleTable
-from pdserve.engine.structured_outputs.grammar_masks import GrammarMaskTable
+from pdserve.engine.sampling.token_mask import TokenRuleTable
+from pdserve.engine.structured_outputs.grammar_bitmask import GrammarBitmask
 
 
 class InputBatch:
@@ -51,7 +51,7 @@ class InputBatch:
         self._plugins = PluginTable(processors)
         self.pooler = Pooler(rows)
         self.prompt_logprobs = PromptLogprobsTable()
-        self.grammars = GrammarMaskTable(rows, vocab_size)
+        self.grammars = GrammarBitmask(rows, vocab_size)
 
     def add(self, request: Request, block_ids: list[int]) -> None:
         """A sequence enters: everything it has is copied into its row."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.engine.sampling.kept_tokens import LOWEST, MASS_OF_HIGHEST, Cut
-from pdserve.engine.sampling.noise import TOKENS_PER_LEAD_CALL, gumbel
+from pdserve.engine.sampling.seeded_uniform import TOKENS_PER_LEAD_CALL, gumbel
 from pdserve.engine.sampling.token_draw import SLACK, NoiseRows, highest_sums
 
 _KEY_BITS = 32

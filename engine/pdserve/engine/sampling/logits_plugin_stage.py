@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class PluginTurn:
+class ProcessorCall:
     """One plug-in, and the rows of the logits that ask for it at this turn."""
 
     name: str
@@ -42,7 +42,7 @@ class PluginTurn:
             if len(rows) > 1:
                 # whose fault it is shows when each row is alone
                 for place, row in turn:
-                    PluginTurn(self.name, self.processor, [place], [row]).run(logits, failed)
+                    ProcessorCall(self.name, self.processor, [place], [row]).run(logits, failed)
                 return
             log.exception("logits processor %s failed", self.name)
             failed[places[0]] = LogitsProcessorFailed(
@@ -57,15 +57,15 @@ class PluginTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class PluginStage:
+class LogitsProcessorStage:
     """What one step's rows ask, in the order in which each asks."""
 
-    turns: list[PluginTurn]
+    starvation: list[ProcessorCall]
 
     def apply(self, logits: Tensor) -> dict[int, InternalError]:
         """logits `[N, V]`; changed in place. Returns row -> why its request must end."""
         failed: dict[int, InternalError] = {}
-        for turn in self.turns:
+        for turn in self.starvation:
             turn.run(logits, failed)
         return failed
 
@@ -91,17 +91,17 @@ class PluginTable:
         token_ids: NDArray[np.int64],
         num_prompt: NDArray[np.int64],
         num_tokens: NDArray[np.int64],
-    ) -> PluginStage | None:
+    ) -> LogitsProcessorStage | None:
         """For logits whose row i is the batch's row `rows[i]`. The other arrays are the batch's, by its rows."""
         if not self._asked:
             return None
-        turns: dict[tuple[int, str], PluginTurn] = {}
+        starvation: dict[tuple[int, str], ProcessorCall] = {}
         for place, row in enumerate(rows.tolist()):
             for turn, one in enumerate(self._asked.get(row, ())):
-                if (turn, one.name) not in turns:
-                    turns[turn, one.name] = PluginTurn(one.name, self._processors[one.name], [], [])
+                if (turn, one.name) not in starvation:
+                    starvation[turn, one.name] = ProcessorCall(one.name, self._processors[one.name], [], [])
                 prompt, output = token_ids[row, : num_prompt[row]], token_ids[row, num_prompt[row] : num_tokens[row]]
                 prompt.flags.writeable = output.flags.writeable = False
-                turns[turn, one.name].places.append(place)
-                turns[turn, one.name].rows.append(LogitsRow(one.args, prompt, output))
-        return PluginStage([turns[key] for key in sorted(turns)]) if turns else None
+                starvation[turn, one.name].places.append(place)
+                starvation[turn, one.name].rows.append(LogitsRow(one.args, prompt, output))
+        return LogitsProcessorStage([starvation[key] for key in sorted(starvation)]) if starvation else None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.engine.sampling.logit_entries import Entries
+from pdserve.engine.sampling.sparse_indices import SparseIndices
 
 MAX_REPETITION = 2.0**64
 """A repetition penalty beyond it, or below its inverse, counts as this much: with float32 a logit stays a finite number."""
@@ -25,11 +25,11 @@ MAX_REPETITION = 2.0**64
 class Penalties:
     """What one step's rows ask. A token stands in the entries as often as in its sequence. None: no row asks."""
 
-    repeated: Entries | None = None
+    repeated: SparseIndices | None = None
     """Tokens of prompt and output."""
     repetition: NDArray[np.float32] | None = None
     """`[E]`, one for each entry of `repeated`."""
-    in_output: Entries | None = None
+    in_output: SparseIndices | None = None
     frequency: NDArray[np.float32] | None = None
     """`[E]`, one for each entry of `in_output`."""
     presence: NDArray[np.float32] | None = None
@@ -90,7 +90,7 @@ def _tokens_of(
     token_ids: NDArray[np.int64],
     first: NDArray[np.int64],
     end: NDArray[np.int64],
-) -> Entries | None:
+) -> SparseIndices | None:
     """Tokens `[first, end)` of the batch's rows `rows[places]`, as entries of the logits' rows `places`."""
     if not len(places):
         return None
@@ -98,4 +98,4 @@ def _tokens_of(
     entry_places = np.repeat(places, counts)
     starts = np.cumsum(counts) - counts
     columns = np.arange(len(entry_places)) - np.repeat(starts - first[rows[places]], counts)
-    return Entries(entry_places, token_ids[rows[entry_places], columns])
+    return SparseIndices(entry_places, token_ids[rows[entry_places], columns])

@@ -1,15 +1,15 @@
 """`Sampler`: from logits to one token a row, in fixed stages over the whole batch.
 
     1. log-probabilities of the logits as they are, for rows that ask for them (`logprobs.py`)
-    2. structured_outputs: tokens that the grammar does not allow get -inf (`grammar_masks.py`); then allowed_token_ids:
-       all others do (`token_rules.py`, to stage 4)
+    2. structured_outputs: tokens that the grammar does not allow get -inf (`grammar_bitmask.py`); then allowed_token_ids:
+       all others do (`token_mask.py`, to stage 4)
     3. bad_words, and EOS and stop tokens before min_tokens, get -inf
     4. logit_bias is added
     5. logits_processors: plug-ins, in the order in which a row names them (`logits_plugin_stage.py`)
     6. repetition, then frequency, then presence penalty (`penalties.py`)
     7. greedy rows take the most likely token, of equals the lowest id; the others are divided by their temperature
     8. min_p, then top_k, then top_p keep some tokens (`kept_tokens.py`)
-    9. of these the one with the highest sum of scaled logit and noise (`token_draw.py`, `noise.py`)
+    9. of these the one with the highest sum of scaled logit and noise (`token_draw.py`, `seeded_uniform.py`)
 
 A row's result does not depend on its batch mates: each number is computed from its own row alone, in an order that does
 not depend on the others. A row whose rules leave no token at all gets `NO_TOKEN`.
@@ -28,14 +28,14 @@ from torch import Tensor
 from pdserve.common.errors import InternalError
 from pdserve.engine.sampling import device_draw
 from pdserve.engine.sampling.kept_tokens import Border, Cut, border, top_p_alone
-from pdserve.engine.sampling.logits_plugin_stage import PluginStage
+from pdserve.engine.sampling.logits_plugin_stage import LogitsProcessorStage
 from pdserve.engine.sampling.logprobs import LogprobsTensors, RawLogprobs
 from pdserve.engine.sampling.penalties import Penalties
 from pdserve.engine.sampling.scratch import Scratch
 from pdserve.engine.sampling.token_draw import KeptRows, NoiseRows, draw
-from pdserve.engine.sampling.token_rules import TokenRules
+from pdserve.engine.sampling.token_mask import TokenMask
 from pdserve.engine.scheduler_output import NO_TOKEN
-from pdserve.engine.structured_outputs.grammar_masks import GrammarMask
+from pdserve.engine.structured_outputs.grammar_bitmask import GrammarMask
 
 SAMPLER_VERSION = 2
 """Part of a worker's identity: workers of one version sample the same tokens. Raised with any change of stages 7 to 9."""
@@ -58,8 +58,8 @@ class SamplingMetadata:
     indexes: NDArray[np.int64]
     positions: NDArray[np.int64]
     """Output position of the token to sample."""
-    token_rules: TokenRules | None = None
-    plugins: PluginStage | None = None
+    token_rules: TokenMask | None = None
+    plugins: LogitsProcessorStage | None = None
     penalties: Penalties | None = None
     grammar_mask: GrammarMask | None = None
     num_logprobs: NDArray[np.int64] | None = None

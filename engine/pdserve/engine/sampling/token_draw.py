@@ -1,6 +1,6 @@
 """One token out of those that are kept: the highest sum `y + gumbel`, in float32; of equal sums the lowest id.
 
-`y` is the scaled logit (`kept_tokens.py`), `gumbel` the token's noise (`noise.py`). The highest sum falls on each kept
+`y` is the scaled logit (`kept_tokens.py`), `gumbel` the token's noise (`seeded_uniform.py`). The highest sum falls on each kept
 token with its probability among them.
 
 Noise is drawn only where it can decide. The noise falls as `v` rises, so a token with lead 1 or more has less of it than
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.engine.sampling.kept_tokens import FEW, Border
-from pdserve.engine.sampling.noise import gumbel, gumbel_of_leads, leads
 from pdserve.engine.sampling.scratch import Scratch
+from pdserve.engine.sampling.seeded_uniform import gumbel, gumbel_of_leads, leads
 
 SLACK = 1e-3
 """In y."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pdserve.common.request.engine_types import EngineCoreEventType
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
-from pdserve.engine.scheduler.admission import Admission
+from pdserve.engine.scheduler.batch_builder import BatchBuilder
 from pdserve.engine.scheduler.running_batch import RunningBatch
-from pdserve.engine.scheduler.step import Step
+from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 
 
 class Preemption:
@@ -19,7 +19,7 @@ class Preemption:
         self,
         kv: KVCacheManager,
         running: RunningBatch,
-        admission: Admission,
+        admission: WaitingQueues,
         evict: Callable[[Request], bool],
     ) -> None:
         """evict: ends a sequence that still waits for remote KV in favour of a running one, the argument; returns
@@ -30,7 +30,7 @@ class Preemption:
         self._evict = evict
         self.num_preemptions = 0
 
-    def make_room(self, step: Step, request: Request, num_tokens: int) -> list[int] | None:
+    def make_room(self, step: BatchBuilder, request: Request, num_tokens: int) -> list[int] | None:
         """Allocate for a running sequence, at the cost of others as needed.
 
         Transfers that run ahead lose their blocks first, then sequences that still wait for remote KV, then running
@@ -49,15 +49,15 @@ class Preemption:
                 return None
         return added
 
-    def give_way(self, step: Step) -> bool:
+    def give_way(self, step: BatchBuilder) -> bool:
         """Preempt every running transfer that nobody wants yet; whether there was one."""
         unwanted = self._running.unwanted_sources()
         for request in unwanted:
             self._preempt(step, request)
         return bool(unwanted)
 
-    def _preempt(self, step: Step, request: Request) -> None:
-        step.take_out(request)
+    def _preempt(self, step: BatchBuilder, request: Request) -> None:
+        step.unschedule(request)
         self._running.leave(request)
         self.lose_blocks(request)
 

@@ -36,12 +36,12 @@ class RunningBatch(Mapping[str, Request]):
         if self._requests.pop(request.request_id, None) is not None:
             self._left.append(request.request_id)
 
-    def take_left(self) -> list[str]:
+    def take_finished_ids(self) -> list[str]:
         """Who left since the last call."""
         left, self._left = self._left, []
         return left
 
-    def keep_left(self, left: list[str]) -> None:
+    def requeue_finished_ids(self, left: list[str]) -> None:
         """The runner has not been told of these: it is told next time."""
         self._left = left + self._left
 

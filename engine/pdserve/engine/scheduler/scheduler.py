@@ -14,26 +14,26 @@ from pdserve.common.request.engine_types import (
 )
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.block_pool import BlockPool
-from pdserve.engine.kv_cache.hold_ledger import HoldLedger
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
+from pdserve.engine.kv_cache.pin_tracker import PinTracker
 from pdserve.engine.request import Request, RequestStatus, Wait
-from pdserve.engine.scheduler.admission import Admission, Refusal
-from pdserve.engine.scheduler.endings import Endings
-from pdserve.engine.scheduler.output_book import OutputBook
+from pdserve.engine.scheduler.batch_builder import BatchBuilder
+from pdserve.engine.scheduler.finish_request import FinishRequest
+from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox
+from pdserve.engine.scheduler.kv_send_tracker import KvSendTracker
+from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.preemption import Preemption
-from pdserve.engine.scheduler.remote_kv import IntoEngine, KVConnector
-from pdserve.engine.scheduler.remote_receives import Ready, RemoteReceives
+from pdserve.engine.scheduler.remote_kv_queue import Ready, RemoteKvQueue
 from pdserve.engine.scheduler.running_batch import RunningBatch
+from pdserve.engine.scheduler.sequence_group import SequenceGroup
 from pdserve.engine.scheduler.sessions import Sessions
-from pdserve.engine.scheduler.siblings import Siblings
-from pdserve.engine.scheduler.source_publishing import SourcePublishing
-from pdserve.engine.scheduler.step import Step
-from pdserve.engine.scheduler.step_booking import StepBooking
+from pdserve.engine.scheduler.starvation_guard import StarvationGuard
+from pdserve.engine.scheduler.step_results import StepResults
 from pdserve.engine.scheduler.transfer_events import End, TransferEvents
-from pdserve.engine.scheduler.turns import Turns
+from pdserve.engine.scheduler.waiting_queues import Refusal, WaitingQueues
 from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from pdserve.engine.structured_outputs.grammar_waits import GrammarWaits
+from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 
 
 class Scheduler:
@@ -46,37 +46,37 @@ class Scheduler:
         self,
         config: EngineConfig,
         hasher: BlockHasher,
-        connector: KVConnector,
+        connector: KvOutbox,
         compiler: GrammarCompiler | None = None,
     ) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self.kv = KVCacheManager(self.pool, hasher)
-        self.holds = HoldLedger(self.pool)
-        self.turns = Turns(config.max_overtakes)
-        self.receives = RemoteReceives(config, self.kv, self.holds, connector, self.turns)
-        self.sources = SourcePublishing(self.kv, self.holds, connector)
-        self.grammars = GrammarWaits(compiler, config.grammar_timeout_s)
-        self.admission = Admission(config, self.kv, self.turns)
-        self.outputs = OutputBook()
+        self.holds = PinTracker(self.pool)
+        self.starvation = StarvationGuard(config.max_overtakes)
+        self.receives = RemoteKvQueue(config, self.kv, self.holds, connector, self.starvation)
+        self.sources = KvSendTracker(self.kv, self.holds, connector)
+        self.grammars = StructuredOutputManager(compiler, config.grammar_timeout_s)
+        self.admission = WaitingQueues(config, self.kv, self.starvation)
+        self.outputs = OutputCollector()
         self.requests: dict[str, Request] = {}
         """Living sequences, by their own ids."""
         self.running = RunningBatch()
         self.preemption = Preemption(self.kv, self.running, self.admission, self._evict)
-        self.siblings = Siblings(config, self.requests, self.kv, self.admission, self.preemption)
+        self.group = SequenceGroup(config, self.requests, self.kv, self.admission, self.preemption)
         self.sessions = Sessions(config, self.kv, self.running, self.admission, self.outputs)
-        self.endings = Endings(
+        self.endings = FinishRequest(
             self.requests,
             self.kv,
             self.running,
             self.admission,
             self.grammars,
             self.receives,
-            self.siblings,
+            self.group,
             self.outputs,
         )
-        self.booking = StepBooking(
-            self.requests, self.kv, self.sources, self.siblings, self.sessions, self.outputs, self.endings
+        self.results = StepResults(
+            self.requests, self.kv, self.sources, self.group, self.sessions, self.outputs, self.endings
         )
         self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.admission)
         self.prefill_s = 0.0
@@ -92,7 +92,7 @@ class Scheduler:
         refusal: ends it at once, before anything is computed.
         """
         self.num_added += 1
-        if core.request_id in self.requests or self.siblings.of(core.request_id):
+        if core.request_id in self.requests or self.group.of(core.request_id):
             self.events.num_dropped += 1
             return
         request = Request(core)
@@ -114,7 +114,7 @@ class Scheduler:
         if not self.admission.prefers_local(request):
             return False
         request.settle_wait(Wait.REMOTE_KV)
-        self.receives.renounce(request)
+        self.receives.cancel_remote(request)
         self.outputs.prefills_locally(request)
         return True
 
@@ -148,7 +148,7 @@ class Scheduler:
                 self.endings.finish(request, RequestStatus.FINISHED_STOPPED)
 
     def _living(self, request_id: str) -> list[Request]:
-        if siblings := self.siblings.of(request_id):
+        if siblings := self.group.of(request_id):
             return siblings
         request = self.requests.get(request_id)
         return [] if request is None else [request]
@@ -196,7 +196,7 @@ class Scheduler:
 
     def _start_decoding(self, request: Request, first_tokens: Sequence[int]) -> None:
         """Its KV is here, and the first token of each of its sequences came with it."""
-        sequences = self.siblings.branch(request, first_tokens)
+        sequences = self.group.fork(request, first_tokens)
         if sequences is None:
             failure = None if request.grammar is None else request.grammar.failure
             cause = failure or TransferFailed("the source's first token does not fit the request's grammar")
@@ -240,7 +240,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. Changes block tables; `update_from_output` must follow a step."""
-        step = Step(self.config.max_num_batched_tokens)
+        step = BatchBuilder(self.config.max_num_batched_tokens)
         self._take_grammars()
         self._look_at_grammars()
         num_growing = self.running.num_growing + self.admission.num_ready + self.grammars.num_landed
@@ -250,12 +250,12 @@ class Scheduler:
         self._schedule_running(step, [*self.running.decoding(), *self.running.prefilling()])
         self._schedule_waiting(step)
         self._schedule_running(step, ahead)
-        step.output.finished_req_ids = self.running.take_left()
+        step.output.finished_req_ids = self.running.take_finished_ids()
         if step.output.num_scheduled_tokens:
             step.output.block_copies = self.kv.take_copies()
         return step.output
 
-    def _schedule_running(self, step: Step, requests: list[Request]) -> None:
+    def _schedule_running(self, step: BatchBuilder, requests: list[Request]) -> None:
         for request in requests:
             num_tokens = self.config.chunk(request.num_uncomputed_tokens, step.budget)
             if num_tokens <= 0 or request.status is not RequestStatus.RUNNING:
@@ -283,7 +283,7 @@ class Scheduler:
         self.endings.finish(victim, RequestStatus.FINISHED_ERROR, cause=cause)
         return True
 
-    def _schedule_waiting(self, step: Step) -> None:
+    def _schedule_waiting(self, step: BatchBuilder) -> None:
         if self._is_full(step):
             return
         for request in self.admission.candidates(after_preemption=step.preempted):
@@ -299,32 +299,32 @@ class Scheduler:
                 request.mark("scheduled")
                 request.note(EngineCoreEventType.SCHEDULED)
                 self.running.enter(request)
-                step.put_new(request, admitted)
+                step.schedule_new(request, admitted)
                 self.sources.publish(request)
 
-    def _try_admit(self, step: Step, request: Request) -> int | Refusal | PdServeError:
+    def _try_admit(self, step: BatchBuilder, request: Request) -> int | Refusal | PdServeError:
         num_growing = self.running.num_growing + self.receives.num_parked + self.grammars.num_landed
         return self.admission.try_admit(request, step.budget, self.running, num_growing)
 
-    def _is_full(self, step: Step) -> bool:
+    def _is_full(self, step: BatchBuilder) -> bool:
         return step.budget <= 0 or len(self.running) >= self.config.max_num_seqs
 
     # ---- what came of it
 
     def update_from_output(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Book a step's result: KV computed, blocks published, tokens appended, sequences ended."""
-        self.booking.book(scheduled, computed)
+        self.results.update(scheduled, computed)
 
-    def keep_left(self, unused: SchedulerOutput) -> None:
+    def requeue_finished_ids(self, unused: SchedulerOutput) -> None:
         """A step that computed nothing was not seen by the runner: what it was to be told is told next time."""
-        self.running.keep_left(unused.finished_req_ids)
+        self.running.requeue_finished_ids(unused.finished_req_ids)
 
     def forget_history(self) -> None:
         """Start the counters and the prefix cache anew."""
         self.pool.forget_cached()
         self.prefill_s = 0.0
         self.num_added = 0
-        self.booking.num_computed_prompt_tokens = self.kv.num_queried_tokens = self.kv.num_hit_tokens = 0
+        self.results.num_computed_prompt_tokens = self.kv.num_queried_tokens = self.kv.num_hit_tokens = 0
 
     # ---- how it does
 
@@ -334,7 +334,7 @@ class Scheduler:
 
     @property
     def num_computed_prompt_tokens(self) -> int:
-        return self.booking.num_computed_prompt_tokens
+        return self.results.num_computed_prompt_tokens
 
     @property
     def num_dropped_events(self) -> int:

@@ -12,9 +12,9 @@ from pdserve.common.request.engine_types import LogprobsLists, StreamingUpdate
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
-from pdserve.engine.scheduler.admission import Admission
-from pdserve.engine.scheduler.output_book import OutputBook
+from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.running_batch import RunningBatch
+from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 
 
 class Sessions:
@@ -25,8 +25,8 @@ class Sessions:
         config: EngineConfig,
         kv: KVCacheManager,
         running: RunningBatch,
-        admission: Admission,
-        outputs: OutputBook,
+        admission: WaitingQueues,
+        outputs: OutputCollector,
     ) -> None:
         self._config = config
         self._kv = kv

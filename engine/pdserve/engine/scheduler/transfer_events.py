@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve.common.errors import PdServeError, TransferFailed
-from pdserve.engine.kv_cache.hold_ledger import HoldLedger
+from pdserve.engine.kv_cache.pin_tracker import PinTracker
 from pdserve.engine.request import Request, RequestStatus, Wait
-from pdserve.engine.scheduler.admission import Admission
-from pdserve.engine.scheduler.remote_kv import (
+from pdserve.engine.scheduler.kv_messages import (
     HoldReturned,
     IntoEngine,
     Landed,
@@ -22,8 +21,9 @@ from pdserve.engine.scheduler.remote_kv import (
     SourceFinished,
     Want,
 )
-from pdserve.engine.scheduler.remote_receives import Ready, RemoteReceives
-from pdserve.engine.scheduler.source_publishing import SourcePublishing
+from pdserve.engine.scheduler.kv_send_tracker import KvSendTracker
+from pdserve.engine.scheduler.remote_kv_queue import Ready, RemoteKvQueue
+from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,15 @@ class End:
 
 
 class TransferEvents:
-    """Passes events on to `RemoteReceives` and `SourcePublishing`."""
+    """Passes events on to `RemoteKvQueue` and `KvSendTracker`."""
 
     def __init__(
         self,
         requests: Mapping[str, Request],
-        holds: HoldLedger,
-        receives: RemoteReceives,
-        sources: SourcePublishing,
-        admission: Admission,
+        holds: PinTracker,
+        receives: RemoteKvQueue,
+        sources: KvSendTracker,
+        admission: WaitingQueues,
     ) -> None:
         self._requests = requests
         self._holds = holds

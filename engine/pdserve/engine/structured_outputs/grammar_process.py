@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pdserve.common.errors import PdServeError
+from pdserve.engine.structured_outputs.grammar_matcher import Vocabulary, compile_grammar, warm_up
 from pdserve.engine.structured_outputs.grammar_messages import (
     MAX_PACKET_BYTES,
     Broken,
@@ -37,7 +38,6 @@ from pdserve.engine.structured_outputs.grammar_messages import (
     map_progress,
 )
 from pdserve.engine.structured_outputs.grammar_sequences import GrammarSequences, WorkerEnds
-from pdserve.engine.structured_outputs.sequence_grammar import Vocabulary, compile_grammar, warm_up
 
 _PR_SET_PDEATHSIG = 1
 _COMPILING_NICENESS = 10

@@ -16,6 +16,7 @@ import xgrammar
 from numpy.typing import NDArray
 
 from pdserve.common.errors import PdServeError
+from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher
 from pdserve.engine.structured_outputs.grammar_messages import (
     MAX_PACKET_BYTES,
     GrammarLimits,
@@ -30,7 +31,6 @@ from pdserve.engine.structured_outputs.grammar_messages import (
     request_too_slow,
     token_too_slow,
 )
-from pdserve.engine.structured_outputs.sequence_grammar import SequenceGrammar
 
 _IDLE_AFTER_S = 0.02
 """A process in which a token took longer runs from then on only on processors that are idle otherwise."""
@@ -62,7 +62,7 @@ class _Budget:
 
 @dataclass(slots=True)
 class _Sequence:
-    grammar: SequenceGrammar
+    grammar: GrammarMatcher
     budget: _Budget
 
 
@@ -98,7 +98,7 @@ class GrammarSequences:
         message: Open = decode(packet, Open)
         sequence = self._sequences.get(message.slot)
         if sequence is None:
-            grammar = SequenceGrammar(self._compiled, message.eos_token_ids, self._vocab_size)
+            grammar = GrammarMatcher(self._compiled, message.eos_token_ids, self._vocab_size)
             sequence = self._sequences[message.slot] = _Sequence(grammar, _Budget())
         try:
             allowed = self._replay(sequence, message)

@@ -56,7 +56,7 @@ ANSWER_MARGIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Receiving:
+class ReceiverInfo:
     """What every attach of this worker says."""
 
     identity: PeerId
@@ -103,7 +103,7 @@ class _Requests:
         return kv_source_pb2.AttachRequest(alive=kv_source_pb2.Alive(engine_tick=self._engine_tick()))
 
 
-async def attach(transfer: ReceiverTransfer, receiving: Receiving, channel: ServiceChannel) -> None:
+async def attach(transfer: ReceiverTransfer, receiving: ReceiverInfo, channel: ServiceChannel) -> None:
     """Carry a transfer's control stream until the transfer has ended. Never raises for what a peer does."""
     try:
         await _attach(transfer, receiving, channel)
@@ -113,7 +113,7 @@ async def attach(transfer: ReceiverTransfer, receiving: Receiving, channel: Serv
         transfer.fail(InternalError("internal error; the worker's log has the details"))
 
 
-async def _attach(transfer: ReceiverTransfer, receiving: Receiving, channel: ServiceChannel) -> None:
+async def _attach(transfer: ReceiverTransfer, receiving: ReceiverInfo, channel: ServiceChannel) -> None:
     broken_since: float | None = None
     ticks = TickWatch()
     loop = asyncio.get_running_loop()
@@ -155,7 +155,7 @@ async def _attach(transfer: ReceiverTransfer, receiving: Receiving, channel: Ser
 
 async def _one_stream(
     transfer: ReceiverTransfer,
-    receiving: Receiving,
+    receiving: ReceiverInfo,
     channel: ServiceChannel,
     ticks: TickWatch,
 ) -> None:
@@ -255,7 +255,7 @@ def _failure(error: request_pb2.Error) -> PdServeError:
     return cause
 
 
-def _open(transfer: ReceiverTransfer, receiving: Receiving) -> kv_source_pb2.Open:
+def _open(transfer: ReceiverTransfer, receiving: ReceiverInfo) -> kv_source_pb2.Open:
     receiver = prefill_pb2.Receiver(worker_id=receiving.identity.worker_id, epoch=receiving.identity.epoch)
     return kv_source_pb2.Open(
         transfer_id=transfer.source.transfer_id,

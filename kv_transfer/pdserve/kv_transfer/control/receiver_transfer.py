@@ -227,7 +227,7 @@ class ReceiverTransfer:
         if blocks:
             number = self._num_reads
             self._num_reads += 1
-            listener = _ReadToLoop(self, number, [block.index - self._first_index for block in blocks])
+            listener = _AsyncioListener(self, number, [block.index - self._first_index for block in blocks])
             self._reads[number] = self._connector.read(self._metadata, self._token, blocks, listener, self._digest)
 
     def finished(self, num_tokens: int, request_digest: bytes, token_ids: tuple[int, ...]) -> None:
@@ -258,7 +258,7 @@ class ReceiverTransfer:
         self._connectors.lost(self.source.worker_id, self.source.epoch)
         self.fail(cause)
 
-    # ---- reads, told by `_ReadToLoop` in the asyncio thread
+    # ---- reads, told by `_AsyncioListener` in the asyncio thread
 
     def read_landed(self, places: Sequence[int]) -> None:
         for place in places:
@@ -352,7 +352,7 @@ class ReceiverTransfer:
             log.debug("the event loop has closed before a read ended")
 
 
-class _ReadToLoop:
+class _AsyncioListener:
     """A `ReadListener` that carries what transport threads say into the asyncio thread."""
 
     def __init__(self, transfer: ReceiverTransfer, number: int, places: list[int]) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import Grant
-from pdserve.kv_transfer.connector_set import Granting
+from pdserve.kv_transfer.connector_set import GrantsReads
 from pdserve.kv_transfer.control.transfer_state import SOURCE_MOVES, SourceState, has_ended, move
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class SourceTransfer:
     """Owned by `SourceTransfers`."""
 
     def __init__(
-        self, expected: ExpectedTransfer, connectors: Granting, limits: LeaseLimits, events: SourceEvents
+        self, expected: ExpectedTransfer, connectors: GrantsReads, limits: LeaseLimits, events: SourceEvents
     ) -> None:
         self.expected = expected
         self.state = SourceState.OPEN

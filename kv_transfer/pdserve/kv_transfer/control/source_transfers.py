@@ -7,7 +7,7 @@ import time
 from collections import Counter, OrderedDict
 
 from pdserve.common.errors import PdServeError, TransferFailed
-from pdserve.kv_transfer.connector_set import Granting
+from pdserve.kv_transfer.connector_set import GrantsReads
 from pdserve.kv_transfer.control.source_transfer import (
     ExpectedTransfer,
     LeaseLimits,
@@ -32,7 +32,7 @@ class AttachedTooLate(TransferFailed):
 class SourceTransfers:
     """Lives in the asyncio thread. Attach may come before or after the prefill leg: each waits for the other."""
 
-    def __init__(self, connectors: Granting, limits: LeaseLimits, events: SourceEvents) -> None:
+    def __init__(self, connectors: GrantsReads, limits: LeaseLimits, events: SourceEvents) -> None:
         self._connectors = connectors
         self._limits = limits
         self._events = events

@@ -22,15 +22,15 @@ from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.nixl.agent_pool import AgentPool
 from pdserve.kv_transfer.nixl.nixl_agent import Agent, AgentMaker, Region, UcxAgent
+from pdserve.kv_transfer.nixl.nixl_connection import NixlConnection
 from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer, buffer_address, new_name, pool_region
 from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress, NixlSettings
-from pdserve.kv_transfer.nixl.nixl_spares import NixlSpares
-from pdserve.kv_transfer.nixl.nixl_wire import NixlWire
-from pdserve.kv_transfer.pull.grant_book import GrantBook
-from pdserve.kv_transfer.pull.lanes import LaneLimits, ReadCounters
-from pdserve.kv_transfer.pull.read_desk import ReadDesk
-from pdserve.kv_transfer.pull.wire import Wire
+from pdserve.kv_transfer.pull.block_reader import BlockReader
+from pdserve.kv_transfer.pull.connection import Connection
+from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, ReadCounters
+from pdserve.kv_transfer.pull.read_grants import ReadGrants
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class _Started:
     hello: bytearray
     """Registered, so it lives as long as the agent."""
     address: NixlAddress
-    grants: GrantBook
-    spares: NixlSpares
-    reads: ReadDesk[NixlAddress]
+    grants: ReadGrants
+    spares: AgentPool
+    reads: BlockReader[NixlAddress]
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class NixlConnector:
             memory=region.kind,
             device_id=region.device_id,
         )
-        limits = LaneLimits.of_bytes(
+        limits = ConnectionLimits.of_bytes(
             pool.block_bytes,
             # each with its own agent, which moves one window: a read that hangs takes no other with it when its agent goes
             max_lanes=settings.agents_per_peer,
@@ -105,16 +105,16 @@ class NixlConnector:
             in_flight_bytes=settings.read_window_bytes,
             idle_close_s=settings.idle_close_s,
         )
-        spares = NixlSpares(lambda: NixlPeer(pool, self._make_agent), self._closing, settings.close_wait_s)
+        spares = AgentPool(lambda: NixlPeer(pool, self._make_agent), self._closing, settings.close_wait_s)
 
-        def connect(source: NixlAddress) -> Wire:
-            return NixlWire(
+        def connect(source: NixlAddress) -> Connection:
+            return NixlConnection(
                 source, pool, settings, spares.take, self._closing, self.agent_counters.add_condemned
             )  # fmt: skip
 
-        reads = ReadDesk[NixlAddress]("nixl-read", pool, limits, self._events, connect, settings.max_resting_peers)
+        reads = BlockReader[NixlAddress]("nixl-read", pool, limits, self._events, connect, settings.max_resting_peers)
         self._block_bytes = pool.block_bytes
-        self._started = _Started(agent, hello, address, GrantBook(pool.num_blocks, self._events, 0.0), spares, reads)
+        self._started = _Started(agent, hello, address, ReadGrants(pool.num_blocks, self._events, 0.0), spares, reads)
 
     @property
     def metadata(self) -> bytes:
@@ -130,10 +130,10 @@ class NixlConnector:
         self._require_started().spares.expect((worker_id, epoch))
 
     def forget(self, metadata: bytes) -> None:
-        """As `Forgetful.forget`: its agent goes when no read of it is under way."""
+        """As `SupportsPeerEviction.forget`: its agent goes when no read of it is under way."""
         started = self._require_started()
         with contextlib.suppress(TransferFailed):
-            started.reads.retire(NixlAddress.from_metadata(metadata, started.address.block_bytes))
+            started.reads.close_idle(NixlAddress.from_metadata(metadata, started.address.block_bytes))
 
     def grant(self, token: bytes) -> Grant:
         """As `BlockConnector.grant`; it is fenced as soon as it is closed, see the head of this file."""

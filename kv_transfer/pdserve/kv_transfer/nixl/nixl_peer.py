@@ -36,7 +36,7 @@ def new_name() -> str:
     return f"pdserve-{secrets.token_hex(8)}"
 
 
-class Doze:
+class PollBackoff:
     """Waits between two looks at a read: briefly at first, longer while nothing happens; never spins."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class NixlPeer:
         hello = agent.pair(self._hello_region, source.hello_region)
         self._blocks = agent.pair(pool_region(self._pool), source.pool)
         read = agent.read(hello, [0], [0])
-        doze = Doze()
+        doze = PollBackoff()
         deadline = time.monotonic() + timeout_s
         while (status := read.status()) is ReadStatus.UNDER_WAY:
             if time.monotonic() > deadline:

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.pull.lanes import LaneLimits, ReadCounters
-from pdserve.kv_transfer.pull.read_desk import ReadDesk
+from pdserve.kv_transfer.pull.block_reader import BlockReader
+from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, ReadCounters
+from pdserve.kv_transfer.tcp.tcp_connection import TcpConnection
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
 from pdserve.kv_transfer.tcp.tcp_source import SourceCounters, TcpSource
-from pdserve.kv_transfer.tcp.tcp_wire import TcpWire
 
 
 class TcpConnector:
@@ -32,7 +32,7 @@ class TcpConnector:
     def __init__(self, settings: TcpSettings | None = None) -> None:
         self._settings = settings or TcpSettings()
         self._events = EventThread("tcp-events")
-        self._started: tuple[TcpSource, ReadDesk[TcpAddress]] | None = None
+        self._started: tuple[TcpSource, BlockReader[TcpAddress]] | None = None
 
     def serve(self, pool: PoolMemory) -> None:
         """As `BlockConnector.serve`."""
@@ -40,7 +40,7 @@ class TcpConnector:
             raise RuntimeError("a connector serves once")
         settings = self._settings
         settings.check_peers_host()
-        limits = LaneLimits.of_bytes(
+        limits = ConnectionLimits.of_bytes(
             pool.block_bytes,
             max_lanes=settings.sockets_per_peer,
             window_bytes=settings.request_bytes,
@@ -49,8 +49,8 @@ class TcpConnector:
             idle_close_s=settings.idle_close_s,
         )
         source = TcpSource(pool, settings, self._events)
-        reads = ReadDesk[TcpAddress](
-            "tcp-read", pool, limits, self._events, lambda address: TcpWire(address, pool, settings)
+        reads = BlockReader[TcpAddress](
+            "tcp-read", pool, limits, self._events, lambda address: TcpConnection(address, pool, settings)
         )
         self._started = (source, reads)
 
@@ -107,10 +107,10 @@ class TcpConnector:
         return self._require_started()[0]
 
     @property
-    def _reads(self) -> ReadDesk[TcpAddress]:
+    def _reads(self) -> BlockReader[TcpAddress]:
         return self._require_started()[1]
 
-    def _require_started(self) -> tuple[TcpSource, ReadDesk[TcpAddress]]:
+    def _require_started(self) -> tuple[TcpSource, BlockReader[TcpAddress]]:
         if self._started is None:
             raise RuntimeError("serve() comes first")
         return self._started

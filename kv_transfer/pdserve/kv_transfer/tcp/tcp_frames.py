@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from pdserve.kv_transfer.pull.grant_book import TOKEN_BYTES, Refusal
+from pdserve.kv_transfer.pull.read_grants import TOKEN_BYTES, Refusal
 
 VERSION = 1
 _REQUEST_MAGIC = b"PDKr"

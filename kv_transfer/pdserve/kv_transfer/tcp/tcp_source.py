@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass, field
 
 from pdserve.common.security.tls_roles import ServiceRole
-from pdserve.kv_transfer.block_runs import block_runs
+from pdserve.kv_transfer.coalesce import coalesce_contiguous
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.pull.grant_book import BookedGrant, GrantBook, Refusal, Sending
+from pdserve.kv_transfer.pull.read_grants import InFlightSend, ReadGrant, ReadGrants, Refusal
 from pdserve.kv_transfer.tcp.tcp_connections import SourceConnections
 from pdserve.kv_transfer.tcp.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
@@ -57,7 +57,7 @@ class TcpSource:
         self.counters = SourceCounters()
         self._pool = pool
         self._settings = settings
-        self._grants = GrantBook(pool.num_blocks, events, settings.fence_after_s)
+        self._grants = ReadGrants(pool.num_blocks, events, settings.fence_after_s)
         self._listener = Listener(settings.host, settings.port)
         self.port = self._listener.port
         self._connections = SourceConnections(settings, events)
@@ -76,7 +76,7 @@ class TcpSource:
         """As `SourceConnections.num_refused`."""
         return self._connections.num_refused
 
-    def grant(self, token: bytes) -> BookedGrant:
+    def grant(self, token: bytes) -> ReadGrant:
         return self._grants.open(token)
 
     def close(self) -> None:
@@ -102,9 +102,9 @@ class TcpSource:
                 continue
             if accepted is None:
                 return
-            self._welcome(*accepted)
+            self._on_accept(*accepted)
 
-    def _welcome(self, sock: socket.socket, peer: str) -> None:
+    def _on_accept(self, sock: socket.socket, peer: str) -> None:
         try:
             stream = TcpStream(sock, self._settings.first_request_s, self._settings.send_stall_s)
         except OSError as error:  # the peer has gone already
@@ -165,17 +165,17 @@ class TcpSource:
             if not self._connections.settle(connection):
                 raise StreamBroken("no place for it")
             header = memoryview(ReadAnswer.to_request(request).encode())
-            stream.send([header, *block_runs(self._pool, allowed.blocks)])
+            stream.send([header, *coalesce_contiguous(self._pool, allowed.blocks)])
             self.counters.add(sent=request.count)
         finally:
             self._grants.end(allowed)
 
-    def _allow(self, stream: Stream, reader: Reader, request: ReadRequest) -> Sending | Refusal:
+    def _allow(self, stream: Stream, reader: Reader, request: ReadRequest) -> InFlightSend | Refusal:
         block_bytes = self._pool.block_bytes
         if request.count > max(1, self._settings.max_request_bytes // block_bytes):
             return Refusal.TOO_MANY
         sending = self._grants.begin(request.token, request.first_index, request.count, stream.shutdown, reader)
-        if isinstance(sending, Sending) and request.block_bytes != block_bytes:
+        if isinstance(sending, InFlightSend) and request.block_bytes != block_bytes:
             # Only a bearer of a token learns about the pool.
             self._grants.end(sending)
             return Refusal.WRONG_BLOCK_BYTES

@@ -21,7 +21,7 @@ from pdserve.common.priority_queue import PriorityQueue
 T = TypeVar("T")
 
 
-class _Lane(Generic[T]):
+class _ReaderThread(Generic[T]):
     """One tenant's."""
 
     __slots__ = ("arrived", "items", "served")
@@ -37,8 +37,8 @@ class FairQueue(Generic[T]):
     """Items by unique keys. With t tenants that wait, looking at the first items costs O(t)."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, _Lane[T]] = {}
-        self._waiting: dict[str, _Lane[T]] = {}
+        self._lanes: dict[str, _ReaderThread[T]] = {}
+        self._waiting: dict[str, _ReaderThread[T]] = {}
         self._tenant_of: dict[Hashable, str] = {}
         self._now = 0.0
         """Counter of the tenant that was served last, when it was; never falls."""
@@ -59,7 +59,7 @@ class FairQueue(Generic[T]):
 
     def append(self, tenant: str, key: Hashable, item: T, priority: int = 0) -> None:
         """Behind the tenant's items of the same priority; lower priorities go first. key: not in the queue yet."""
-        lane = self._lanes.setdefault(tenant, _Lane())
+        lane = self._lanes.setdefault(tenant, _ReaderThread())
         if tenant not in self._waiting:
             lane.served = max(lane.served, self._now)
             self._arrivals += 1

@@ -25,7 +25,13 @@ import msgspec
 from redis.asyncio import Redis
 
 from pdserve.common.registry.circuit_breaker import CircuitBreaker
-from pdserve.common.registry.redis_connection import REDIS_ERRORS, error_kind, error_text, heed_cancellation, make_redis
+from pdserve.common.registry.redis_connection import (
+    REDIS_ERRORS,
+    error_kind,
+    error_text,
+    make_redis,
+    raise_if_cancelled,
+)
 from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.registry.registry import Keys
 from pdserve.common.security.derived_key import USAGE, DeploymentKey
@@ -119,7 +125,7 @@ class FleetUsage:
                         self.breaker.failed(error_kind(error), error_text(error))
                     else:
                         self.breaker.succeeded()
-                    heed_cancellation()
+                    raise_if_cancelled()
                 self._expire()
                 await asyncio.sleep(BEAT_S)
         finally:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pdserve.common.background_task import background_task
 from pdserve.common.errors import PdServeError
-from pdserve.common.held_blocks import HeldBlocks
+from pdserve.common.kv_events import KvEventSink
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ClientTls
 from pdserve.router.workers.discovery import Directory
@@ -33,7 +33,7 @@ class Fleet:
         prefill: Sequence[str],
         decode: Sequence[str],
         expected: CompatibilityCheck,
-        held: HeldBlocks | None = None,
+        held: KvEventSink | None = None,
         directory: Directory | None = None,
         tls: ClientTls | None = None,
         *,

@@ -8,8 +8,8 @@ import msgspec
 from redis.asyncio import Redis
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.held_blocks import BlocksChange, WorkerKey
-from pdserve.common.registry.redis_connection import heed_cancellation
+from pdserve.common.kv_events import KvCacheEvents, WorkerKey
+from pdserve.common.registry.redis_connection import raise_if_cancelled
 from pdserve.common.registry.registry import MAX_BLOCKS, Keys, read_change, read_entry_id, read_hash
 
 SCAN_COUNT = 1000
@@ -32,9 +32,9 @@ class ChangeReader:
         self.seq = seq
         """The number of the last change read."""
 
-    def read(self, entries: Iterable[tuple[object, object]]) -> list[BlocksChange]:
+    def read(self, entries: Iterable[tuple[object, object]]) -> list[KvCacheEvents]:
         """The next changes. Raises: InvalidRequest for a gap and for anything malformed: start over then."""
-        changes: list[BlocksChange] = []
+        changes: list[KvCacheEvents] = []
         for entry_id, fields in entries:
             position, numbered = read_entry_id(entry_id), read_change(fields)
             if not self.seq < numbered.seq or (numbered.seq != self.seq + 1 and not numbered.change.cleared):
@@ -57,7 +57,7 @@ async def read_snapshot(redis: Redis, keys: Keys, worker: WorkerKey) -> Snapshot
     hashes: set[bytes] = set()
     cursor = 0
     while True:
-        heed_cancellation()
+        raise_if_cancelled()
         cursor, members = await redis.sscan(keys.blocks(*worker), cursor, count=SCAN_COUNT)
         hashes.update(map(read_hash, members))
         if len(hashes) > MAX_BLOCKS:

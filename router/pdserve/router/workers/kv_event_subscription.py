@@ -15,8 +15,8 @@ from itertools import islice
 import grpc.aio
 
 from pdserve.common.errors import InvalidRequest, PdServeError
-from pdserve.common.held_blocks import MAX_HASHES, BlocksChange, HeldBlocks, apply_change
-from pdserve.common.registry.redis_connection import heed_cancellation
+from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents, KvEventSink, apply_change
+from pdserve.common.registry.redis_connection import raise_if_cancelled
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.router.workers.kv_event_stream import ChangeReader, Snapshot
 from pdserve.router.workers.watch import watch
@@ -42,7 +42,7 @@ class KvEventSubscription:
     """Of one life of one worker, from its first report to its end."""
 
     def __init__(
-        self, worker: Worker, held: HeldBlocks, key: DeploymentKey, counts: Counter[str], now_s: float
+        self, worker: Worker, held: KvEventSink, key: DeploymentKey, counts: Counter[str], now_s: float
     ) -> None:
         """counts: what went wrong, by kind. now_s: the loop's time."""
         self.worker = worker
@@ -130,7 +130,7 @@ class KvEventSubscription:
         except InvalidRequest as error:
             self.warn_once(error.message)
             return
-        heed_cancellation()
+        raise_if_cancelled()
         if found is None:
             return
         if self._watch_task is not None:
@@ -155,7 +155,7 @@ class KvEventSubscription:
             async for event in events:
                 if isinstance(event, WorkerIdentity) and (event.worker_id, event.epoch) != self.worker.key:
                     return
-                if isinstance(event, BlocksChange):
+                if isinstance(event, KvCacheEvents):
                     apply_change(self._held, self.worker.key, event)
         except (PdServeError, grpc.aio.UsageError) as error:
             log.info("worker %s stopped telling its blocks: %s", self.worker, error)

@@ -15,15 +15,15 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.held_blocks import HeldBlocks, WorkerKey
+from pdserve.common.kv_events import KvEventSink, WorkerKey
 from pdserve.common.registry.circuit_breaker import CircuitBreaker
 from pdserve.common.registry.redis_connection import (
     REDIS_ERRORS,
     concerns_keys,
     error_kind,
     error_text,
-    heed_cancellation,
     make_redis,
+    raise_if_cancelled,
 )
 from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.registry.registry import (
@@ -61,7 +61,7 @@ ENTRIES_AT_ONCE = 64
 class RedisDirectory:
     """Runs beside the fleet. Owns the client."""
 
-    def __init__(self, redis: Redis, where: str, namespace: str, held: HeldBlocks, key: DeploymentKey) -> None:
+    def __init__(self, redis: Redis, where: str, namespace: str, held: KvEventSink, key: DeploymentKey) -> None:
         """where: names the server, for the log. held: is told which blocks the workers hold. key: signs records."""
         self.breaker = CircuitBreaker(
             f"Redis at {where}", "the router goes on with the workers it knows; it is tried again", log
@@ -94,7 +94,7 @@ class RedisDirectory:
                         self.breaker.failed("bug", "the traceback stands above")
                     else:
                         self.breaker.succeeded()
-                    heed_cancellation()
+                    raise_if_cancelled()
                 await self._mind_feeds(fleet.lives(), loop.time())
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:
@@ -237,7 +237,7 @@ class RedisDirectory:
             log.warning("%s", message)
 
 
-def make_directory(settings: RouterSettings, held: HeldBlocks, key: DeploymentKey) -> RedisDirectory | None:
+def make_directory(settings: RouterSettings, held: KvEventSink, key: DeploymentKey) -> RedisDirectory | None:
     """None when no Redis is given. Raises: ConfigError."""
     if settings.redis is None:
         return None

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.errors import PeerError, WorkerLost
-from pdserve.common.held_blocks import MAX_HASHES, BlocksChange
+from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
 from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.net.service_channel import MEET, ServiceChannel, decoder, readable
 from pdserve.common.request.wire import layout_from_wire
@@ -29,7 +29,7 @@ _Call = grpc.aio.StreamStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchEvent
 
 async def watch(
     channel: grpc.aio.Channel, key: DeploymentKey, where: str, *, blocks: bool = False
-) -> AsyncGenerator[WorkerIdentity | WorkerLoad | BlocksChange, None]:
+) -> AsyncGenerator[WorkerIdentity | WorkerLoad | KvCacheEvents, None]:
     """Who the worker at the other end is, once it has proved it, and what it reports until its stream ends or breaks.
 
     This router proves itself when it is asked for the second value. where: names the worker in warnings.
@@ -73,7 +73,7 @@ def _proved(challenge: WatchChallenge, event: worker_pb2.WatchEvent) -> WorkerId
     return identity
 
 
-async def _events(call: _Call) -> AsyncIterator[WorkerLoad | BlocksChange]:
+async def _events(call: _Call) -> AsyncIterator[WorkerLoad | KvCacheEvents]:
     sequence = 0
     while (message := await call.read()) is not grpc.aio.EOF:
         event = readable(cast(worker_pb2.WatchEvent, message))
@@ -141,11 +141,11 @@ def _load(message: worker_pb2.Load) -> WorkerLoad:
     )
 
 
-def _blocks(blocks: worker_pb2.Blocks, sequence: int) -> BlocksChange:
+def _blocks(blocks: worker_pb2.Blocks, sequence: int) -> KvCacheEvents:
     """Raises: WorkerLost when a change is missing or malformed: what was told before cannot be trusted."""
     if blocks.sequence != sequence:
         raise WorkerLost(f"its change of blocks {blocks.sequence} came where {sequence} was expected")
-    return BlocksChange(cleared=blocks.cleared, stored=_hashes(blocks.stored), removed=_hashes(blocks.removed))
+    return KvCacheEvents(cleared=blocks.cleared, stored=_hashes(blocks.stored), removed=_hashes(blocks.removed))
 
 
 def _hashes(joined: bytes) -> tuple[bytes, ...]:

@@ -11,7 +11,7 @@ import grpc.aio
 import msgspec
 
 from pdserve.common.errors import InvalidRequest, KeyMismatch, PdServeError, ProtocolMismatch, WorkerLost
-from pdserve.common.held_blocks import BlocksChange, HeldBlocks, apply_change
+from pdserve.common.kv_events import KvCacheEvents, KvEventSink, apply_change
 from pdserve.common.net.rpc import failed_to_shake_hands, make_channel
 from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.security.call_proof import CallSigner
@@ -59,7 +59,7 @@ class WorkerWatcher:
         role: WorkerRole,
         expected: CompatibilityCheck,
         changed: Callable[[WorkerWatcher], None],
-        held: HeldBlocks | None = None,
+        held: KvEventSink | None = None,
         tls: ClientTls | None = None,
         *,
         found: bool = False,
@@ -153,7 +153,7 @@ class WorkerWatcher:
                     continue
                 if isinstance(event, WorkerLoad):
                     self._take_load(first, event, channel)
-                elif isinstance(event, BlocksChange) and self._held is not None:
+                elif isinstance(event, KvCacheEvents) and self._held is not None:
                     apply_change(self._held, (first.worker_id, first.epoch), event)
         finally:
             await events.aclose()

@@ -1,4 +1,4 @@
-"""`PeerLives`: how the present life of each worker was reached, so that what is kept for it can go when it is over."""
+"""`PeerEndpoints`: how the present life of each worker was reached, so that what is kept for it can go when it is over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Life:
     ways: dict[str, bytes] = field(default_factory=dict)
 
 
-class PeerLives:
+class PeerEndpoints:
     """The worker that was read from longest ago is forgotten when there are too many. Not thread-safe."""
 
     def __init__(self) -> None:

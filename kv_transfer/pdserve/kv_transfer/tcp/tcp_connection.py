@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from pdserve.common.errors import TransferFailed
 from pdserve.common.security.tls_roles import ServiceRole
-from pdserve.kv_transfer.block_runs import block_runs
+from pdserve.kv_transfer.coalesce import coalesce_contiguous
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
-from pdserve.kv_transfer.pull.wire import WireBroken
+from pdserve.kv_transfer.pull.connection import ConnectionBroken
 from pdserve.kv_transfer.tcp.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
 from pdserve.kv_transfer.tcp.tcp_stream import Stream, StreamBroken, dial
@@ -19,8 +19,8 @@ _STEP_BYTES = 512 << 10
 """Received in one call, then digested: small enough to be in the processor's cache still."""
 
 
-class TcpWire:
-    """A `Wire` over one connection. Raises TransferFailed from construction when the peer cannot be reached."""
+class TcpConnection:
+    """A `Connection` over one connection. Raises TransferFailed from construction when the peer cannot be reached."""
 
     def __init__(self, address: TcpAddress, pool: PoolMemory, settings: TcpSettings) -> None:
         self._peer = str(address)
@@ -35,7 +35,7 @@ class TcpWire:
             raise TransferFailed(f"no connection to {self._peer}: {error}") from error
 
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
-        """As `Wire.fetch`."""
+        """As `Connection.fetch`."""
         request = ReadRequest(next(self._serials), token, blocks[0].index, len(blocks), self._pool.block_bytes)
         self._ask(request)
         # All at once, while the peer prepares its answer: between two steps it would find the processor's cache cold.
@@ -52,7 +52,7 @@ class TcpWire:
                 self._stream.receive(views)
             except StreamBroken as error:
                 index = blocks[received].index
-                raise WireBroken(f"reading block {index} and on from {self._peer}: {error}") from error
+                raise ConnectionBroken(f"reading block {index} and on from {self._peer}: {error}") from error
             received += num_blocks
             yield received
 
@@ -67,7 +67,7 @@ class TcpWire:
         """What is received in one call each: where it goes, and how many blocks it is."""
         for first in range(0, len(blocks), self._step_blocks):
             numbers = [block.local_block for block in blocks[first : first + self._step_blocks]]
-            yield block_runs(self._pool, numbers), len(numbers)
+            yield coalesce_contiguous(self._pool, numbers), len(numbers)
 
     def _ask(self, request: ReadRequest) -> None:
         try:
@@ -82,14 +82,14 @@ class TcpWire:
         except StreamBroken as error:
             raise self._broken(request, error) from error
         except MalformedFrame as error:
-            raise WireBroken(f"asking {self._peer} for block {request.first_index}: {error}") from error
+            raise ConnectionBroken(f"asking {self._peer} for block {request.first_index}: {error}") from error
         self._has_served = True
         return answer
 
-    def _broken(self, request: ReadRequest, error: StreamBroken) -> WireBroken:
+    def _broken(self, request: ReadRequest, error: StreamBroken) -> ConnectionBroken:
         # A kept connection may have outlived its peer. One that stalls has not, and a new one proved nothing yet.
         is_stale = self._has_served and not error.is_stall and error.num_bytes == 0
-        return WireBroken(f"asking {self._peer} for block {request.first_index}: {error}", is_stale)
+        return ConnectionBroken(f"asking {self._peer} for block {request.first_index}: {error}", is_stale)
 
 
 def _connect(address: TcpAddress, settings: TcpSettings) -> Stream:

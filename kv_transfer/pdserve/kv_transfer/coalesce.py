@@ -19,7 +19,7 @@ def number_runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         position += length
 
 
-def block_runs(pool: PoolMemory, blocks: Sequence[int]) -> list[memoryview]:
+def coalesce_contiguous(pool: PoolMemory, blocks: Sequence[int]) -> list[memoryview]:
     """The blocks' bytes in the order given, with blocks that follow each other in memory merged into one view.
 
     Raises `IndexError` for a number outside the pool.

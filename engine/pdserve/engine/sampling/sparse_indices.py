@@ -1,4 +1,4 @@
-"""`Entries`: single places in a step's logits, as index arrays."""
+"""`SparseIndices`: single places in a step's logits, as index arrays."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class SparseIndices:
     """Places in the logits `[N, V]`: entry e is row `rows[e]`, token `token_ids[e]`."""
 
     rows: NDArray[np.int64]
     token_ids: NDArray[np.int64]
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[int, NDArray[np.int64]]]) -> Entries | None:
+    def of(cls, parts: Sequence[tuple[int, NDArray[np.int64]]]) -> SparseIndices | None:
         """(row, token ids) together; None without any."""
         if not parts:
             return None

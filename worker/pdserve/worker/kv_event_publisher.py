@@ -1,4 +1,4 @@
-"""`CachedBlocks`: placement hashes of the blocks in this worker's prefix cache, and followers of their changes."""
+"""`KvEventPublisher`: placement hashes of the blocks in this worker's prefix cache, and followers of their changes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from pdserve.common.block_hash import placement_hash
-from pdserve.common.held_blocks import MAX_HASHES, BlocksChange
+from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
 
 
-class CachedBlocks:
+class KvEventPublisher:
     """A copy of what the engine's pool knows, in the asyncio thread; one step behind at most."""
 
     def __init__(self) -> None:
         self.hashes: set[bytes] = set()
-        self._followers: set[BlocksFollower] = set()
+        self._followers: set[KvEventSubscriber] = set()
 
     def apply(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """What an engine step changed, by block hash."""
@@ -25,24 +25,24 @@ class CachedBlocks:
         for follower in self._followers:
             follower.note(stored, removed)
 
-    def follow(self) -> BlocksFollower:
+    def follow(self) -> KvEventSubscriber:
         """A new follower; its first change is everything that is held now. It must be closed."""
-        follower = BlocksFollower(self)
+        follower = KvEventSubscriber(self)
         self._followers.add(follower)
         return follower
 
-    def leave(self, follower: BlocksFollower) -> None:
+    def leave(self, follower: KvEventSubscriber) -> None:
         """The follower hears nothing more; harmless when called again."""
         self._followers.discard(follower)
 
 
-class BlocksFollower:
+class KvEventSubscriber:
     """Collects changes until they are asked for. A slow follower gets fewer and larger ones.
 
     It keeps no more than twice the blocks that are held, and a few: beyond them it starts over, which says less.
     """
 
-    def __init__(self, cached: CachedBlocks) -> None:
+    def __init__(self, cached: KvEventPublisher) -> None:
         self._cached = cached
         self._changed = asyncio.Event()
         self._pending: dict[bytes, bool] = {}
@@ -55,7 +55,7 @@ class BlocksFollower:
         self._changed.set()
 
     def note(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Called by `CachedBlocks`."""
+        """Called by `KvEventPublisher`."""
         self._pending.update(dict.fromkeys(removed, False))
         self._pending.update(dict.fromkeys(stored, True))
         self._changed.set()
@@ -66,18 +66,18 @@ class BlocksFollower:
         """Returns when there is something to take."""
         await self._changed.wait()
 
-    def take(self) -> list[BlocksChange]:
+    def take(self) -> list[KvCacheEvents]:
         """What has changed since the last call, in pieces of at most `MAX_HASHES`; empty when nothing has."""
         pending, self._pending = self._pending, {}
         cleared, self._cleared = self._cleared, False
         self._changed.clear()
         changes = [
-            BlocksChange(
+            KvCacheEvents(
                 stored=tuple(h for h in piece if pending[h]), removed=tuple(h for h in piece if not pending[h])
             )
             for piece in _pieces(pending)
         ]
-        return [BlocksChange(cleared=True), *changes] if cleared else changes
+        return [KvCacheEvents(cleared=True), *changes] if cleared else changes
 
     def close(self) -> None:
         """Hear nothing more."""

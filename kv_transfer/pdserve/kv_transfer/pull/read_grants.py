@@ -37,25 +37,25 @@ _EXPLANATIONS = {
 }
 
 
-class Sending:
-    """Blocks that are being read out of the pool for one peer; they may not be reused before `GrantBook.end`."""
+class InFlightSend:
+    """Blocks that are being read out of the pool for one peer; they may not be reused before `ReadGrants.end`."""
 
     __slots__ = ("blocks", "grant", "interrupt")
 
-    def __init__(self, grant: BookedGrant, blocks: list[int], interrupt: Callable[[], object]) -> None:
+    def __init__(self, grant: ReadGrant, blocks: list[int], interrupt: Callable[[], object]) -> None:
         self.grant = grant
         self.blocks = blocks
         self.interrupt = interrupt
 
 
-class BookedGrant:
-    """A `Grant` of a `GrantBook`."""
+class ReadGrant:
+    """A `Grant` of a `ReadGrants`."""
 
-    def __init__(self, book: GrantBook, token: bytes) -> None:
+    def __init__(self, book: ReadGrants, token: bytes) -> None:
         self._book = book
         self.token = token
         self.blocks: dict[int, int] = {}
-        self.sendings: set[Sending] = set()
+        self.sendings: set[InFlightSend] = set()
         self.waiting: list[Callable[[], None]] = []
         self.closed = False
         self.reader: Hashable | None = None
@@ -73,7 +73,7 @@ class BookedGrant:
         self._book.close_grant(self, on_fenced)
 
 
-class GrantBook:
+class ReadGrants:
     """Thread-safe. Call-backs run on the event thread."""
 
     def __init__(self, num_blocks: int, events: EventThread, fence_after_s: float) -> None:
@@ -83,14 +83,14 @@ class GrantBook:
         self._lock = threading.Lock()
         # A dict lookup tells an attacker nothing by its duration: bytes are compared only after their keyed 64-bit
         # hashes are equal, and what is guessed is 128 random bits.
-        self._grants: dict[bytes, BookedGrant] = {}
+        self._grants: dict[bytes, ReadGrant] = {}
         self._closed = False
 
-    def open(self, token: bytes) -> BookedGrant:
+    def open(self, token: bytes) -> ReadGrant:
         """A new grant; one that never allows anything when the book is closed. Raises ValueError as `grant` does."""
         if len(token) != TOKEN_BYTES:
             raise ValueError(f"a token has {TOKEN_BYTES} bytes, not {len(token)}")
-        grant = BookedGrant(self, bytes(token))
+        grant = ReadGrant(self, bytes(token))
         with self._lock:
             if token in self._grants:
                 raise ValueError("the token is already granted")
@@ -100,7 +100,7 @@ class GrantBook:
                 self._grants[grant.token] = grant
         return grant
 
-    def publish(self, grant: BookedGrant, first_index: int, blocks: Sequence[int]) -> None:
+    def publish(self, grant: ReadGrant, first_index: int, blocks: Sequence[int]) -> None:
         for number in blocks:
             if not 0 <= number < self._num_blocks:
                 raise IndexError(f"block {number} is outside the pool of {self._num_blocks} blocks")
@@ -121,7 +121,7 @@ class GrantBook:
         count: int,
         interrupt: Callable[[], object],
         reader: Hashable | None = None,
-    ) -> Sending | Refusal:
+    ) -> InFlightSend | Refusal:
         """Leave to read `count` blocks out of the pool, until `end`. reader: who asks; the first one binds the token.
 
         interrupt: called from any thread, maybe more than once and only before `end`, when the reading must stop
@@ -138,11 +138,11 @@ class GrantBook:
             if grant.reader not in (None, reader):
                 return Refusal.OTHER_READER
             grant.reader = reader
-            sending = Sending(grant, blocks, interrupt)
+            sending = InFlightSend(grant, blocks, interrupt)
             grant.sendings.add(sending)
             return sending
 
-    def end(self, sending: Sending) -> None:
+    def end(self, sending: InFlightSend) -> None:
         """No byte of these blocks is read any more on behalf of this sending."""
         grant = sending.grant
         with self._lock:
@@ -150,7 +150,7 @@ class GrantBook:
             fenced = self._take_fenced(grant)
         self._call(fenced)
 
-    def close_grant(self, grant: BookedGrant, on_fenced: Callable[[], None]) -> None:
+    def close_grant(self, grant: ReadGrant, on_fenced: Callable[[], None]) -> None:
         with self._lock:
             self._forget(grant)
             grant.waiting.append(on_fenced)
@@ -169,12 +169,12 @@ class GrantBook:
         for grant in grants:
             self._interrupt(grant)
 
-    def _forget(self, grant: BookedGrant) -> None:
+    def _forget(self, grant: ReadGrant) -> None:
         grant.closed = True
         if self._grants.get(grant.token) is grant:
             del self._grants[grant.token]
 
-    def _take_fenced(self, grant: BookedGrant) -> list[Callable[[], None]]:
+    def _take_fenced(self, grant: ReadGrant) -> list[Callable[[], None]]:
         if not grant.closed or grant.sendings:
             return []
         fenced, grant.waiting = grant.waiting, []
@@ -184,7 +184,7 @@ class GrantBook:
         for call in fenced:
             self._events.call_soon(call)
 
-    def _interrupt(self, grant: BookedGrant) -> None:
+    def _interrupt(self, grant: ReadGrant) -> None:
         # Under the lock: a sending that ended meanwhile may have left its socket to another transfer.
         with self._lock:
             for sending in grant.sendings:

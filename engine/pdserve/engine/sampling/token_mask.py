@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.engine.request import Request
-from pdserve.engine.sampling.logit_entries import Entries
+from pdserve.engine.sampling.sparse_indices import SparseIndices
 
 _ANY = -1
 """Stands in a bad word's prefix where it is shorter than the longest, and before the first output token."""
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRules:
+class TokenMask:
     """What one step's rows ask. None: no row does."""
 
-    allowed: Entries | None = None
+    allowed: SparseIndices | None = None
     """In rows that are named here, only these tokens."""
-    forbidden: Entries | None = None
-    biased: Entries | None = None
+    forbidden: SparseIndices | None = None
+    biased: SparseIndices | None = None
     biases: NDArray[np.float32] | None = None
     """`[E]`, one for each entry of `biased`."""
 
@@ -119,7 +119,7 @@ class TokenRuleTable:
         token_ids: NDArray[np.int64],
         num_prompt: NDArray[np.int64],
         num_tokens: NDArray[np.int64],
-    ) -> TokenRules | None:
+    ) -> TokenMask | None:
         """Rules for logits whose row i is the batch's row `rows[i]`. The other arrays are the batch's, by its rows."""
         if not self._rules:
             return None
@@ -139,9 +139,9 @@ class TokenRuleTable:
                 biases.append(rules.biases)
         if not (allowed or forbidden or biased):
             return None
-        return TokenRules(
-            allowed=Entries.of(allowed),
-            forbidden=Entries.of(forbidden),
-            biased=Entries.of(biased),
+        return TokenMask(
+            allowed=SparseIndices.of(allowed),
+            forbidden=SparseIndices.of(forbidden),
+            biased=SparseIndices.of(biased),
             biases=np.concatenate(biases) if biases else None,
         )

@@ -1,4 +1,4 @@
-"""`Siblings`: how the sequences of a request part from each other once its prompt is computed, and which of them live."""
+"""`SequenceGroup`: how the sequences of a request part from each other once its prompt is computed, and which of them live."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
-from pdserve.engine.scheduler.admission import Admission
 from pdserve.engine.scheduler.preemption import Preemption
+from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 
 
-class Siblings:
+class SequenceGroup:
     """Living ones by the request's own id; those of a request with one sequence are not kept."""
 
     def __init__(
@@ -19,7 +19,7 @@ class Siblings:
         config: EngineConfig,
         requests: dict[str, Request],
         kv: KVCacheManager,
-        admission: Admission,
+        admission: WaitingQueues,
         preemption: Preemption,
     ) -> None:
         """requests: the scheduler's living sequences, which those that part are added to."""
@@ -30,7 +30,7 @@ class Siblings:
         self._preemption = preemption
         self._of: dict[str, dict[int, Request]] = {}
 
-    def branch(self, request: Request, token_ids: Sequence[int]) -> list[tuple[Request, RequestStatus | None]] | None:
+    def fork(self, request: Request, token_ids: Sequence[int]) -> list[tuple[Request, RequestStatus | None]] | None:
         """Append a token to a sequence, or the first ones to all that continue its prompt.
 
         Returns them, in the order of their indexes, with what each has ended with; those that go on have their place.

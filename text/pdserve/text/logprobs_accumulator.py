@@ -1,4 +1,4 @@
-"""`LogprobsLedger`: the log-probabilities of one sequence's tokens, with their texts."""
+"""`LogprobsAccumulator`: the log-probabilities of one sequence's tokens, with their texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pdserve.text.request_output import CompletionOutput, Logprob
 from pdserve.text.tokenizer import Tokenizer
 
 
-class LogprobsLedger:
+class LogprobsAccumulator:
     """One sequence's log-probabilities, decoded."""
 
     __slots__ = ("_cumulative", "_logprobs", "_offsets", "_tokenizer")

@@ -1,4 +1,4 @@
-"""`NixlSpares`: agents made ahead of time, in the background, for peers that were met and not yet read from."""
+"""`AgentPool`: agents made ahead of time, in the background, for peers that were met and not yet read from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_SPARES = 16
 MAX_KNOWN = 1024
 
 
-class NixlSpares:
+class AgentPool:
     """Thread-safe. A thread runs while agents are to be made, and at no other time."""
 
     def __init__(self, make: Callable[[], NixlPeer], closing: threading.Event, close_wait_s: float) -> None:

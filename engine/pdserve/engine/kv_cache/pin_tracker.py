@@ -1,13 +1,13 @@
-"""`HoldLedger`: which blocks are out of the engine's hands, and for whom nobody waits any more."""
+"""`PinTracker`: which blocks are out of the engine's hands, and for whom nobody waits any more."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from pdserve.engine.kv_cache.block_pool import BlockHold, BlockPool
+from pdserve.engine.kv_cache.block_pool import BlockPool, PinnedBlocks
 
 
-class HoldLedger:
+class PinTracker:
     """Every hold goes out and comes back through here."""
 
     def __init__(self, pool: BlockPool) -> None:
@@ -15,12 +15,12 @@ class HoldLedger:
         self._out: Counter[int] = Counter()
         self._quarantined: Counter[int] = Counter()
 
-    def out(self, hold: BlockHold) -> BlockHold:
+    def out(self, hold: PinnedBlocks) -> PinnedBlocks:
         """Note a hold that leaves the engine."""
         self._out.update(hold.block_ids)
         return hold
 
-    def back(self, hold: BlockHold) -> None:
+    def back(self, hold: PinnedBlocks) -> None:
         """A hold, or a part of one, is back: its references end."""
         _take_one_each(self._out, hold.block_ids)
         _take_one_each(self._quarantined, hold.block_ids)

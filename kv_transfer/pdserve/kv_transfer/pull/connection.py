@@ -1,4 +1,4 @@
-"""`Wire`: one connected way to one peer, as a lane uses it. Each lane-based connector has its own."""
+"""`Connection`: one connected way to one peer, as a lane uses it. Each lane-based connector has its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.connector import BlockToRead
 
 
-class WireBroken(TransferFailed):
+class ConnectionBroken(TransferFailed):
     """The wire is of no more use. `stale`: it had served before, and broke before a byte of this answer came."""
 
     def __init__(self, message: str, stale: bool = False) -> None:
@@ -17,7 +17,7 @@ class WireBroken(TransferFailed):
         self.stale = stale
 
 
-class Wire(Protocol):
+class Connection(Protocol):
     """A connected way to one peer; used by one lane, save for `interrupt`."""
 
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:

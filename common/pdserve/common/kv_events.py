@@ -14,7 +14,7 @@ MAX_HASHES = 4096
 """In one change; 32 KiB."""
 
 
-class BlocksChange(msgspec.Struct, frozen=True, kw_only=True):
+class KvCacheEvents(msgspec.Struct, frozen=True, kw_only=True):
     """One step from what a worker held to what it holds."""
 
     cleared: bool = False
@@ -23,7 +23,7 @@ class BlocksChange(msgspec.Struct, frozen=True, kw_only=True):
     removed: tuple[bytes, ...] = ()
 
 
-class HeldBlocks(Protocol):
+class KvEventSink(Protocol):
     """Keeps which worker holds which blocks; the router's `PrefixIndex`."""
 
     def stored(self, worker: WorkerKey, hashes: Iterable[bytes]) -> None:
@@ -36,7 +36,7 @@ class HeldBlocks(Protocol):
         """The worker begins anew, or is gone."""
 
 
-def apply_change(held: HeldBlocks, worker: WorkerKey, change: BlocksChange) -> None:
+def apply_change(held: KvEventSink, worker: WorkerKey, change: KvCacheEvents) -> None:
     """Bring `held` up to date with one change of one worker."""
     if change.cleared:
         held.cleared(worker)

@@ -1,4 +1,4 @@
-"""`StagedPool`: host memory that stands for a pool on a device, block for block.
+"""`HostStagingPool`: host memory that stands for a pool on a device, block for block.
 
     source    device block --to_host-->   host block --connector-->                            (digested on the host)
     receiver                              host block <--connector--   host block --to_device--> device block
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.kv_transfer.block_runs import number_runs
+from pdserve.kv_transfer.coalesce import number_runs
 from pdserve.kv_transfer.connector import PoolMemory
 
 
-class StagedPool:
+class HostStagingPool:
     """Copies block contents between a pool and its twin. One thread calls the copies, whichever it is.
 
     Host memory as large as the pool, pinned where the device asks for it.

@@ -32,7 +32,7 @@ class GrammarMask:
             logits[self.places] = torch.where(allowed, logits[self.places], never)
 
 
-class GrammarMaskTable:
+class GrammarBitmask:
     """The grammars of the sequences in the batch, by row."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:

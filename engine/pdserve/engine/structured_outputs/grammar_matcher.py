@@ -1,4 +1,4 @@
-"""`SequenceGrammar`: one sequence's place in its grammar; and from `StructuredOutputsParams` to a compiled grammar.
+"""`GrammarMatcher`: one sequence's place in its grammar; and from `StructuredOutputsParams` to a compiled grammar.
 
 Importing this imports xgrammar and transformers, which takes a second: `grammar_process` alone does so, with the first
 request that asks for a form.
@@ -34,7 +34,7 @@ _LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: .*? is false: )?"
 """Time and source line, with which the library begins its messages."""
 
 
-class SequenceGrammar:
+class GrammarMatcher:
     """A `Grammar` in this process. Its calls may take as long as the grammar likes: see `GrammarSequences`."""
 
     failure: PdServeError | None = None
@@ -73,7 +73,7 @@ class SequenceGrammar:
     def accept(self, token_id: int) -> bool:
         return not self.has_ended and self._matcher.accept_token(token_id)
 
-    def fork(self) -> SequenceGrammar:
+    def fork(self) -> GrammarMatcher:
         other = copy.copy(self)
         other._matcher = self._matcher.fork()
         return other

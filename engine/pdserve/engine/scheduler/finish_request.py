@@ -1,4 +1,4 @@
-"""`Endings`: how a sequence leaves the engine. Its end is told once, and every part that may know it forgets it."""
+"""`FinishRequest`: how a sequence leaves the engine. Its end is told once, and every part that may know it forgets it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pdserve.common.errors import PdServeError
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus, Wait
-from pdserve.engine.scheduler.admission import Admission
-from pdserve.engine.scheduler.output_book import OutputBook
-from pdserve.engine.scheduler.remote_receives import RemoteReceives
+from pdserve.engine.scheduler.output_collector import OutputCollector
+from pdserve.engine.scheduler.remote_kv_queue import RemoteKvQueue
 from pdserve.engine.scheduler.running_batch import RunningBatch
-from pdserve.engine.scheduler.siblings import Siblings
-from pdserve.engine.structured_outputs.grammar_waits import GrammarWaits
+from pdserve.engine.scheduler.sequence_group import SequenceGroup
+from pdserve.engine.scheduler.waiting_queues import WaitingQueues
+from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 
 
-class Endings:
+class FinishRequest:
     """Whatever the cause: its last token, an abort, an error, or that the rest is decoded elsewhere."""
 
     def __init__(
@@ -22,11 +22,11 @@ class Endings:
         requests: dict[str, Request],
         kv: KVCacheManager,
         running: RunningBatch,
-        admission: Admission,
-        grammars: GrammarWaits,
-        receives: RemoteReceives,
-        siblings: Siblings,
-        outputs: OutputBook,
+        admission: WaitingQueues,
+        grammars: StructuredOutputManager,
+        receives: RemoteKvQueue,
+        siblings: SequenceGroup,
+        outputs: OutputCollector,
     ) -> None:
         """requests: the scheduler's living sequences, which those that end are taken from."""
         self._requests = requests
@@ -35,7 +35,7 @@ class Endings:
         self._admission = admission
         self._grammars = grammars
         self._receives = receives
-        self._siblings = siblings
+        self._group = siblings
         self._outputs = outputs
 
     def finish(
@@ -70,5 +70,5 @@ class Endings:
         self._kv.free(request)
         del self._requests[request.request_id]
         if request.core.n > 1:
-            self._siblings.remove(request)
+            self._group.remove(request)
         request.move_to(status)

@@ -1,4 +1,4 @@
-"""`StepBooking`: what a step's result means to the sequences in it: KV computed, blocks published, tokens appended, ends."""
+"""`StepResults`: what a step's result means to the sequences in it: KV computed, blocks published, tokens appended, ends."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
-from pdserve.engine.scheduler.endings import Endings
-from pdserve.engine.scheduler.output_book import OutputBook
+from pdserve.engine.scheduler.finish_request import FinishRequest
+from pdserve.engine.scheduler.kv_send_tracker import KvSendTracker
+from pdserve.engine.scheduler.output_collector import OutputCollector
+from pdserve.engine.scheduler.sequence_group import SequenceGroup
 from pdserve.engine.scheduler.sessions import Sessions
-from pdserve.engine.scheduler.siblings import Siblings
-from pdserve.engine.scheduler.source_publishing import SourcePublishing
 from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 
 
-class StepBooking:
+class StepResults:
     """The second half of a step: the scheduler chose what to compute, now it has been computed."""
 
     def __init__(
         self,
         requests: Mapping[str, Request],
         kv: KVCacheManager,
-        sources: SourcePublishing,
-        siblings: Siblings,
+        sources: KvSendTracker,
+        siblings: SequenceGroup,
         sessions: Sessions,
-        outputs: OutputBook,
-        endings: Endings,
+        outputs: OutputCollector,
+        endings: FinishRequest,
     ) -> None:
         self._requests = requests
         self._kv = kv
         self._sources = sources
-        self._siblings = siblings
+        self._group = siblings
         self._sessions = sessions
         self._outputs = outputs
         self._endings = endings
         self.num_computed_prompt_tokens = 0
 
-    def book(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
+    def update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Called once a step, with what was asked for and what came of it."""
         self._sources.device_event = computed.device_event
         self._book_computed(scheduled, computed)
@@ -86,7 +86,7 @@ class StepBooking:
             self._endings.finish(request, RequestStatus.FINISHED_ERROR, cause=_no_token_left(request))
             return
         request.mark("first_token")
-        sequences = self._siblings.branch(request, token_ids)
+        sequences = self._group.fork(request, token_ids)
         if sequences is None:
             failure = None if request.grammar is None else request.grammar.failure
             cause = failure or InternalError("a token was sampled that does not fit the request's grammar")

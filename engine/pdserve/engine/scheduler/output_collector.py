@@ -1,4 +1,4 @@
-"""`OutputBook`: what a step has to say of each sequence, until the engine takes it."""
+"""`OutputCollector`: what a step has to say of each sequence, until the engine takes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pdserve.common.request.engine_types import EngineCoreOutput, LogprobsLists
 from pdserve.engine.request import FINISH_REASONS, Request, RequestStatus
 
 
-class OutputBook:
+class OutputCollector:
     """One line an event of a sequence; `take` empties it."""
 
     def __init__(self) -> None:

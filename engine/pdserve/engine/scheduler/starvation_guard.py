@@ -1,4 +1,4 @@
-"""`Turns`: who may not be passed any more.
+"""`StarvationGuard`: who may not be passed any more.
 
 A sequence that finds no room is passed by others that find some. Twice that ends: while a preempted sequence waits, no
 new work of its priority or a worse one gets room; and whoever heads a queue and has been passed `max_overtakes` times
@@ -12,7 +12,7 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduler.request_queue import RequestQueue
 
 
-class Turns:
+class StarvationGuard:
     """Shared by all who give out room: admission, and receives from other workers."""
 
     def __init__(self, max_overtakes: int) -> None:
@@ -42,7 +42,7 @@ class Turns:
         """It does not wait for room any more. Harmless when it did not."""
         self.overdue.remove(request)
 
-    def keep_waiting(self, request: Request) -> bool:
+    def must_wait(self, request: Request) -> bool:
         """Whether this new work must let somebody go first, though there may be room."""
         return any(
             first is not None and first is not request and first.priority <= request.priority

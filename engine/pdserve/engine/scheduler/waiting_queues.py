@@ -1,8 +1,8 @@
-"""`Admission`: sequences that wait for a place in the batch, and the rule by which one gets it.
+"""`WaitingQueues`: sequences that wait for a place in the batch, and the rule by which one gets it.
 
 Tried by priority, and among equals in this order: preempted (their work is half done), ready (their KV has landed and
 holds blocks already), overdue (passed too often), wanted transfers (another worker has reserved room for them), the
-rest, and last the transfers that nobody wants yet. Who keeps whom waiting stands in `Turns`; a ready one always passes.
+rest, and last the transfers that nobody wants yet. Who keeps whom waiting stands in `StarvationGuard`; a ready one always passes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, K
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.request_queue import RequestQueue
 from pdserve.engine.scheduler.running_batch import RunningBatch
-from pdserve.engine.scheduler.turns import Turns
+from pdserve.engine.scheduler.starvation_guard import StarvationGuard
 
 
 class Refusal(enum.Enum):
@@ -24,17 +24,17 @@ class Refusal(enum.Enum):
     RUN_AHEAD = "nobody wants it yet, and the share for such is used up"
 
 
-class Admission:
+class WaitingQueues:
     """The waiting side of the scheduler."""
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager, turns: Turns) -> None:
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, starvation: StarvationGuard) -> None:
         self._config = config
         self._kv = kv
-        self._turns = turns
-        self._preempted = turns.preempted
+        self._starvation = starvation
+        self._preempted = starvation.preempted
         self._ready = RequestQueue()
-        self._wanted = turns.watch(RequestQueue())
-        self._waiting = turns.watch(RequestQueue())
+        self._wanted = starvation.watch(RequestQueue())
+        self._waiting = starvation.watch(RequestQueue())
         # what these wait for is to be wanted, not room: no turn of theirs can come
         self._unwanted = RequestQueue()
         self._queues = (self._preempted, self._ready, self._wanted, self._waiting, self._unwanted)
@@ -80,7 +80,7 @@ class Admission:
         """Take it out, wherever it is; harmless when it is not here."""
         if any(queue.remove(request) for queue in self._queues):
             self.num_waiting_tokens -= self._num_tokens.pop(request.request_id)
-            self._turns.ended(request)
+            self._starvation.ended(request)
 
     def _count(self, request: Request) -> None:
         self._num_tokens[request.request_id] = request.num_uncomputed_tokens
@@ -95,7 +95,7 @@ class Admission:
         ready = self._ready.first(limit)
         if after_preemption:
             return ready
-        overdue = [request for request in self._turns.overdue.first(1) if request.status is RequestStatus.WAITING]
+        overdue = [request for request in self._starvation.overdue.first(1) if request.status is RequestStatus.WAITING]
         new = [request for queue in (self._wanted, self._waiting, self._unwanted) for request in queue.first(limit)]
         each_once = dict.fromkeys((*self._preempted.first(limit), *ready, *overdue, *new))
         return sorted(each_once, key=lambda request: request.priority)
@@ -129,7 +129,7 @@ class Admission:
         if self._kv.allocate_slots(request, room, computed, keep_free) is None:
             return Refusal.NO_ROOM
         self.remove(request)
-        self._turns.placed(request)
+        self._starvation.placed(request)
         request.num_computed_tokens = cached
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = cached
@@ -151,9 +151,9 @@ class Admission:
 
     def _kept_waiting_by_others(self, request: Request) -> bool:
         """Wanted transfers go before all that has no receiver, unless that is overdue."""
-        if self._turns.keep_waiting(request):
+        if self._starvation.must_wait(request):
             return True
-        if request.is_pinned_source or request in self._turns.overdue:
+        if request.is_pinned_source or request in self._starvation.overdue:
             return False
         wanted = self._wanted.peek()
         return wanted is not None and wanted.priority <= request.priority

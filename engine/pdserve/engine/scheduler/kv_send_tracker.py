@@ -1,4 +1,4 @@
-"""`SourcePublishing`: hands final blocks of wanted sequences to the transfer, each once.
+"""`KvSendTracker`: hands final blocks of wanted sequences to the transfer, each once.
 
 A prefill that ends before anybody wants it has ended for the engine: its blocks are free, first their content known,
 then reused. Most are wanted a moment later, so its table is remembered without references: if no block has been handed
@@ -7,16 +7,16 @@ out since, everything is published without computing anything again; otherwise t
 
 from __future__ import annotations
 
-from pdserve.engine.kv_cache.hold_ledger import HoldLedger
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager, RestingTable
+from pdserve.engine.kv_cache.pin_tracker import PinTracker
 from pdserve.engine.request import Request
-from pdserve.engine.scheduler.remote_kv import KVConnector, Missed, Settled
+from pdserve.engine.scheduler.kv_messages import KvOutbox, Missed, Settled
 
 
-class SourcePublishing:
+class KvSendTracker:
     """The source side of the seam, inside the scheduler. Nothing leaves before `Want`."""
 
-    def __init__(self, kv: KVCacheManager, holds: HoldLedger, connector: KVConnector) -> None:
+    def __init__(self, kv: KVCacheManager, holds: PinTracker, connector: KvOutbox) -> None:
         self._kv = kv
         self._holds = holds
         self._connector = connector

@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
 from pdserve.kv_transfer.nixl.nixl_agent import AgentRead, ReadStatus
-from pdserve.kv_transfer.nixl.nixl_peer import Doze, NixlPeer
+from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer, PollBackoff
 from pdserve.kv_transfer.nixl.nixl_settings import NixlAddress, NixlSettings
-from pdserve.kv_transfer.pull.wire import WireBroken
+from pdserve.kv_transfer.pull.connection import ConnectionBroken
 
 _PIECE_BYTES = 512 << 10
 """In one read; digested while the next is on its way."""
 
 
-class NixlWire:
-    """A `Wire`. Raises TransferFailed from construction when the source cannot be read."""
+class NixlConnection:
+    """A `Connection`. Raises TransferFailed from construction when the source cannot be read."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class NixlWire:
             raise
 
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
-        """As `Wire.fetch`. The token opens nothing here: memory is read without its owner's doing."""
+        """As `Connection.fetch`. The token opens nothing here: memory is read without its owner's doing."""
         self._drain_until = None
         return self._read(blocks)
 
@@ -71,7 +71,7 @@ class NixlWire:
             yield num_received
 
     def interrupt(self) -> bool:
-        """As `Wire.interrupt`: what is under way has a little time to end by itself, and the wire with it to live on."""
+        """As `Connection.interrupt`: what is under way has a little time to end by itself, and the wire with it to live on."""
         self._drain_until = time.monotonic() + self._settings.cancel_drain_s
         return False
 
@@ -84,27 +84,27 @@ class NixlWire:
         try:
             return self._peer.read([block.local_block for block in piece], [block.location for block in piece])
         except TransferFailed as error:
-            raise WireBroken(error.message) from error
+            raise ConnectionBroken(error.message) from error
 
     def _wait(self, read: AgentRead, blocks: Sequence[BlockToRead]) -> bool:
         """Until the read is done; whether it was under way still. Raises WireBroken."""
         status = read.status()
         travels = status is ReadStatus.UNDER_WAY
         stalled_at = time.monotonic() + self._settings.read_stall_s
-        doze = Doze()
+        doze = PollBackoff()
         where = f"blocks {blocks[0].index} to {blocks[-1].index} from {self._source}"
         while status is ReadStatus.UNDER_WAY:
             now, drain_until = time.monotonic(), self._drain_until
             if now > stalled_at:
                 self._on_condemned()
-                raise WireBroken(f"reading {where}: nothing for {self._settings.read_stall_s:g} s")
+                raise ConnectionBroken(f"reading {where}: nothing for {self._settings.read_stall_s:g} s")
             if drain_until is not None and now > drain_until:
                 self._on_condemned()
-                raise WireBroken(f"reading {where}: cancelled, and not over")
+                raise ConnectionBroken(f"reading {where}: cancelled, and not over")
             doze.wait()
             status = read.status()
         if status is ReadStatus.FAILED:
             self._on_condemned()
-            raise WireBroken(f"reading {where} failed")
+            raise ConnectionBroken(f"reading {where} failed")
         read.release()
         return travels

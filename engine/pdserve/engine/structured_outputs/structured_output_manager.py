@@ -1,4 +1,4 @@
-"""`GrammarWaits`: sequences whose grammar is being compiled.
+"""`StructuredOutputManager`: sequences whose grammar is being compiled.
 
 Parked sequences cost a step nothing: a step looks whether a result has come, at the oldest one's deadline, and at those
 few that took long to get their turn.
@@ -36,7 +36,7 @@ class _Compilation:
         self.began_at = time.monotonic()
 
 
-class GrammarWaits:
+class StructuredOutputManager:
     """The scheduler's side of `GrammarCompiler`.
 
     A grammar that takes longer than the timeout is the request's own fault; one whose turn does not come is not: then

@@ -10,23 +10,23 @@ from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, PoolMemory, ReadListener, ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.pull.grant_book import TOKEN_BYTES
-from pdserve.kv_transfer.pull.lanes import LaneLimits, PeerLanes, ReadCounters
-from pdserve.kv_transfer.pull.wire import Wire
+from pdserve.kv_transfer.pull.connection import Connection
+from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, PeerConnections, ReadCounters
+from pdserve.kv_transfer.pull.read_grants import TOKEN_BYTES
 
 Address = TypeVar("Address", bound=Hashable)
 
 _MAX_INDEX = 0xFFFF_FFFF
 
 
-class EndedRead:
+class CompletedRead:
     """A read that never began."""
 
     def cancel(self) -> None:
         """Without effect, for it has ended."""
 
 
-class ReadDesk(Generic[Address]):
+class BlockReader(Generic[Address]):
     """Reads of one connector into one pool. Thread-safe.
 
     connect: makes a wire to an address within a bounded time, or raises TransferFailed.
@@ -39,9 +39,9 @@ class ReadDesk(Generic[Address]):
         self,
         name: str,
         pool: PoolMemory,
-        limits: LaneLimits,
+        limits: ConnectionLimits,
         events: EventThread,
-        connect: Callable[[Address], Wire],
+        connect: Callable[[Address], Connection],
         max_resting: int | None = None,
     ) -> None:
         self.counters = ReadCounters()
@@ -53,7 +53,7 @@ class ReadDesk(Generic[Address]):
         self._max_resting = max_resting
         self._lock = threading.Lock()
         self._closed = False
-        self._peers: dict[Address, PeerLanes] = {}
+        self._peers: dict[Address, PeerConnections] = {}
 
     def read(
         self,
@@ -78,11 +78,11 @@ class ReadDesk(Generic[Address]):
             self._trim(lanes)
             return lanes.read(token, tuple(blocks), listener, digest)
 
-    def retire(self, address: Address) -> None:
+    def close_idle(self, address: Address) -> None:
         """Keep nothing for this peer that has nothing to do; a read that comes later begins anew. Returns at once."""
         with self._lock:
             if (lanes := self._peers.get(address)) is not None:
-                lanes.retire()
+                lanes.close_idle()
 
     def close(self) -> None:
         """End all reads with CANCELLED and join all lanes. Idempotent."""
@@ -93,12 +93,12 @@ class ReadDesk(Generic[Address]):
         for lanes in peers:
             lanes.close()
 
-    def _lanes(self, address: Address) -> PeerLanes:
+    def _lanes(self, address: Address) -> PeerConnections:
         lanes = self._peers.get(address)
         if lanes is None:
             # Workers come and go with new ports; what is left of those that went must not pile up.
             self._peers = {known: old for known, old in self._peers.items() if not old.is_idle}
-            lanes = self._peers[address] = PeerLanes(
+            lanes = self._peers[address] = PeerConnections(
                 str(address),
                 self._pool,
                 self._limits,
@@ -109,7 +109,7 @@ class ReadDesk(Generic[Address]):
             )
         return lanes
 
-    def _trim(self, used: PeerLanes) -> None:
+    def _trim(self, used: PeerConnections) -> None:
         """Of the other peers those that were read from longest ago give up what they keep, when there are too many."""
         if self._max_resting is None or len(self._peers) <= self._max_resting:
             return
@@ -118,7 +118,7 @@ class ReadDesk(Generic[Address]):
             key=lambda lanes: lanes.used_at,
         )
         for lanes in resting[: max(0, len(resting) - self._max_resting)]:
-            lanes.retire()
+            lanes.close_idle()
 
     def _check(self, token: bytes, blocks: Sequence[BlockToRead]) -> None:
         if len(token) != TOKEN_BYTES:
@@ -127,6 +127,8 @@ class ReadDesk(Generic[Address]):
             if not 0 <= block.local_block < self._pool.num_blocks or not 0 <= block.index < _MAX_INDEX:
                 raise TransferFailed(f"index {block.index} cannot be read into block {block.local_block}")
 
-    def _ended(self, listener: ReadListener, outcome: ReadOutcome, cause: TransferFailed | None = None) -> EndedRead:
+    def _ended(
+        self, listener: ReadListener, outcome: ReadOutcome, cause: TransferFailed | None = None
+    ) -> CompletedRead:
         self._events.call_soon(lambda: listener.ended(outcome, cause))
-        return EndedRead()
+        return CompletedRead()

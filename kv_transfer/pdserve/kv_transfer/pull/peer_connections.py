@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadListener
+from pdserve.kv_transfer.pull.connection import Connection, ConnectionBroken
 from pdserve.kv_transfer.pull.digest import matching
 from pdserve.kv_transfer.pull.read_queue import QueuedRead, ReadQueue, Window
-from pdserve.kv_transfer.pull.wire import Wire, WireBroken
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class ReadCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneLimits:
+class ConnectionLimits:
     """How much one peer gets."""
 
     max_lanes: int
@@ -67,7 +67,7 @@ class LaneLimits:
         longest_window_bytes: int,
         in_flight_bytes: int,
         idle_close_s: float,
-    ) -> LaneLimits:
+    ) -> ConnectionLimits:
         """As many whole blocks as go into so many bytes, and at least one."""
         return cls(
             max_lanes=max_lanes,
@@ -78,7 +78,7 @@ class LaneLimits:
         )
 
 
-class PeerLanes:
+class PeerConnections:
     """The lanes to one peer and the queue that they serve. Thread-safe.
 
     peer: its name, for errors and logs. connect: makes a wire within a bounded time, or raises TransferFailed.
@@ -88,9 +88,9 @@ class PeerLanes:
         self,
         peer: str,
         pool: PoolMemory,
-        limits: LaneLimits,
+        limits: ConnectionLimits,
         counters: ReadCounters,
-        connect: Callable[[], Wire],
+        connect: Callable[[], Connection],
         call_soon: Callable[[Callable[[], None]], None],
         thread_name: str,
     ) -> None:
@@ -103,7 +103,7 @@ class PeerLanes:
             limits.window_blocks, limits.longest_window_blocks, limits.in_flight_blocks, self._interrupt, call_soon
         )
         self.closed = False
-        self.lanes: set[_Lane] = set()
+        self.lanes: set[_ReaderThread] = set()
         """Those that take windows. One that leaves has still its last words to say: it is in `_threads` until then."""
         self.is_retired = False
         """Lanes leave as soon as they have nothing to do; until a read comes."""
@@ -125,7 +125,7 @@ class PeerLanes:
         with self.queue.changed:
             return bool(self.lanes) and not self.queue.num_reads
 
-    def retire(self) -> None:
+    def close_idle(self) -> None:
         """Give up wires that have nothing to do at once, others when their reads have ended. Returns at once."""
         with self.queue.changed:
             self.is_retired = True
@@ -156,7 +156,7 @@ class PeerLanes:
                 thread.join()
 
     def _start_lane(self) -> None:
-        lane = _Lane(self)
+        lane = _ReaderThread(self)
         thread = threading.Thread(target=self._run, args=(lane,), name=next(self._names), daemon=True)
         try:
             thread.start()
@@ -169,7 +169,7 @@ class PeerLanes:
         self.lanes.add(lane)
         self._threads.add(thread)
 
-    def _run(self, lane: _Lane) -> None:
+    def _run(self, lane: _ReaderThread) -> None:
         try:
             lane.run()
         finally:
@@ -181,13 +181,13 @@ class PeerLanes:
             lane.interrupt(read)
 
 
-class _Lane:
+class _ReaderThread:
     """One wire and the thread that uses it. `_window`, `_interrupted` and `_closes_wire` change under the queue's lock."""
 
-    def __init__(self, lanes: PeerLanes) -> None:
+    def __init__(self, lanes: PeerConnections) -> None:
         self._lanes = lanes
         self._queue = lanes.queue
-        self._wire: Wire | None = None
+        self._wire: Connection | None = None
         self._window: Window | None = None
         self._interrupted = False
         self._closes_wire = False
@@ -232,7 +232,7 @@ class _Lane:
     def _has_work_or_leaves(self) -> bool:
         return self._has_work() or self._lanes.is_retired
 
-    def _take(self, wire: Wire) -> tuple[Window, Iterator[int]] | None:
+    def _take(self, wire: Connection) -> tuple[Window, Iterator[int]] | None:
         with self._queue.changed:
             window = self._window = self._queue.take()
             if window is not None:
@@ -255,15 +255,15 @@ class _Lane:
             cause = error
         except Exception as error:
             logger.exception("reading from %s failed", self._lanes.peer)
-            cause = WireBroken(f"reading from {self._lanes.peer} failed: {error}")
-        self._put_down(is_broken=isinstance(cause, WireBroken))
-        if isinstance(cause, WireBroken) and cause.stale:
+            cause = ConnectionBroken(f"reading from {self._lanes.peer} failed: {error}")
+        self._release(is_broken=isinstance(cause, ConnectionBroken))
+        if isinstance(cause, ConnectionBroken) and cause.stale:
             self._lanes.counters.add(stale=1)
             self._queue.give_back(window)
         else:
-            self._judge(window, verdicts, cause)
+            self._verify(window, verdicts, cause)
 
-    def _put_down(self, is_broken: bool) -> None:
+    def _release(self, is_broken: bool) -> None:
         # Before the queue hears of the window's end: what that ends must not interrupt this lane's next window.
         with self._queue.changed:
             self._window = None
@@ -276,7 +276,7 @@ class _Lane:
             with self._queue.changed:
                 self._closes_wire = False
 
-    def _judge(self, window: Window, verdicts: Sequence[bool], cause: TransferFailed | None) -> None:
+    def _verify(self, window: Window, verdicts: Sequence[bool], cause: TransferFailed | None) -> None:
         landed = _runs(verdicts, True, window.first)
         unmatched = _runs(verdicts, False, window.first)
         if cause is None and unmatched and window.is_reread:

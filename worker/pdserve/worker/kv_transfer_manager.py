@@ -1,4 +1,4 @@
-"""`SeamAdapter`: the one implementation of the engine's `KVConnector`, over any data-plane connector.
+"""`KvTransferManager`: the one implementation of the engine's `KvOutbox`, over any data-plane connector.
 
 The engine speaks of request ids and holds; the transfer side of transfers, block numbers and streams. Here the two
 meet, in the asyncio thread. Holds are kept here from the moment the engine hands them out until they go back.
@@ -16,9 +16,9 @@ import msgspec
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
-from pdserve.engine.kv_cache.block_pool import BlockHold
+from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.output_stream import engine_error
-from pdserve.engine.scheduler.remote_kv import (
+from pdserve.engine.scheduler.kv_messages import (
     HoldReturned,
     Landed,
     Missed,
@@ -34,12 +34,12 @@ from pdserve.engine.scheduler.remote_kv import (
 from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.control.attach_client import Receiving, attach
+from pdserve.kv_transfer.control.attach_client import ReceiverInfo, attach
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfer import SourceResult, SourceTransfer
 from pdserve.kv_transfer.control.transfer_view import TransferLog, TransfersPage, receiver_view, source_view
+from pdserve.kv_transfer.host_staging_pool import HostStagingPool
 from pdserve.kv_transfer.pull.digest import block_digests
-from pdserve.kv_transfer.staged_pool import StagedPool
 from pdserve.worker.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class _Source:
     def __init__(self, request: EngineCoreRequest, transfer: SourceTransfer) -> None:
         self.request = request
         self.transfer = transfer
-        self.holds: list[BlockHold] = []
+        self.holds: list[PinnedBlocks] = []
         self.wanted_from: int | None = None
         self.first_tokens: dict[int, int] = {}
         """Sequence -> token."""
@@ -78,16 +78,16 @@ class _Receiver:
     def __init__(self, transfer: ReceiverTransfer, landed: asyncio.Future[ReceiverTransfer]) -> None:
         self.transfer = transfer
         self.landed = landed
-        self.hold: BlockHold | None = None
+        self.hold: PinnedBlocks | None = None
         self.num_staged = 0
         """Of the hold's blocks, so many were landed and on their way to the device."""
         self.stream: asyncio.Task[None] | None = None
 
 
-class SeamAdapter:
+class KvTransferManager:
     """`send` is called by the engine thread; everything else lives in the asyncio thread."""
 
-    def __init__(self, connectors: ConnectorSet, pool: PoolMemory, staged: StagedPool | None = None) -> None:
+    def __init__(self, connectors: ConnectorSet, pool: PoolMemory, staged: HostStagingPool | None = None) -> None:
         """pool: what `connectors` serve. staged: where the engine's pool is on a device, and `pool` its host memory."""
         self._connectors = connectors
         self._pool = pool
@@ -107,7 +107,7 @@ class SeamAdapter:
     def connect(self, engine: EngineClient) -> None:
         """The engine is made after its connector: this closes the circle."""
         self._engine = engine
-        engine.on_unclaimed = self._heard_output
+        engine.on_unclaimed = self._on_output
 
     @property
     def engine(self) -> EngineClient:
@@ -166,11 +166,11 @@ class SeamAdapter:
 
     def send(self, message: OutOfEngine) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._obey, message)
+            self._loop.call_soon_threadsafe(self._on_message, message)
         except RuntimeError:
             log.debug("the event loop has closed; %s is lost with the process", type(message).__name__)
 
-    def _obey(self, message: OutOfEngine) -> None:
+    def _on_message(self, message: OutOfEngine) -> None:
         match message:
             case Settled():
                 self._settled(message)
@@ -222,7 +222,7 @@ class SeamAdapter:
             if source.runs_again:
                 self.engine.apply(Revoke(source.request.request_id + _AGAIN))
 
-    def _heard_output(self, output: EngineCoreOutput) -> None:
+    def _on_output(self, output: EngineCoreOutput) -> None:
         again = output.request_id.endswith(_AGAIN)
         source = self._sources.get(output.request_id.removesuffix(_AGAIN) if again else output.request_id)
         if source is None:
@@ -286,7 +286,7 @@ class SeamAdapter:
         self,
         request_id: str,
         source: SourceRef,
-        receiving: Receiving,
+        receiving: ReceiverInfo,
         channel: ServiceChannel,
         done: Callable[[], None] | None = None,
     ) -> asyncio.Future[ReceiverTransfer]:
@@ -379,7 +379,7 @@ class SeamAdapter:
         copied = self._loop.run_in_executor(self._block_work, _nothing)
         copied.add_done_callback(lambda _: then())
 
-    def _return(self, request_id: str, holds: list[BlockHold]) -> None:
+    def _return(self, request_id: str, holds: list[PinnedBlocks]) -> None:
         for hold in holds:
             self.engine.apply(HoldReturned(request_id, hold))
 

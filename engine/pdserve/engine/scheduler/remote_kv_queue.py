@@ -1,4 +1,4 @@
-"""`RemoteReceives`: sequences whose KV comes from another worker, from reservation to the moment they can run.
+"""`RemoteKvQueue`: sequences whose KV comes from another worker, from reservation to the moment they can run.
 
     unreserved --reserve--> receiving --landed, finished, holds back--> ready
         |                       |
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from pdserve.common.errors import DigestMismatch, Evicted, TransferFailed
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.kv_cache.hold_ledger import HoldLedger
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
+from pdserve.engine.kv_cache.pin_tracker import PinTracker
 from pdserve.engine.request import Request
-from pdserve.engine.scheduler.remote_kv import (
-    KVConnector,
+from pdserve.engine.scheduler.kv_messages import (
+    KvOutbox,
     Landed,
     NeedBlocks,
     ReceiveFailed,
@@ -27,7 +27,7 @@ from pdserve.engine.scheduler.remote_kv import (
     StopReceiving,
 )
 from pdserve.engine.scheduler.request_queue import RequestQueue
-from pdserve.engine.scheduler.turns import Turns
+from pdserve.engine.scheduler.starvation_guard import StarvationGuard
 
 RETURNS_WITHIN_S = 1.5
 """Room that a parked sequence gave back is waited for this long; reads that have not ended by then may never end."""
@@ -54,18 +54,23 @@ class Receive:
         return self.finished is not None and self.num_landed >= self.num_blocks and not self.held
 
 
-class RemoteReceives:
+class RemoteKvQueue:
     """The receiving side of the seam, inside the scheduler."""
 
     def __init__(
-        self, config: EngineConfig, kv: KVCacheManager, holds: HoldLedger, connector: KVConnector, turns: Turns
+        self,
+        config: EngineConfig,
+        kv: KVCacheManager,
+        holds: PinTracker,
+        connector: KvOutbox,
+        starvation: StarvationGuard,
     ) -> None:
         self._config = config
         self._kv = kv
         self._holds = holds
         self._connector = connector
-        self._turns = turns
-        self._unreserved = turns.watch(RequestQueue())
+        self._starvation = starvation
+        self._unreserved = starvation.watch(RequestQueue())
         self._receiving: dict[str, Receive] = {}
         self.num_parked = 0
         """Sequences of prompts that hold blocks; each will want to grow."""
@@ -82,7 +87,7 @@ class RemoteReceives:
     def add(self, request: Request) -> None:
         self._unreserved.append(request)
 
-    def renounce(self, request: Request) -> None:
+    def cancel_remote(self, request: Request) -> None:
         """The sequence is computed here after all: whatever was begun to receive it ends."""
         self._connector.send(StopReceiving(request.request_id))
 
@@ -94,7 +99,7 @@ class RemoteReceives:
         several sequences will continue takes its room only with one for each further of them.
         """
         for request in self._unreserved.first(self._config.look_ahead + 1):
-            if self._turns.keep_waiting(request):
+            if self._starvation.must_wait(request):
                 continue
             computed = self._kv.get_computed_blocks(request, request.num_given_tokens)
             keep_free = num_growing + self.num_parked
@@ -103,7 +108,7 @@ class RemoteReceives:
             if room is None:
                 continue
             self._unreserved.remove(request)
-            self._turns.placed(request)
+            self._starvation.placed(request)
             self._kv.count_lookup(request.num_given_tokens, len(computed) * self._config.block_size)
             request.num_cached_tokens = len(computed) * self._config.block_size
             request.mark("kv_reserved")
@@ -199,7 +204,7 @@ class RemoteReceives:
         receive = self._receiving.pop(request.request_id, None)
         if receive is None:
             self._unreserved.remove(request)
-            self._turns.ended(request)
+            self._starvation.ended(request)
         else:
             self.num_parked -= request.num_sequences
             self._holds.quarantine(receive.held)

@@ -1,4 +1,4 @@
-"""The seam between engine and transfer: the messages, and what the scheduler asks of a `KVConnector`.
+"""The seam between engine and transfer: the messages, and what the scheduler asks of a `KvOutbox`.
 
 Only the engine thread touches block tables and request states; only the transfer side touches sockets. They exchange
 these values over two queues and share nothing else. A late, repeated or unknown event is counted and dropped.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.common.errors import PdServeError
-from pdserve.engine.kv_cache.block_pool import BlockHold
+from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ReceiveInto:
 
     request_id: str
     first_index: int
-    hold: BlockHold
+    hold: PinnedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Settled:
 
     request_id: str
     first_index: int
-    hold: BlockHold
+    hold: PinnedBlocks
     device_event: object | None = None
     """On a GPU: what must have completed before the bytes are read."""
 
@@ -91,7 +91,7 @@ class HoldReturned:
     """A hold, or a part of one after a split, comes back: nobody reads or writes these blocks any more."""
 
     request_id: str
-    hold: BlockHold
+    hold: PinnedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Revoke:
 IntoEngine = Landed | SourceFinished | ReceiveFailed | HoldReturned | NeedBlocks | Want | Revoke
 
 
-class KVConnector(Protocol):
+class KvOutbox(Protocol):
     """The scheduler's side of the seam. Its one implementation is the worker's seam adapter."""
 
     def send(self, message: OutOfEngine) -> None:
@@ -129,7 +129,7 @@ class KVConnector(Protocol):
 
 
 class NoTransfers:
-    """The `KVConnector` of an engine that stands alone: nothing is ever sent to it."""
+    """The `KvOutbox` of an engine that stands alone: nothing is ever sent to it."""
 
     def send(self, message: OutOfEngine) -> None:
         raise RuntimeError(f"an engine without transfers sent {type(message).__name__}")

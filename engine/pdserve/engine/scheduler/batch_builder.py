@@ -1,4 +1,4 @@
-"""`Step`: a step being put together."""
+"""`BatchBuilder`: a step being put together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduler_output import SchedulerOutput
 
 
-class Step:
+class BatchBuilder:
     """What is left of the budget, and what has been chosen so far."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
@@ -21,12 +21,12 @@ class Step:
         self.output.num_scheduled_tokens[request.request_id] = num_tokens
         self.budget -= num_tokens
 
-    def put_new(self, request: Request, num_tokens: int) -> None:
+    def schedule_new(self, request: Request, num_tokens: int) -> None:
         """The same, for a sequence that enters the batch in this step."""
         self.output.scheduled_new_reqs.append(request)
         self.put(request, num_tokens)
 
-    def take_out(self, request: Request) -> None:
+    def unschedule(self, request: Request) -> None:
         """It was preempted. Harmless when it had no part in the step."""
         self.preempted = True
         self.budget += self.output.num_scheduled_tokens.pop(request.request_id, 0)
