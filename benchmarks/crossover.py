@@ -71,7 +71,7 @@ class Side:
         prompt = prompt_of(cell.prompt_tokens, next(_seeds), self._vocabulary)
         shared = prompt[: int(0.9 * cell.prompt_tokens)]
         if cell.cached != "nothing":
-            # one token has no decode leg: where prefill is remote, it is all that learns the prefix
+            # one token has no decode call: where prefill is remote, it is all that learns the prefix
             await self.prober.ask(shared, 1 if cell.cached == "90 % at prefill" else 2)
         return (await self.prober.ask(prompt, 2)).ttft_s
 

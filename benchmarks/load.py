@@ -26,7 +26,7 @@ class Target(Protocol):
 
     name: str
 
-    async def first_leg(self, client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+    async def first_call(self, client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
         """What must happen before the streamed request; returns the body to stream with."""
 
     @property
@@ -41,7 +41,7 @@ class PdServe:
     model: str
     name: str = "pdserve"
 
-    async def first_leg(self, client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+    async def first_call(self, client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
         return body | {"model": self.model}
 
 
@@ -54,7 +54,7 @@ class VllmPrefillDecode:
     model: str = "peer"
     name: str = "vLLM P/D"
 
-    async def first_leg(self, client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+    async def first_call(self, client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
         body = body | {"model": self.model}
         ask = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK_PREFILL}
         reply = await client.post(self.prefill_url, json=ask)
@@ -115,7 +115,7 @@ async def _stream(client: httpx.AsyncClient, target: Target, prompt: list[int], 
     """Seconds from the first byte out to each chunk in."""
     start = time.perf_counter()
     body = {"prompt": prompt, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    body = await target.first_leg(client, body)
+    body = await target.first_call(client, body)
     times = []
     async with client.stream("POST", target.url, json=body) as reply:
         reply.raise_for_status()

@@ -80,7 +80,7 @@ class Pair:
         self._mail: dict[str, deque[IntoEngine]] = {"p": deque(), "d": deque()}
 
     def add(self, prompt: list[int], request_id: str, **fields: Any) -> None:
-        """Both legs of one attempt."""
+        """Both calls of one attempt."""
         self.attempts[request_id] = [request_id]
         self._place(prompt, request_id, fields)
 
@@ -134,7 +134,7 @@ class Pair:
     # ---- what others do to a request
 
     def abort(self, request_id: str) -> None:
-        """The router gives both legs up, in whatever state they are."""
+        """The router gives both calls up, in whatever state they are."""
         request_id = self.attempts[request_id][-1]
         self.d.core.abort_request(request_id)
         self.p.core.abort_request(request_id)

@@ -22,7 +22,7 @@ PROMPTS = [[3 + (place * place + length) % 297 for place in range(length)] for l
 
 
 def check_landed(cluster: Cluster, expected: dict[str, int]) -> None:
-    """connector -> blocks; a leg is counted a moment after its client has the last token."""
+    """connector -> blocks; a call is counted a moment after its client has the last token."""
     for _ in range(100):
         if sum(landed_blocks(cluster).values()) >= sum(expected.values()):
             break

@@ -117,7 +117,7 @@ async def test_i4_a_stream_goes_on_at_another_decode_worker_after_the_last_token
         )  # fmt: skip
         async with InferenceClient(cluster.router.address) as router:
             undisturbed = (await router.ask(prompt, max_tokens=max_tokens, **sampling)).token_ids
-            # the first token was prefill's; a leg is counted a moment after its client has the last one
+            # the first token was prefill's; a call is counted a moment after its client has the last one
             [first] = await eventually(lambda: [w for w in decodes if num_sampled(w) == max_tokens - 1])
             token_ids: list[int] = []
             victim = None

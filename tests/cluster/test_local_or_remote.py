@@ -71,7 +71,7 @@ async def test_a_prompt_that_decode_has_seen_is_prefilled_there(served: tuple[Cl
 
 
 async def ask_decode(cluster: Cluster, prompt: list[int], *, source: bool, limit: int | None) -> list[str]:
-    """The events of a decode leg that no router asked for; token ids are checked by whoever has them all."""
+    """The events of a decode call that no router asked for; token ids are checked by whoever has them all."""
     worker = cluster.services["decode"]
     async with make_channel(worker.address) as channel:
         key = DeploymentKey(KEY.encode())

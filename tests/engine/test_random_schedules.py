@@ -140,7 +140,7 @@ class Life:
         self.pair.run()
 
     def _give_up(self) -> None:
-        """The router hears that decode has failed, for good, and ends the other leg too."""
+        """The router hears that decode has failed, for good, and ends the other call too."""
         for request_id in [name for name in self.pair.transfers if name in self.forms - self.given_up]:
             answer = self.d.answers.get(self.d.key(request_id, 0))
             if answer is not None and answer.error_message == COMPILER_FAILED.message:

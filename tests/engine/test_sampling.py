@@ -332,7 +332,7 @@ def test_min_tokens_forbids_eos_and_stop_tokens_until_then(make_engine: MakeEngi
     assert answer.token_ids[0] == next(token for token in best if token not in (eos, stop))
 
 
-def test_min_tokens_is_counted_over_both_legs(make_engine: MakeEngine) -> None:
+def test_min_tokens_is_counted_over_both_calls(make_engine: MakeEngine) -> None:
     alone = make_engine().ask(PROMPT, eos=(ANSWER[0],), params={"min_tokens": 4, "max_tokens": 9}).token_ids
     pair = Pair(make_engine(), make_engine())
     pair.add(PROMPT, "r", eos=(ANSWER[0],), params={"min_tokens": 4, "max_tokens": 9})

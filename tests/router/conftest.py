@@ -145,7 +145,7 @@ class Cluster:
                 await asyncio.sleep(0.001)
 
     async def idle(self) -> None:
-        """Returns when no request is in the router and no leg at a worker."""
+        """Returns when no request is in the router and no call at a worker."""
         async with asyncio.timeout(10):
             while True:
                 if not (await self.http.get("/health")).json()["requests"]:

@@ -122,7 +122,7 @@ def needs_prefill(uncached: int = 100) -> decode_pb2.DecodeEvent:
 
 @dataclass
 class Call:
-    """One leg that a worker was asked for."""
+    """One call that a worker was asked for."""
 
     request: prefill_pb2.PrefillRequest | prefill_pb2.PoolingRequest | decode_pb2.DecodeRequest | None
     """None for a session."""
@@ -279,7 +279,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         await self.start()
 
     async def called(self, times: int = 1) -> None:
-        """Returns when this worker was asked for so many legs."""
+        """Returns when this worker was asked for so many calls."""
         async with asyncio.timeout(10):
             while len(self.calls) < times:
                 self._called.clear()

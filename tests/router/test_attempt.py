@@ -1,4 +1,4 @@
-"""Attempts: both legs, what each may do wrong and when, and what the client sees of it."""
+"""Attempts: both calls, what each may do wrong and when, and what the client sees of it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rest(count, start=1):
     ]
 
 
-async def test_both_legs_carry_the_same_request_and_name_each_other(cluster):
+async def test_both_calls_carry_the_same_request_and_name_each_other(cluster):
     await cluster.start()
     prompt = "x" * 40
     assert await cluster.text(prompt=prompt) == said(5)
@@ -140,7 +140,7 @@ async def test_one_token_without_a_prefill_worker_comes_from_decode(cluster):
     assert not call.request.HasField("source")
 
 
-async def test_first_token_that_ends_the_sequence_ends_both_legs(cluster):
+async def test_first_token_that_ends_the_sequence_ends_both_calls(cluster):
     await cluster.start()
     cluster.of("prefill").script = play(
         lambda worker, call: cluster.of("decode").called(), first("", "stop", token_ids=[EOS]), forever
@@ -160,7 +160,7 @@ async def test_first_token_that_ends_the_sequence_ends_both_legs(cluster):
             await cluster.of(role).calls[0].cancelled.wait()
 
 
-async def test_stop_string_ends_both_legs(cluster):
+async def test_stop_string_ends_both_calls(cluster):
     await cluster.start()
     cluster.of("prefill").script = play(first(), forever)
     cluster.of("decode").script = play(ADMITTED, *rest(10), forever)
@@ -236,7 +236,7 @@ async def test_prefilling_locally_after_the_first_token_repeats_none(cluster):
         pytest.param(play(first(), forever), play(LANDED, decode_outputs(3, "d"), forever), id="a position is missing"),
     ],
 )
-async def test_a_leg_that_fails_is_retried_without_a_trace_in_the_text(cluster, prefill, decode):
+async def test_a_call_that_fails_is_retried_without_a_trace_in_the_text(cluster, prefill, decode):
     await cluster.start(prefill=2, decode=2)
     attempts = {"prefill": [prefill], "decode": [decode]}
 
@@ -498,7 +498,7 @@ async def test_a_prompt_that_fails_two_engines_is_refused(cluster, role):
     assert "it is refused for another" in (await cluster.complete()).json()["error"]["message"]
 
 
-async def test_a_deadline_ends_both_legs(cluster):
+async def test_a_deadline_ends_both_calls(cluster):
     await cluster.start(request_timeout_s=0.3)
     cluster.of("prefill").script = play(first(), forever)
     cluster.of("decode").script = play(ADMITTED, forever)
@@ -530,14 +530,14 @@ async def test_late_and_repeated_events_change_nothing(cluster):
     assert await cluster.text() == said(5)
 
 
-class SilentLeg:
-    """A leg that says nothing and notes when it is cancelled."""
+class SilentCall:
+    """A call that says nothing and notes when it is cancelled."""
 
     opened: ClassVar[list] = []
 
     def __init__(self, *args, **kwargs):
         self.cancelled = False
-        SilentLeg.opened.append(self)
+        SilentCall.opened.append(self)
 
     def cancel(self):
         self.cancelled = True
@@ -546,10 +546,10 @@ class SilentLeg:
         await asyncio.Event().wait()
 
 
-async def test_cancelling_reaches_both_legs_in_the_next_turn_of_the_loop(monkeypatch):
-    monkeypatch.setattr(SilentLeg, "opened", [])
-    monkeypatch.setattr(attempt_module, "PrefillCall", SilentLeg)
-    monkeypatch.setattr(attempt_module, "DecodeCall", SilentLeg)
+async def test_cancelling_reaches_both_calls_in_the_next_turn_of_the_loop(monkeypatch):
+    monkeypatch.setattr(SilentCall, "opened", [])
+    monkeypatch.setattr(attempt_module, "PrefillCall", SilentCall)
+    monkeypatch.setattr(attempt_module, "DecodeCall", SilentCall)
     request = PreparedRequest(
         request_id="r",
         prompt_token_ids=[1],
@@ -567,7 +567,7 @@ async def test_cancelling_reaches_both_legs_in_the_next_turn_of_the_loop(monkeyp
     assert [worker.num_in_flight for worker in workers] == [1, 1]
     running.cancel()
     await asyncio.sleep(0)
-    assert [leg.cancelled for leg in SilentLeg.opened] == [True, True]
+    assert [call.cancelled for call in SilentCall.opened] == [True, True]
     assert [worker.num_in_flight for worker in workers] == [0, 0]
     with pytest.raises(asyncio.CancelledError):
         await running

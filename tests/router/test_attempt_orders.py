@@ -1,4 +1,4 @@
-"""An attempt under every order in which the events of its two legs can come."""
+"""An attempt under every order in which the events of its two calls can come."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PREFILL = [Admitted({}), Computed(1, DIGEST, [Outputs(0, 0, [10])], {}), Ended(T
 DECODE = [Admitted({}), Landed(1, 1, "local", {}), Outputs(0, 1, [11]), Outputs(0, 2, [12], FinishReason.LENGTH), END]
 
 
-class FedLeg:
-    """A leg whose events are fed one by one."""
+class FedCall:
+    """A call whose events are fed one by one."""
 
     def __init__(self, *args, **kwargs):
         self.events = asyncio.Queue()
         self.cancelled = False
         self.was_heard = False
-        legs.append(self)
+        calls.append(self)
 
     def cancel(self):
         self.cancelled = True
@@ -47,7 +47,7 @@ class FedLeg:
         return None if event is END else event
 
 
-legs: list[FedLeg] = []
+calls: list[FedCall] = []
 
 
 REQUEST = PreparedRequest(
@@ -63,10 +63,10 @@ REQUEST = PreparedRequest(
 
 
 async def run(prefill, decode, prefill_turns, monkeypatch, relay=None):
-    """Feed both legs, prefill at these turns; (relayed token ids, state, failure)."""
-    monkeypatch.setattr(attempt_module, "PrefillCall", FedLeg)
-    monkeypatch.setattr(attempt_module, "DecodeCall", FedLeg)
-    legs.clear()
+    """Feed both calls, prefill at these turns; (relayed token ids, state, failure)."""
+    monkeypatch.setattr(attempt_module, "PrefillCall", FedCall)
+    monkeypatch.setattr(attempt_module, "DecodeCall", FedCall)
+    calls.clear()
     relayed = []
 
     def note(outputs):
@@ -81,13 +81,13 @@ async def run(prefill, decode, prefill_turns, monkeypatch, relay=None):
     feeds = [iter(prefill), iter(decode)]
     for turn in range(len(prefill) + len(decode)):
         role = 0 if turn in prefill_turns else 1
-        legs[role].events.put_nowait(next(feeds[role]))
+        calls[role].events.put_nowait(next(feeds[role]))
         for _ in range(3):
             await asyncio.sleep(0)
     async with asyncio.timeout(5):
         [failure] = await asyncio.gather(running, return_exceptions=True)
     assert not EDGES[attempt.state]
-    assert all(leg.cancelled for leg in legs)
+    assert all(call.cancelled for call in calls)
     assert [w.num_in_flight for w in workers] == [0, 0]
     return relayed, attempt.state, failure
 

@@ -150,7 +150,7 @@ async def test_a_first_token_that_ends_its_sequence_leaves_the_others(served, cl
     await asyncio.wait_for(decode.calls[0].cancelled.wait(), 10)
 
 
-async def test_all_sequences_that_end_at_prefill_end_both_legs(served, client):
+async def test_all_sequences_that_end_at_prefill_end_both_calls(served, client):
     served.of("prefill").script = play(
         PREFILL_ADMITTED,
         lambda worker, call: computed(call.request, *(outputs(0, said(1, i), "stop", index=i) for i in range(3))),

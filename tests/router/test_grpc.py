@@ -114,7 +114,7 @@ async def test_api_keys_on_both_front_ends(cluster):
 
 @pytest.mark.parametrize("when", ["before the first token", "in mid-stream"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_ends_both_legs(cluster, when, stream):
+async def test_a_client_that_leaves_ends_both_calls(cluster, when, stream):
     await cluster.start()
     early = when == "before the first token"
     cluster.of("prefill").script = play(forever) if early else play(first(), forever)

@@ -116,7 +116,7 @@ async def test_a_chat_template_may_speak_in_special_tokens(quick):
 
 
 @pytest.mark.parametrize("priority", [-(2**31), -1, 0, 2**31 - 1])
-async def test_priority_reaches_both_legs_from_both_front_ends(cluster, priority):
+async def test_priority_reaches_both_calls_from_both_front_ends(cluster, priority):
     await cluster.start()
     await cluster.text(priority=priority)
     request = inference_pb2.GenerateRequest(

@@ -113,7 +113,7 @@ def test_equal_workers_take_turns():
     order = []
     for _ in range(6):
         chosen = choose([seen(it) for it in pool], WorkerRole.DECODE, Rules()).worker
-        chosen.reserve(LoadEstimate(legs=1)).end()
+        chosen.reserve(LoadEstimate(calls=1)).end()
         order.append(chosen.identity.worker_id)
     assert order == ["w0", "w1", "w2"] * 2
 
@@ -324,12 +324,12 @@ def test_the_estimates_are_what_the_formulas_say():
 # ---- the router's account
 
 
-def test_the_account_is_its_own_legs_and_what_reports_show_beyond_them(monkeypatch):
+def test_the_account_is_its_own_calls_and_what_reports_show_beyond_them(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     it = worker("x", num_waiting_tokens=160, num_running=2, blocks_in_use=20)
     assert (it.waiting_tokens, it.num_requests, it.held_blocks) == (160, 2, 20)
-    first = it.reserve(LoadEstimate(legs=1, tokens=32, all_blocks=10, new_blocks=2))
+    first = it.reserve(LoadEstimate(calls=1, tokens=32, all_blocks=10, new_blocks=2))
     assert (it.waiting_tokens, it.num_requests, it.held_blocks) == (192, 3, 22)
     it.report(WorkerLoad(num_waiting_tokens=192, num_running=2, num_waiting=1, blocks_in_use=30))
     assert (it.waiting_tokens, it.num_requests, it.held_blocks) == (192, 3, 22)
@@ -340,7 +340,7 @@ def test_the_account_is_its_own_legs_and_what_reports_show_beyond_them(monkeypat
     first.end()
     assert (it.waiting_tokens, it.num_requests, it.held_blocks) == (160, 2, 20)
     assert it.num_in_flight == 0
-    # a report that was written before the leg ended shows nothing of others
+    # a report that was written before the call ended shows nothing of others
     it.report(WorkerLoad(blocks_in_use=10, num_running=1, num_waiting_tokens=32))
     assert (it.waiting_tokens, it.num_requests, it.held_blocks) == (0, 0, 0)
     now[0] += 1
@@ -351,9 +351,9 @@ def test_the_account_is_its_own_legs_and_what_reports_show_beyond_them(monkeypat
 def test_a_shared_prefix_is_counted_once():
     it = worker("x")
     shared = seen(it, 100, overlap=6).share(prefills=True, grows=False)
-    assert shared == LoadEstimate(legs=1, tokens=4, all_blocks=7, new_blocks=1)
+    assert shared == LoadEstimate(calls=1, tokens=4, all_blocks=7, new_blocks=1)
     assert seen(it, 100, overlap=6).share(prefills=False, grows=True) == LoadEstimate(
-        legs=1, all_blocks=8, new_blocks=2
+        calls=1, all_blocks=8, new_blocks=2
     )
     reservation = it.reserve(shared)
     it.report(WorkerLoad(blocks_in_use=7, num_running=1, num_waiting_tokens=4))

@@ -28,7 +28,7 @@ from pdserve.v1 import request_pb2
 
 
 def decode_scripts(cluster, *scripts):
-    """These for the decode legs in the order of the attempts, whichever worker gets them; then well."""
+    """These for the decode calls in the order of the attempts, whichever worker gets them; then well."""
     left = list(scripts)
 
     async def script(worker, call):
@@ -90,10 +90,10 @@ async def test_i4_an_attempt_goes_on_where_the_last_one_ended(cluster, first_tok
     hashes = hasher.extend(resumed.hash_root, given)
     assert len(hashes) == 3
     assert resumed.request_digest == hasher.request_digest(resumed.hash_root, hashes, given)
-    legs = [call.request for worker in cluster.workers if worker.role == "prefill" for call in worker.calls]
-    for leg in legs:
-        if leg.attempt.number == 1:
-            assert leg.request.resume == resumed.resume
+    calls = [call.request for worker in cluster.workers if worker.role == "prefill" for call in worker.calls]
+    for call in calls:
+        if call.attempt.number == 1:
+            assert call.request.resume == resumed.resume
 
 
 async def test_an_attempt_after_which_the_client_has_nothing_begins_anew(cluster):
@@ -204,7 +204,7 @@ async def test_log_probabilities_are_those_of_each_token_once(cluster):
     assert logprobs["token_logprobs"] == [-0.5, -1.0, -2.0, -0.25]
 
 
-async def test_each_unfinished_sequence_goes_on_in_legs_of_its_own(cluster):
+async def test_each_unfinished_sequence_goes_on_in_calls_of_its_own(cluster):
     await cluster.start(prefill=2, decode=2)
     said_by_then = {0: 4, 1: 2, 2: 4}
     events = [
@@ -225,7 +225,7 @@ async def test_each_unfinished_sequence_goes_on_in_legs_of_its_own(cluster):
     assert len({request.source.transfer_id for request in apart}) == 2
 
 
-async def test_a_leg_that_speaks_of_another_sequence_than_it_was_given_ends_neither(cluster):
+async def test_a_call_that_speaks_of_another_sequence_than_it_was_given_ends_neither(cluster):
     await cluster.start(prefill=0, decode=1)
 
     async def script(worker, call):

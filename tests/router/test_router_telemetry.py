@@ -78,7 +78,7 @@ async def test_a_repeated_attempt_has_a_span_of_its_own(cluster, collector):
     assert values["pdserve_requests_total", "length"] == 1
     assert values["pdserve_output_tokens_total",] == 3
     assert values["pdserve_inter_token_latency_seconds_count",] == 2
-    assert values["pdserve_placed_legs_total", "decode", "decode0"] == 2
+    assert values["pdserve_placed_calls_total", "decode", "decode0"] == 2
     assert ("pdserve_errors_total", "evicted") not in values
 
 

@@ -1,4 +1,4 @@
-"""From the index to the legs: where requests go in a running router, and what `/debug/routing` says about it."""
+"""From the index to the calls: where requests go in a running router, and what `/debug/routing` says about it."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ async def test_signals_end_the_process_gracefully(model_folder, fingerprint, num
     assert b"Traceback" not in stderr, stderr.decode()
 
 
-async def test_a_router_that_dies_ends_its_legs(cluster):
+async def test_a_router_that_dies_ends_its_calls(cluster):
     await cluster.start(prefill=0)
     cluster.of("decode").script = play(ADMITTED, forever)
     asking = asyncio.create_task(cluster.text())

@@ -230,7 +230,7 @@ async def test_i6_a_workers_death_ends_a_turn_that_never_reached_it():
             deadline=time.monotonic() + 30,
         )
         session.open(worker, SessionCall(worker, request))
-        writing = asyncio.create_task(session.leg.open())
+        writing = asyncio.create_task(session.call.open())
         connection, _ = await asyncio.to_thread(mute.accept)
         assert not writing.done()
         worker.mark_lost("its watch stream broke")

@@ -99,7 +99,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_there_is_no_done(cluster, 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("when", ["before the first token", "after it"])
-async def test_a_client_that_leaves_ends_both_legs(cluster, path, stream, when):
+async def test_a_client_that_leaves_ends_both_calls(cluster, path, stream, when):
     await cluster.start()
     early = when == "before the first token"
     cluster.of("prefill").script = play(forever) if early else play(first(), forever)

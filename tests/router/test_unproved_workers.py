@@ -178,7 +178,7 @@ async def test_a_watch_that_cannot_be_decoded_is_that_workers_fault_and_one_warn
 
 
 @pytest.mark.parametrize("method", ["Prefill", "Generate", "Embed"])
-async def test_a_leg_that_cannot_be_decoded_is_tried_elsewhere(cluster, caplog, method):
+async def test_a_call_that_cannot_be_decoded_is_tried_elsewhere(cluster, caplog, method):
     caplog.set_level(logging.WARNING)
     role = "decode" if method == "Generate" else "prefill"
     odd = cluster.worker(role, worker_id=f"odd-{method}")

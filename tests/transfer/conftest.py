@@ -144,7 +144,7 @@ class Rig:
         self.receiver_connector.close()
         self.source_connector.close()
 
-    # ---- the two legs
+    # ---- the two calls
 
     def expect(self) -> SourceTransfer:
         expected = ExpectedTransfer(TRANSFER_ID, "r.0.0", RECEIVER, DIGEST, 20.0, NUM_BLOCKS)

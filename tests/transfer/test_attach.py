@@ -67,7 +67,7 @@ async def test_the_end_goes_with_the_last_blocks_while_they_wait_to_be_sent(wait
     assert [list(outputs.token_ids) for outputs in end.first_outputs] == [[5], [6]]
 
 
-async def test_the_stream_may_be_there_before_the_prefill_leg_and_outlast_a_stall(rig: Any, until: Any) -> None:
+async def test_the_stream_may_be_there_before_the_prefill_call_and_outlast_a_stall(rig: Any, until: Any) -> None:
     transfer = rig.receive()
     transfer.room(0, [10])
     await asyncio.sleep(TICK_STALLED_S + 0.3)
@@ -79,7 +79,7 @@ async def test_the_stream_may_be_there_before_the_prefill_leg_and_outlast_a_stal
     assert rig.num_streams == 1
 
 
-async def test_i6_a_prefill_leg_that_never_comes_fails_the_receiver_in_time(rig: Any, until: Any) -> None:
+async def test_i6_a_prefill_call_that_never_comes_fails_the_receiver_in_time(rig: Any, until: Any) -> None:
     started = time.monotonic()
     rig.transfers._limits = type(rig.limits)(attach_timeout_s=0.3, grace_s=GRACE_S, max_s=20.0)
     transfer = rig.receive(attach_timeout_s=0.3)

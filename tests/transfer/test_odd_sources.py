@@ -178,7 +178,7 @@ async def test_i6_a_source_that_takes_streams_and_says_nothing_is_lost_after_the
     await until(lambda: transfer.state is not ReceiverState.ATTACHING)
     since = time.monotonic()
     await until(lambda: transfer.state is ReceiverState.FAILED)
-    assert time.monotonic() - since < ATTACH_TIMEOUT_S, "nobody waits for a prefill leg any more"
+    assert time.monotonic() - since < ATTACH_TIMEOUT_S, "nobody waits for a prefill call any more"
 
 
 async def test_i6_a_source_that_is_alive_and_never_accepts_is_lost_in_time(rig: Any, until: Any) -> None:

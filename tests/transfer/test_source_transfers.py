@@ -28,14 +28,14 @@ def make(limits: LeaseLimits = LIMITS) -> tuple[SourceTransfers, SourceOwner]:
     return SourceTransfers(FakeConnector(), limits, owner), owner
 
 
-async def test_attach_may_come_after_the_prefill_leg() -> None:
+async def test_attach_may_come_after_the_prefill_call() -> None:
     transfers, _ = make()
     transfer = transfers.expect(expected())
     assert await transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, SourceEnd(), 0) is transfer
     transfer.cancel()
 
 
-async def test_attach_may_come_before_the_prefill_leg() -> None:
+async def test_attach_may_come_before_the_prefill_call() -> None:
     transfers, _ = make()
     attaching = asyncio.create_task(transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, SourceEnd(), 0))
     await asyncio.sleep(0.02)
@@ -46,7 +46,7 @@ async def test_attach_may_come_before_the_prefill_leg() -> None:
     transfer.cancel()
 
 
-async def test_i6_an_attach_without_a_prefill_leg_ends_in_time_and_leaves_nothing() -> None:
+async def test_i6_an_attach_without_a_prefill_call_ends_in_time_and_leaves_nothing() -> None:
     transfers, _ = make()
     with pytest.raises(TransferFailed, match="no such transfer"):
         await asyncio.wait_for(transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, SourceEnd(), 0), 3)

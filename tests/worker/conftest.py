@@ -125,7 +125,7 @@ class Asked:
     finish_reason: FinishReason | None = None
 
     async def answer(self) -> list[int]:
-        """All tokens. Raises what either leg raises."""
+        """All tokens. Raises what either call raises."""
         first = await self.prefill.get()
         self.tokens += first.new_token_ids
         if first.finish_reason is None:
@@ -167,7 +167,7 @@ class Pair:
         return Asked(prompt, self.p.engine.submit(source), decode, transfer, landed)
 
     def leave(self, asked: Asked) -> None:
-        """Both legs end, in whatever state they are."""
+        """Both calls end, in whatever state they are."""
         self.d.engine.release(asked.decode)
         self.p.engine.release(asked.prefill)
         asked.transfer.cancel()

@@ -78,7 +78,7 @@ async def test_i13_a_worker_whose_pool_is_in_quarantine_takes_no_more(
     assert await asyncio.wait_for(pair.ask(PROMPT).answer(), 10) == greedy_answer(PROMPT, 4)
 
 
-async def test_i7_a_leg_that_leaves_in_the_middle_of_a_fallback_leaves_no_block_behind(make_pair: Any) -> None:
+async def test_i7_a_call_that_leaves_in_the_middle_of_a_fallback_leaves_no_block_behind(make_pair: Any) -> None:
     pair = await make_pair("both")
     for delay_s in (0.0, 0.3, 0.31):
         pair.d.connectors._avoided.clear()

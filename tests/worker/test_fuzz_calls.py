@@ -272,18 +272,18 @@ class Hostile:
         return []
 
     async def attach(self) -> list[Ended]:
-        """The receiver's stream, beside the prefill leg that it is for or without one."""
+        """The receiver's stream, beside the prefill call that it is for or without one."""
         p, transfer_id = self.pair.p, secrets.token_bytes(16)
         request = self.request(p)
         messages: list[Message] = [kv_source_pb2.AttachRequest(open=self._open(transfer_id, request.request_digest))]
         for _ in range(self.draw.randrange(6)):
             messages.append(self._word())
-        leg = prefill_pb2.PrefillRequest(request=request, transfer_id=transfer_id, receiver=self._receiver())
+        call = prefill_pb2.PrefillRequest(request=request, transfer_id=transfer_id, receiver=self._receiver())
         stays_s = self.draw.choice((0.0, 0.1, 0.5))
         stream = self.call(p, ATTACH, *await self._some_changed(p, messages), stays_s=stays_s)
         calls = [stream]
         if self.draw.random() < 0.8:
-            calls.append(self.call(p, PREFILL, leg.SerializeToString()))
+            calls.append(self.call(p, PREFILL, call.SerializeToString()))
         if self.draw.random() < 0.2:
             calls.append(self.call(p, ATTACH, *await self._some_changed(p, messages), stays_s=stays_s))
         return list(await asyncio.gather(*calls))
@@ -314,7 +314,7 @@ class Hostile:
         return message
 
     async def transfer(self) -> list[Ended]:
-        """Both legs of a request, whose control stream goes through the relay."""
+        """Both calls of a request, whose control stream goes through the relay."""
         p, d, transfer_id = self.pair.p, self.pair.d, secrets.token_bytes(16)
         request = self.request(p)
         prefill: Message = prefill_pb2.PrefillRequest(
@@ -323,12 +323,12 @@ class Hostile:
         worker_id, epoch = p.identity.peer.key
         source = decode_pb2.Source(worker_id=worker_id, epoch=epoch, address=self.relay, transfer_id=transfer_id)
         decode: Message = decode_pb2.DecodeRequest(request=request, source=source)
-        legs = [(p, PREFILL, prefill.SerializeToString()), (d, GENERATE, decode.SerializeToString())]
+        calls = [(p, PREFILL, prefill.SerializeToString()), (d, GENERATE, decode.SerializeToString())]
         if self.draw.random() < 0.2:
-            legs[0] = (p, PREFILL, await self.in_background_pool(p, prefill))
+            calls[0] = (p, PREFILL, await self.in_background_pool(p, prefill))
         if self.draw.random() < 0.2:
-            legs[1] = (d, GENERATE, await self.in_background_pool(d, decode))
-        return list(await asyncio.gather(*(self.call(*leg) for leg in legs)))
+            calls[1] = (d, GENERATE, await self.in_background_pool(d, decode))
+        return list(await asyncio.gather(*(self.call(*call) for call in calls)))
 
 
 class Relay:
@@ -497,7 +497,7 @@ class Oracle:
         request = prepared(p, prompt)
         worker_id, epoch = d.identity.peer.key
         receiver = prefill_pb2.Receiver(worker_id=worker_id, epoch=epoch)
-        leg = self._pair.service(p).unary_stream(
+        call = self._pair.service(p).unary_stream(
             PREFILL, prefill_pb2.PrefillRequest(request=request, transfer_id=transfer_id, receiver=receiver)
         )
         worker_id, epoch = p.identity.peer.key
@@ -507,7 +507,9 @@ class Oracle:
         message = decode_pb2.DecodeRequest(request=request, source=source)
 
         async def prefill() -> list[int]:
-            return [token async for event in leg for first in event.computed.first_outputs for token in first.token_ids]
+            return [
+                token async for event in call for first in event.computed.first_outputs for token in first.token_ids
+            ]
 
         async def decode() -> list[int]:
             call = self._pair.service(d).unary_stream(GENERATE, message)

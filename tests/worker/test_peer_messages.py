@@ -140,7 +140,7 @@ async def test_ids_and_counts_are_verified(pair: Pair, method: Any, message: Any
     assert not pair.d.peers._kept
 
 
-async def test_the_ids_of_peers_are_verified_in_both_legs(pair: Pair) -> None:
+async def test_the_ids_of_peers_are_verified_in_both_calls(pair: Pair) -> None:
     source = decode_pb2.Source(worker_id=LONG, epoch=1, address="127.0.0.1:1", transfer_id=bytes(16))
     receiver = prefill_pb2.Receiver(worker_id="a\nb", epoch=1)
     for method, message, field in (
@@ -213,10 +213,10 @@ async def test_a_second_request_of_a_name_stops_no_transfer_of_the_first(pair: P
     error = await refusal(pair, GENERATE, second)
     assert isinstance(error, InvalidRequest)
     assert error.field == "request_id"
-    leg = prefill_pb2.PrefillRequest(
+    call = prefill_pb2.PrefillRequest(
         request=prepared(pair.p, request_id=name), transfer_id=transfer_id, receiver=_receiver(pair)
     )
-    events, _ = await asyncio.gather(_read(running), _read(pair.service(pair.p).unary_stream(PREFILL, leg)))
+    events, _ = await asyncio.gather(_read(running), _read(pair.service(pair.p).unary_stream(PREFILL, call)))
     assert sum(len(event.outputs.token_ids) for event in events) == 3
 
 

@@ -85,7 +85,7 @@ async def test_small_pools_on_both_sides_lose_no_request(make_pair: Any) -> None
 
 @pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
 @pytest.mark.parametrize("kind", ["local", "tcp"])
-async def test_i7_legs_that_leave_at_any_moment_leave_no_block_behind(make_pair: Any, kind: str, staged: bool) -> None:
+async def test_i7_calls_that_leave_at_any_moment_leave_no_block_behind(make_pair: Any, kind: str, staged: bool) -> None:
     pair = await make_pair(kind, p={"num_blocks": 48, "staged": staged}, d={"num_blocks": 48, "staged": staged})
     draw = random.Random(3)
     for _ in range(4):
@@ -167,7 +167,7 @@ async def test_a_request_that_is_there_already_is_refused_and_disturbs_nothing(m
     assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(PROMPTS[-1], 8)
 
 
-async def test_a_first_token_that_ends_the_request_ends_both_legs(make_pair: Any) -> None:
+async def test_a_first_token_that_ends_the_request_ends_both_calls(make_pair: Any) -> None:
     pair = await make_pair()
     prompt = PROMPTS[5]
     asked = pair.ask(prompt, max_tokens=9, stop_token_ids=(greedy_answer(prompt, 1)[0],))

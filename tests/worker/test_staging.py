@@ -61,7 +61,7 @@ async def test_a_copy_that_fails_fails_its_transfer_alone(make_pair: Any, side: 
 
     _instead(staged, copy, once)
     asked = pair.ask(PROMPT)
-    with pytest.raises(TransferFailed):  # decode's leg; prefill's may end before its token
+    with pytest.raises(TransferFailed):  # decode's call; prefill's may end before its token
         await asyncio.wait_for(_all_of(asked.decode), 10)
     if side == "p":
         await asyncio.wait_for(asyncio.shield(asked.transfer.over), 5)

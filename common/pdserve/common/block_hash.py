@@ -63,7 +63,7 @@ class BlockHasher:
     def request_digest(
         self, root: bytes, block_hashes: Sequence[bytes], token_ids: Sequence[int], extras: bytes = b""
     ) -> bytes:
-        """What both legs of an attempt compare: equal only if they speak of the same prompt under the same root."""
+        """What both calls of an attempt compare: equal only if they speak of the same prompt under the same root."""
         tail = token_bytes(token_ids[len(block_hashes) * self.block_size :])
         last = block_hashes[-1] if block_hashes else root
         return self._digest(b"digest" + last + len(tail).to_bytes(4, "little") + tail + extras)

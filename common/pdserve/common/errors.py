@@ -17,7 +17,7 @@
       ProtocolMismatch        two services whose protocol versions do not work together
       PeerError               a peer sent what cannot be read: a message, or an error code
       TransferFailed          KV blocks could not be moved or did not verify
-        DigestMismatch        the two legs speak of different requests: never retried on the same pair
+        DigestMismatch        the two calls speak of different requests: never retried on the same pair
       WorkerLost              a worker died, or none is there
         WrongWorker           a call reached another worker, or another life of it, than it was made for
       Evicted                 a sequence lost its blocks and prefers to be placed anew

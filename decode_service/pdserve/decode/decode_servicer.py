@@ -1,4 +1,4 @@
-"""`DecodeServicer`: the decode leg of an attempt."""
+"""`DecodeServicer`: the decode call of an attempt."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
             ),
         )
         worker.verify_new(engine_request)
-        record = worker.telemetry.leg("decode", engine_request, metadata_of(context))
+        record = worker.telemetry.call("decode", engine_request, metadata_of(context))
         landed = self._receive(request.source, prepared, engine_request) if remote else None
         record.transfer = worker.adapter.transfer(engine_request.request_id)
         stream = None

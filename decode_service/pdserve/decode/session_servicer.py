@@ -89,7 +89,7 @@ class _Session:
         goes_on = True
         while goes_on and (turn := await self._next(turns)) is not None:
             request, hand_over, headers = self._read(turn)
-            record = self._record = self._worker.telemetry.leg("decode", request, headers)
+            record = self._record = self._worker.telemetry.call("decode", request, headers)
             with record:
                 stream = self._stream = hand_over()
                 moments = moments_to_wire({timeline.PREFILL_QUEUED: request.arrival_time})

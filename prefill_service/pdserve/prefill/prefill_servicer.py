@@ -1,4 +1,4 @@
-"""`PrefillServicer`: the prefill leg of an attempt, and embeddings."""
+"""`PrefillServicer`: the prefill call of an attempt, and embeddings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             prepared, request.attempt.number, transfer_source=bool(request.transfer_id)
         )
         worker.verify_new(engine_request)
-        record = worker.telemetry.leg("prefill", engine_request, metadata_of(context))
+        record = worker.telemetry.call("prefill", engine_request, metadata_of(context))
         transfer = self._expect(request, prepared, engine_request) if request.transfer_id else None
         stream = None
         try:
@@ -94,7 +94,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             raise InvalidRequest("request.pooling is missing: it says which embedding is wanted", "pooling")
         engine_request = make_engine_request(prepared, request.attempt.number, prefill_here=True)
         worker.verify_new(engine_request)
-        record = worker.telemetry.leg("prefill", engine_request, metadata_of(context))
+        record = worker.telemetry.call("prefill", engine_request, metadata_of(context))
         stream = None
         try:
             with record:

@@ -230,7 +230,7 @@ class OutputProcessor:
     """The stream of one client: n sequences, each by output position. Not shared between tasks.
 
     Whatever attempts come and go behind it, the client gets every position once: what it has is dropped, so that two
-    legs may report the same token and a resumed attempt may repeat.
+    calls may report the same token and a resumed attempt may repeat.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class OutputProcessor:
 
     @property
     def finished(self) -> bool:
-        """Whether every sequence has ended, so that the caller may cancel both legs."""
+        """Whether every sequence has ended, so that the caller may cancel both calls."""
         return all(state.finished for state in self._states)
 
     @property

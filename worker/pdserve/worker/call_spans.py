@@ -1,4 +1,4 @@
-"""A worker's spans of one leg, made after the fact under the attempt's span, whose context came with the call."""
+"""A worker's spans of one call, made after the fact under the attempt's span, whose context came with the call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pdserve.common.timeline import to_unix_ns
 from pdserve.worker.call_stats import CallStats
 
 
-def trace_leg(tracing: Tracing, record: CallStats, worker_id: str, block_bytes: int) -> None:
+def trace_call(tracing: Tracing, record: CallStats, worker_id: str, block_bytes: int) -> None:
     """A span for each stage that was entered; none when the caller's trace is not sampled."""
     parent = tracing.below(record.trace_headers)
     if parent is None:

@@ -22,11 +22,11 @@ from pdserve.common.request.engine_types import (
 from pdserve.engine.request import Request
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer
 
-Leg = Literal["prefill", "decode"]
+Call = Literal["prefill", "decode"]
 
 
 class Stage(NamedTuple):
-    """A stretch of a leg between two moments of the engine; also a span's and a metric's name."""
+    """A stretch of a call between two moments of the engine; also a span's and a metric's name."""
 
     name: str
     start: str
@@ -61,17 +61,17 @@ class CallStats:
 
     def __init__(
         self,
-        leg: Leg,
+        call: Call,
         request: EngineCoreRequest,
         trace_headers: Mapping[str, str],
         on_closed: Callable[[CallStats], None],
     ) -> None:
         """on_closed: hears of this record once, when everything is known."""
-        self.leg = leg
+        self.call = call
         self.request = request
         self.trace_headers = trace_headers
         self.transfer: ReceiverTransfer | None = None
-        """Of a decode leg whose KV comes from elsewhere."""
+        """Of a decode call whose KV comes from elsewhere."""
         self.moments: dict[str, float] = {"queued": request.arrival_time}
         self.prefill_chunks: list[tuple[float, int]] = []
         self.num_output_tokens = 0
@@ -82,7 +82,7 @@ class CallStats:
         self.prefills_locally = not request.remote_prefill
         self.cause: PdServeError | None = None
         self.lease_lost: PdServeError | None = None
-        """Why the transfer of a prefill leg ended before its receiver had everything; no stage failed by it."""
+        """Why the transfer of a prefill call ended before its receiver had everything; no stage failed by it."""
         self.ended_at = 0.0
         """When the call ended, `time.monotonic()` seconds."""
         self._on_closed = on_closed
@@ -143,7 +143,7 @@ class CallStats:
 
     def stages(self) -> list[PassedSpan]:
         """Those that were entered, in order; the last one has the cause of an early end."""
-        if self.leg == "prefill":
+        if self.call == "prefill":
             plan: tuple[Stage, ...] = PREFILL_STAGES
         else:
             plan = LOCAL_STAGES if self.prefills_locally else REMOTE_STAGES

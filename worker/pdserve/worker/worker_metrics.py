@@ -1,4 +1,4 @@
-"""`WorkerMetrics`: what Prometheus reads from a worker. Events are counted as legs close; states are read at the scrape."""
+"""`WorkerMetrics`: what Prometheus reads from a worker. Events are counted as calls close; states are read at the scrape."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class WorkerMetrics:
         self._transfer_blocks = count("pdserve_kv_transfer_blocks_total", "KV blocks landed, verified.", "connector")
         self._transfer_bytes = count("pdserve_kv_transfer_bytes_total", "Their bytes.", "connector")
         self._output_tokens = count("pdserve_sampled_tokens_total", "Tokens sampled for routers.")
-        self._legs = count("pdserve_legs_total", "Calls of routers, by how they ended.", "leg", "outcome")
-        self._errors = count("pdserve_leg_errors_total", "Calls of routers that failed, by cause.", "code")
+        self._calls = count("pdserve_calls_total", "Calls of routers, by how they ended.", "call", "outcome")
+        self._errors = count("pdserve_call_errors_total", "Calls of routers that failed, by cause.", "code")
         registry.register(_WorkerState(identity, engine, transfers))
 
-    def leg(self, record: CallStats) -> None:
-        """A leg is over."""
+    def call(self, record: CallStats) -> None:
+        """A call is over."""
         outcome = record.outcome
-        self._legs.labels(record.leg, outcome).inc()
+        self._calls.labels(record.call, outcome).inc()
         if outcome not in ("ok", "cancelled", "needs_prefill"):
             self._errors.labels(outcome).inc()
         self._output_tokens.inc(record.num_output_tokens)

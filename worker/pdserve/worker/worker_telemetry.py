@@ -1,4 +1,4 @@
-"""`WorkerTelemetry`: every leg's record goes to the metrics, and to the tracer if there is one."""
+"""`WorkerTelemetry`: every call's record goes to the metrics, and to the tracer if there is one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.telemetry.metrics import Exposition, RedisCollector, TlsCollector, make_registry
 from pdserve.common.telemetry.telemetry import make_telemetry
-from pdserve.worker.call_stats import CallStats, Leg
+from pdserve.worker.call_stats import Call, CallStats
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import WorkerIdentity
 from pdserve.worker.worker_metrics import TransferCounts, WorkerMetrics
@@ -40,10 +40,10 @@ class WorkerTelemetry:
         self.loop_lag = LoopLag(self._registry)
         self._text = Exposition(self._registry)
 
-    def leg(self, leg: Leg, request: EngineCoreRequest, metadata: Mapping[str, str]) -> CallStats:
+    def call(self, call: Call, request: EngineCoreRequest, metadata: Mapping[str, str]) -> CallStats:
         """A call of a router begins. metadata: the call's, names in lower case."""
         headers = valid_trace_headers(metadata) or request.trace_headers
-        return CallStats(leg, request, headers, self._closed)
+        return CallStats(call, request, headers, self._closed)
 
     def watch_redis(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
         """Have metrics say how this service gets on with Redis; see `RedisCollector`."""
@@ -63,12 +63,12 @@ class WorkerTelemetry:
             await asyncio.to_thread(self._telemetry.tracing.close)
 
     def _closed(self, record: CallStats) -> None:
-        self._metrics.leg(record)
+        self._metrics.call(record)
         if self._telemetry is not None:
-            from pdserve.worker.call_spans import trace_leg
+            from pdserve.worker.call_spans import trace_call
 
             try:
-                trace_leg(
+                trace_call(
                     self._telemetry.tracing, record, self._identity.peer.worker_id, self._identity.layout.block_bytes
                 )
             except Exception:

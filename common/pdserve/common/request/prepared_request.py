@@ -1,4 +1,4 @@
-"""A request after the router has prepared it: validated, tokenized, hashed. What both legs of an attempt carry."""
+"""A request after the router has prepared it: validated, tokenized, hashed. What both calls of an attempt carry."""
 
 from __future__ import annotations
 

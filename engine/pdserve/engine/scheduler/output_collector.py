@@ -19,7 +19,7 @@ class OutputCollector:
         return outputs
 
     def prefills_locally(self, request: Request) -> None:
-        """Nothing is awaited from the source: its router may stop the prefill leg."""
+        """Nothing is awaited from the source: its router may stop the prefill call."""
         self._outputs.append(
             EngineCoreOutput(
                 request_id=request.core.request_id,

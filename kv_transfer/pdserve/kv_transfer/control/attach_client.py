@@ -52,7 +52,7 @@ _FINAL = (KeyMismatch, PeerError, ProtocolMismatch, WrongWorker)
 _Message = kv_source_pb2.AttachRequest | bytes
 """The first is serialized already: its bytes are signed."""
 ANSWER_MARGIN_S = 1.0
-"""The source waits as long for its prefill leg as the receiver for the source: its answer should still be heard."""
+"""The source waits as long for its prefill call as the receiver for the source: its answer should still be heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ async def _one_stream(
     opening = _open(transfer, receiving)
     first = kv_source_pb2.AttachRequest(open=opening).SerializeToString()
     requests.say(first)
-    # a source that has never accepted may still be waiting for its prefill leg
+    # a source that has never accepted may still be waiting for its prefill call
     is_new = transfer.state is ReceiverState.ATTACHING
     patience_s = receiving.attach_timeout_s + ANSWER_MARGIN_S if is_new else TICK_STALLED_S
     limit = loop.time() + patience_s

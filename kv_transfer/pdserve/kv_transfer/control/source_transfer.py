@@ -52,7 +52,7 @@ class LeaseLimits:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTransfer:
-    """What the prefill leg says of a transfer: who may read it, and of which request."""
+    """What the prefill call says of a transfer: who may read it, and of which request."""
 
     transfer_id: bytes
     request_id: str
@@ -235,7 +235,7 @@ class SourceTransfer:
     # ---- the end
 
     def cancel(self) -> None:
-        """The prefill leg is gone: whoever placed this does not want it any more."""
+        """The prefill call is gone: whoever placed this does not want it any more."""
         if not self.has_ended:
             self._end(SourceState.CANCELLED, None)
 

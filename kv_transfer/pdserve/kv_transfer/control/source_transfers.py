@@ -19,7 +19,7 @@ from pdserve.kv_transfer.control.source_transfer import (
 
 TRANSFER_ID_BYTES = 16
 MAX_WAITING = 4096
-"""Attaches that may wait for their prefill legs, in all."""
+"""Attaches that may wait for their prefill calls, in all."""
 MAX_WAITING_PER_PEER = 1024
 MAX_TOMBSTONES = 1 << 16
 """Ids of ended transfers; beyond them the oldest is forgotten. Ids are random, and no call is taken twice anyway."""
@@ -30,7 +30,7 @@ class AttachedTooLate(TransferFailed):
 
 
 class SourceTransfers:
-    """Lives in the asyncio thread. Attach may come before or after the prefill leg: each waits for the other."""
+    """Lives in the asyncio thread. Attach may come before or after the prefill call: each waits for the other."""
 
     def __init__(self, connectors: GrantsReads, limits: LeaseLimits, events: SourceEvents) -> None:
         self._connectors = connectors
@@ -49,7 +49,7 @@ class SourceTransfers:
         return len(self._transfers)
 
     def expect(self, expected: ExpectedTransfer) -> SourceTransfer:
-        """The prefill leg is here. Raises: TransferFailed when the id was used before."""
+        """The prefill call is here. Raises: TransferFailed when the id was used before."""
         self._bury()
         if expected.transfer_id in self._transfers or expected.transfer_id in self._tombstones:
             raise TransferFailed("the transfer id was used before")
@@ -64,10 +64,10 @@ class SourceTransfers:
     async def attach(
         self, transfer_id: bytes, receiver: PeerId, request_digest: bytes, stream: SourceStream, have: int
     ) -> SourceTransfer:
-        """A receiver's control stream is here; waits for the prefill leg if need be.
+        """A receiver's control stream is here; waits for the prefill call if need be.
 
         Raises: TransferFailed when the reference is stale, forged, of another receiver or another request (I8), or when
-        no prefill leg comes within `attach_timeout_s`.
+        no prefill call comes within `attach_timeout_s`.
         """
         self._bury()
         if len(transfer_id) != TRANSFER_ID_BYTES:
@@ -88,7 +88,7 @@ class SourceTransfers:
         if self._num_waiting[worker_id] >= MAX_WAITING_PER_PEER or self._num_waiting_in_all >= MAX_WAITING:
             raise TransferFailed(
                 f"{self._num_waiting[worker_id]} attaches of {worker_id} and {self._num_waiting_in_all} in all wait for "
-                f"their prefill legs, {MAX_WAITING_PER_PEER} and {MAX_WAITING} may"
+                f"their prefill calls, {MAX_WAITING_PER_PEER} and {MAX_WAITING} may"
             )
         self._num_waiting[worker_id] += 1
         self._num_waiting_in_all += 1

@@ -1,4 +1,4 @@
-"""One attempt: a placement of a request, and its legs in one cancel scope.
+"""One attempt: a placement of a request, and its calls in one cancel scope.
 
 Whatever way an attempt ends, both of its calls have ended with it.
 """
@@ -85,7 +85,7 @@ class Attempt:
         self._unsubscribe: list[Callable[[], None]] = []
 
     async def run(self) -> None:
-        """Serve the request to its end. Both legs have ended when this returns or raises.
+        """Serve the request to its end. Both calls have ended when this returns or raises.
 
         Raises: AttemptFailed; PrefillNeeded, when decode did nothing.
         """
@@ -101,7 +101,7 @@ class Attempt:
             self._move(AttemptState.FAILED)
             raise
         finally:
-            self._cancel_legs()
+            self._cancel_calls()
             if self._tasks:
                 await asyncio.wait(self._tasks)
             if self._ended.done() and not self._ended.cancelled():
@@ -125,9 +125,9 @@ class Attempt:
                 self._reservations.append(worker.reserve(share))
                 self._unsubscribe.append(worker.subscribe_lost(self._on_lost))
         if prefill is not None:
-            leg = PrefillCall(prefill, self.request, self.number, self._transfer_id, decode)
-            self._prefill_call = leg
-            self._tasks.append(asyncio.create_task(self._follow_prefill(leg, prefill)))
+            call = PrefillCall(prefill, self.request, self.number, self._transfer_id, decode)
+            self._prefill_call = call
+            self._tasks.append(asyncio.create_task(self._follow_prefill(call, prefill)))
         if decode is not None:
             self._decode_call = DecodeCall(
                 decode,
@@ -140,11 +140,11 @@ class Attempt:
             )
             self._tasks.append(asyncio.create_task(self._follow_decode(self._decode_call, decode)))
 
-    def _cancel_legs(self) -> None:
+    def _cancel_calls(self) -> None:
         """Both calls end in this turn of the event loop."""
-        for leg in (self._prefill_call, self._decode_call):
-            if leg is not None:
-                leg.cancel()
+        for call in (self._prefill_call, self._decode_call):
+            if call is not None:
+                call.cancel()
         for task in self._tasks:
             task.cancel()
         for unsubscribe in self._unsubscribe:
@@ -160,8 +160,8 @@ class Attempt:
             self._ended.set_result(None)
         else:
             self._ended.set_exception(failure)
-        # not after run() wakes: what is left of the legs must not be read any more
-        self._cancel_legs()
+        # not after run() wakes: what is left of the calls must not be read any more
+        self._cancel_calls()
 
     @property
     def _over(self) -> bool:
@@ -173,9 +173,9 @@ class Attempt:
         num_finished = sum(outputs.finish_reason is not None for outputs in self._early)
         return num_finished == self.request.num_sequences
 
-    async def _follow_prefill(self, leg: PrefillCall, worker: Worker) -> None:
+    async def _follow_prefill(self, call: PrefillCall, worker: Worker) -> None:
         try:
-            while (event := await leg.next()) is not None:
+            while (event := await call.next()) is not None:
                 self._on_prefill(event)
                 if self._over:
                     return
@@ -187,12 +187,12 @@ class Attempt:
         except PdServeError as error:
             self._end(AttemptFailed(error, worker))
         except Exception as error:
-            log.exception("request %s: the prefill leg failed in the router", self.request.request_id)
+            log.exception("request %s: the prefill call failed in the router", self.request.request_id)
             self._end(AttemptFailed(InternalError(f"the router failed: {type(error).__name__}")))
 
-    async def _follow_decode(self, leg: DecodeCall, worker: Worker) -> None:
+    async def _follow_decode(self, call: DecodeCall, worker: Worker) -> None:
         try:
-            while (event := await leg.next()) is not None:
+            while (event := await call.next()) is not None:
                 self._on_decode(event)
                 if self._over:
                     return
@@ -204,7 +204,7 @@ class Attempt:
         except PdServeError as error:
             self._end(AttemptFailed(error, worker))
         except Exception as error:
-            log.exception("request %s: the decode leg failed in the router", self.request.request_id)
+            log.exception("request %s: the decode call failed in the router", self.request.request_id)
             self._end(AttemptFailed(InternalError(f"the router failed: {type(error).__name__}")))
 
     def _on_prefill(self, event: PrefillCallEvent) -> None:
@@ -300,8 +300,8 @@ class Attempt:
     def _drop_prefill(self) -> None:
         """Decode goes on without its source."""
         if self._prefill_call is not None:
-            leg, self._prefill_call = self._prefill_call, None
-            leg.cancel()
+            call, self._prefill_call = self._prefill_call, None
+            call.cancel()
             self._tasks[0].cancel()
             self._reservations[0].end()
             self._unsubscribe[0]()
@@ -310,7 +310,7 @@ class Attempt:
         self._take_early()
 
     def _on_prefill_lost(self, worker: Worker | None, error: PdServeError, died: bool) -> None:
-        """The prefill leg has no more to say. It may go when its first token and all of its blocks have come."""
+        """The prefill call has no more to say. It may go when its first token and all of its blocks have come."""
         if self._prefill_call is None or (self._computed and self._landed):
             return
         kv_lost = self._remote and isinstance(error, (TransferFailed, WorkerLost))
@@ -338,13 +338,13 @@ class Attempt:
 
 
 def _lost(
-    leg: PrefillCall | DecodeCall | None,
+    call: PrefillCall | DecodeCall | None,
     worker: Worker | None,
     error: PdServeError,
     *,
     died: bool,
     in_transfer: bool = False,
 ) -> AttemptFailed:
-    """The leg with which the attempt was lost; None for one that was not opened yet."""
-    never_admitted = leg is None or not leg.was_heard
+    """The call with which the attempt was lost; None for one that was not opened yet."""
+    never_admitted = call is None or not call.was_heard
     return AttemptFailed(error, worker, died=died, never_admitted=never_admitted, in_transfer=in_transfer)

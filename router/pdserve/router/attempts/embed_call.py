@@ -12,7 +12,7 @@ from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.net.service_channel import EMBED, readable, warn_of
 from pdserve.common.request.prepared_request import PreparedRequest
 from pdserve.common.request.wire import moments_from_wire, prepared_to_wire
-from pdserve.router.attempts.worker_calls import CallFailed, Moments, leg_failed
+from pdserve.router.attempts.worker_calls import CallFailed, Moments, call_failed
 from pdserve.router.workers.worker import Worker
 from pdserve.v1 import prefill_pb2, request_pb2
 
@@ -29,7 +29,7 @@ class Embedded(msgspec.Struct):
 async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedded:
     """The call has ended when this returns or raises, also when the worker dies. number: of the attempt.
 
-    Raises: LegFailed, also for a vector of another length than was asked for.
+    Raises: CallFailed, also for a vector of another length than was asked for.
     """
     message = prefill_pb2.PoolingRequest(request=prepared_to_wire(request), attempt=request_pb2.Attempt(number=number))
     call = worker.channel.unary_unary(
@@ -39,7 +39,7 @@ async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedd
     try:
         response = readable(await call)
     except grpc.aio.AioRpcError as error:
-        raise leg_failed(error) from error
+        raise call_failed(error) from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():

@@ -1,4 +1,4 @@
-"""The two legs of an attempt as gRPC calls, and their events as plain values."""
+"""The two calls of an attempt as gRPC calls, and their events as plain values."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ M = TypeVar("M")
 
 
 class CallFailed(Exception):
-    """A leg ended with an error."""
+    """A call ended with an error."""
 
     def __init__(self, error: PdServeError, died: bool) -> None:
         super().__init__(error.message)
@@ -138,11 +138,11 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
         self._call.cancel()
 
     async def next(self) -> E | None:
-        """The next event; None after the last of a call that ended well. Raises: LegFailed."""
+        """The next event; None after the last of a call that ended well. Raises: CallFailed."""
         try:
             message: Any = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            failure = leg_failed(error)
+            failure = call_failed(error)
             self.was_heard |= _said_by_worker(error) and not isinstance(failure.error, WrongWorker)
             raise failure from error
         except asyncio.CancelledError:
@@ -362,7 +362,7 @@ def _said_by_worker(rpc_error: grpc.aio.AioRpcError) -> bool:
     return any(name == ERROR_CODE_KEY for name, _ in rpc_error.trailing_metadata() or ())
 
 
-def leg_failed(rpc_error: grpc.aio.AioRpcError) -> CallFailed:
+def call_failed(rpc_error: grpc.aio.AioRpcError) -> CallFailed:
     """Why a call of ours ended, and whether the worker died of it."""
     error = from_rpc_error(rpc_error)
     if _said_by_worker(rpc_error):

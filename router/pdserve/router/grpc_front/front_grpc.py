@@ -70,7 +70,7 @@ class InferenceServicer(EmbedServicer):
             client_request = await self._built(request, metadata, context)
             generation = self._inference.generation([client_request], stream=_streams(request), client=client)
         generation.on_stalled = lambda error: self._hang_up(context, error)
-        # a cancelled call ends the legs at once, wherever this generator stands
+        # a cancelled call ends the calls at once, wherever this generator stands
         context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
         async with generation:
             async for response in self._answer(generation, request, context):

@@ -1,4 +1,4 @@
-"""Where the legs of an attempt run: pure functions over the workers as they stand.
+"""Where the calls of an attempt run: pure functions over the workers as they stand.
 
 Decode is chosen first, then prefill among the workers whose blocks decode can read. Costs are in blocks of 16 tokens,
 whatever a worker's own blocks are, so that generations of a model can be compared:
@@ -107,7 +107,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         """What this prompt adds to the worker. prefills: it is computed here. grows: it is decoded here."""
         growth = _DECODE_GROWTH_BLOCKS if grows else 0
         return LoadEstimate(
-            legs=1,
+            calls=1,
             tokens=self.uncached_tokens if prefills else 0,
             all_blocks=self.prompt_blocks + growth,
             new_blocks=max(0, self.prompt_blocks - self.overlap_blocks) + growth,
@@ -156,8 +156,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: Worker | None = None
     decode: Worker | None = None
-    prefill_share: LoadEstimate = LoadEstimate(legs=1)
-    decode_share: LoadEstimate = LoadEstimate(legs=1)
+    prefill_share: LoadEstimate = LoadEstimate(calls=1)
+    decode_share: LoadEstimate = LoadEstimate(calls=1)
     prefill_here: bool = False
     """No prefill worker lives, so decode must not ask for one."""
     local_prefill_tokens: int | None = None

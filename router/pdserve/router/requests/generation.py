@@ -70,7 +70,7 @@ class Generation(RequestScope[PromptTask]):
                 task.cancel()
 
     def cancel(self, error: PdServeError | None = None) -> None:
-        """End all runs; both legs of each are cancelled in the event loop's next turn. The stream ends with `error`."""
+        """End all runs; both calls of each are cancelled in the event loop's next turn. The stream ends with `error`."""
         error = error or Cancelled("the client left")
         self._record.abort(error)
         for task in self._tasks:

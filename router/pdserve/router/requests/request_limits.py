@@ -15,4 +15,4 @@ MAX_MESSAGES = 4096
 MAX_METADATA = 16
 """Pairs of a chat's `metadata`; OpenAI's limit."""
 MAX_ALLOWED_TOKEN_IDS = 1 << 19
-"""Entries of `allowed_token_ids`, counted once for each prompt of the request: each leg of each prompt carries them."""
+"""Entries of `allowed_token_ids`, counted once for each prompt of the request: each call of each prompt carries them."""

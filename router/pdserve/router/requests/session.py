@@ -36,23 +36,23 @@ class StreamingSession:
         self.worker: Worker | None = None
         self.client_request_id = ""
         """What the client calls the session."""
-        self._leg: SessionCall | None = None
+        self._call: SessionCall | None = None
         self._events: asyncio.Queue[DecodeCallEvent | PdServeError] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], None] | None = None
 
-    def open(self, worker: Worker, leg: SessionCall) -> None:
+    def open(self, worker: Worker, call: SessionCall) -> None:
         """It has found its worker."""
-        self.worker, self._leg = worker, leg
-        self._reader = asyncio.create_task(self._read(worker, leg))
+        self.worker, self._call = worker, call
+        self._reader = asyncio.create_task(self._read(worker, call))
         self._unsubscribe = worker.subscribe_lost(self._on_lost)
 
     @property
-    def leg(self) -> SessionCall:
+    def call(self) -> SessionCall:
         """Raises: InternalError before `open`."""
-        if self._leg is None:
+        if self._call is None:
             raise InternalError("the session has no worker")
-        return self._leg
+        return self._call
 
     async def next(self) -> DecodeCallEvent:
         """What the worker says next. Raises: what ended the session."""
@@ -73,21 +73,21 @@ class StreamingSession:
     def close(self) -> None:
         """End the call at both ends."""
         self._on_close()
-        self._end_leg()
+        self._end_call()
 
     async def leave(self) -> None:
         """The worker has refused the session: it is as before `open`, and may be opened at another."""
-        self._end_leg()
+        self._end_call()
         await self.closed()
-        self.worker = self._leg = self._reader = self._unsubscribe = None
+        self.worker = self._call = self._reader = self._unsubscribe = None
         self._events = asyncio.Queue()
         self.token_ids = []
 
-    def _end_leg(self) -> None:
+    def _end_call(self) -> None:
         if self._unsubscribe is not None:
             self._unsubscribe()
-        if self._leg is not None:
-            self._leg.cancel()
+        if self._call is not None:
+            self._call.cancel()
         if self._reader is not None:
             self._reader.cancel()
 
@@ -96,9 +96,9 @@ class StreamingSession:
         if self._reader is not None:
             await asyncio.wait((self._reader,))
 
-    async def _read(self, worker: Worker, leg: SessionCall) -> None:
+    async def _read(self, worker: Worker, call: SessionCall) -> None:
         try:
-            while (event := await leg.next()) is not None:
+            while (event := await call.next()) is not None:
                 self._events.put_nowait(event)
             self._events.put_nowait(WorkerLost(f"decode worker {worker} ended the session"))
         except CallFailed as failure:
@@ -126,7 +126,7 @@ class SessionPromptTask(PromptTask):
         session = self._session
         if session.worker is not None:
             # what it holds between turns is in the worker's own report
-            share = LoadEstimate(legs=1, tokens=len(request.token_ids))
+            share = LoadEstimate(calls=1, tokens=len(request.token_ids))
             await self._at(Placement(decode=session.worker, decode_share=share), request)
             return
         refused: dict[WorkerKey, Overloaded] = {}
@@ -164,9 +164,9 @@ class SessionPromptTask(PromptTask):
                         # workers refuse a request without time
                         raise self._too_late()
                     session.open(worker, SessionCall(worker, prepared))
-                    await session.leg.open()
+                    await session.call.open()
                 else:
-                    await session.leg.go_on(request.token_ids, request.sampling, record.headers)
+                    await session.call.go_on(request.token_ids, request.sampling, record.headers)
                 session.token_ids += request.token_ids
                 await self._answer(reservation)
         finally:

@@ -175,7 +175,7 @@ class PromptTrace:
         self._metrics.placements.labels(policy, placement.kind).inc()
         for role, worker in (("prefill", placement.prefill), ("decode", placement.decode)):
             if worker is not None:
-                self._metrics.placed_legs.add(role, worker)
+                self._metrics.placed_calls.add(role, worker)
         if self._span is not None and self._span.sampled:
             seen = self.timeline.moments_unix_ns
             if moments.ATTEMPTED in seen:

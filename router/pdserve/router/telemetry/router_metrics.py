@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
-from pdserve.router.telemetry.placed_legs import PlacedLegs
+from pdserve.router.telemetry.placed_calls import PlacedCalls
 
 
 class RouterMetrics:
@@ -53,7 +53,9 @@ class RouterMetrics:
             "pdserve_resumes_with_other_sampler_total",
             "Attempts whose workers, or the worker that sampled the tokens before, differ in the version of the sampler.",
         )
-        self.placed_legs = PlacedLegs(count("pdserve_placed_legs_total", "Legs of attempts placed.", "role", "worker"))
+        self.placed_calls = PlacedCalls(
+            count("pdserve_placed_calls_total", "Calls of attempts placed.", "role", "worker")
+        )
         self.prompt_tokens = count("pdserve_prompt_tokens_total", "Prompt tokens of answers that began.")
         self.cached_tokens = count("pdserve_cached_prompt_tokens_total", "Of these, tokens that needed no computing.")
         self.output_tokens = count("pdserve_output_tokens_total", "Tokens given to clients.")

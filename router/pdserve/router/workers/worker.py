@@ -87,7 +87,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a worker's load."""
 
-    legs: int = 0
+    calls: int = 0
     tokens: int = 0
     """To prefill."""
     all_blocks: int = 0
@@ -97,7 +97,7 @@ class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     def __add__(self, other: LoadEstimate) -> LoadEstimate:
         return LoadEstimate(
-            legs=self.legs + other.legs,
+            calls=self.calls + other.calls,
             tokens=self.tokens + other.tokens,
             all_blocks=self.all_blocks + other.all_blocks,
             new_blocks=self.new_blocks + other.new_blocks,
@@ -105,7 +105,7 @@ class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     def __sub__(self, other: LoadEstimate) -> LoadEstimate:
         return LoadEstimate(
-            legs=self.legs - other.legs,
+            calls=self.calls - other.calls,
             tokens=self.tokens - other.tokens,
             all_blocks=self.all_blocks - other.all_blocks,
             new_blocks=self.new_blocks - other.new_blocks,
@@ -127,11 +127,11 @@ class Worker:
         self.joined_at = time.monotonic()
         self.died_at = math.inf
         self.num_in_flight = 0
-        """Legs that this router has open here."""
+        """Calls that this router has open here."""
         self.num_placed = 0
-        """Legs that this router has ever opened here."""
+        """Calls that this router has ever opened here."""
         self._own = LoadEstimate()
-        """What the legs that this router has open here hold and still compute."""
+        """What the calls that this router has open here hold and still compute."""
         self._own_reported = LoadEstimate()
         """The same, as far as the last report may have counted it."""
         self._ended_lately: deque[tuple[float, LoadEstimate]] = deque()
@@ -154,7 +154,7 @@ class Worker:
     def num_requests(self) -> int:
         """Requests here: this router's, and what its last report showed beyond them."""
         reported = self.load.num_running + self.load.num_waiting + self.load.num_remote_kv
-        return self._own.legs + max(0, reported - self._own_reported.legs)
+        return self._own.calls + max(0, reported - self._own_reported.calls)
 
     @property
     def has_full_queue(self) -> bool:
@@ -169,7 +169,7 @@ class Worker:
 
     @property
     def held_blocks(self) -> int:
-        """Blocks in use here: what this router's legs added, and what its last report showed beyond all they hold."""
+        """Blocks in use here: what this router's calls added, and what its last report showed beyond all they hold."""
         return self._own.new_blocks + max(0, self.load.blocks_in_use - self._own_reported.all_blocks)
 
     def report(self, load: WorkerLoad) -> None:
@@ -186,7 +186,7 @@ class Worker:
             self.state = WorkerState.DRAINING
 
     def mark_lost(self, cause: str, *, stalled: bool = False) -> None:
-        """The end of this life, as far as can be seen: whoever has a leg here is told, at once and once."""
+        """The end of this life, as far as can be seen: whoever has a call here is told, at once and once."""
         if self.state is WorkerState.DEAD:
             return
         self.state, self.cause_of_death = WorkerState.DEAD, cause
@@ -201,7 +201,7 @@ class Worker:
         return lambda: self._on_lost.discard(tell)
 
     def reserve(self, share: LoadEstimate) -> LoadReservation:
-        """Count one leg until the booking ends."""
+        """Count one call until the booking ends."""
         return LoadReservation(self, share)
 
     def _open(self, share: LoadEstimate) -> None:
@@ -221,7 +221,7 @@ class Worker:
 
 
 class LoadReservation:
-    """One leg in the router's own account of a worker. Every method may be called again, which does nothing."""
+    """One call in the router's own account of a worker. Every method may be called again, which does nothing."""
 
     __slots__ = ("_share", "_worker")
 

@@ -1,4 +1,4 @@
-"""How the two legs of two real workers end when one of the engines fails: each worker speaks for itself."""
+"""How the two calls of two real workers end when one of the engines fails: each worker speaks for itself."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_a_lease_that_is_revoked_is_no_success(two: Two) -> None:
         assert (await call.read()).ended.how == prefill_pb2.Ended.REVOKED
         await call.code()
     counts = (
-        'pdserve_legs_total{leg="prefill",outcome="draining"} 1.0',
+        'pdserve_calls_total{call="prefill",outcome="draining"} 1.0',
         'pdserve_kv_transfers_total{outcome="revoked",role="source"} 1.0',
     )
     async with asyncio.timeout(10):
@@ -145,4 +145,4 @@ async def test_a_lease_that_is_revoked_is_no_success(two: Two) -> None:
         while not all(count in page for count in counts):
             await asyncio.sleep(0.01)
             page = (await two.p.telemetry.exposition()).decode()
-    assert 'leg="prefill",outcome="ok"' not in page
+    assert 'call="prefill",outcome="ok"' not in page

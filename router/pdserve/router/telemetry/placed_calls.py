@@ -1,4 +1,4 @@
-"""`PlacedLegs`: how many legs each worker was given, without a series for every worker that there ever was."""
+"""`PlacedCalls`: how many calls each worker was given, without a series for every worker that there ever was."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from prometheus_client import Counter
 from pdserve.router.workers.worker import Worker, WorkerState
 
 KEPT_S = 600.0
-"""So long after its last leg a dead worker's series stays: some scrapes see the last of it."""
+"""So long after its last call a dead worker's series stays: some scrapes see the last of it."""
 
 
-class PlacedLegs:
+class PlacedCalls:
     """Counts into a metric with the labels role and worker."""
 
     def __init__(self, counter: Counter, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._counter = counter
         self._clock = clock
         self._last: dict[tuple[str, str], tuple[Worker, float]] = {}
-        """The series: which life of the worker had a leg last, and when."""
+        """The series: which life of the worker had a call last, and when."""
 
     def add(self, role: str, worker: Worker) -> None:
-        """A leg was placed there."""
+        """A call was placed there."""
         series, now = (role, worker.identity.worker_id), self._clock()
         if series not in self._last:
             self._forget(now)

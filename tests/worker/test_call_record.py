@@ -1,4 +1,4 @@
-"""What a leg came to: stages, cause and outcome, and the metrics and spans that are made of them."""
+"""What a call came to: stages, cause and outcome, and the metrics and spans that are made of them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from pdserve.common.telemetry.tracing import Tracing, make_sampler
 from pdserve.common.timeline import to_unix_ns
 from pdserve.engine.request import Request
 from pdserve.kv_transfer.control.source_transfer import PeerId
-from pdserve.worker.call_spans import trace_leg
-from pdserve.worker.call_stats import CallStats, Leg
+from pdserve.worker.call_spans import trace_call
+from pdserve.worker.call_stats import Call, CallStats
 from pdserve.worker.identity import Role
 from pdserve.worker.worker_metrics import WorkerMetrics
 
@@ -56,7 +56,7 @@ IDENTITY = SimpleNamespace(peer=PeerId("decode-1", 1), role=Role.DECODE, layout=
 
 
 def make_record(
-    leg: Leg = "decode", *, remote: bool = True, stop: tuple[str, ...] = ()
+    call: Call = "decode", *, remote: bool = True, stop: tuple[str, ...] = ()
 ) -> tuple[CallStats, list[CallStats]]:
     request = EngineCoreRequest(
         request_id="r.0.0",
@@ -67,8 +67,8 @@ def make_record(
         client_request_id="order 7",
     )
     closed: list[CallStats] = []
-    record = CallStats(leg, request, {TRACEPARENT: PARENT}, closed.append)
-    if leg == "decode" and remote:
+    record = CallStats(call, request, {TRACEPARENT: PARENT}, closed.append)
+    if call == "decode" and remote:
         record.transfer = Transfer()  # type: ignore[assignment]
     return record, closed
 
@@ -77,7 +77,7 @@ def stages_of(record: CallStats) -> list[tuple[str, float, float, str | None]]:
     return [(s.name, s.start, s.end, s.cause and s.cause.code) for s in record.stages()]
 
 
-def test_a_decode_leg_that_went_well() -> None:
+def test_a_decode_call_that_went_well() -> None:
     record, closed = make_record()
     with record:
         record.take(EngineCoreOutput(request_id="r", new_token_ids=[5], moments=REMOTE | {"first_token": 14.0}))
@@ -148,7 +148,7 @@ def test_a_router_that_found_a_stop_string_is_no_failure() -> None:
     assert all(stage.cause is None for stage in record.stages())
 
 
-def test_a_leg_that_was_refused_has_a_stage_and_a_cause() -> None:
+def test_a_call_that_was_refused_has_a_stage_and_a_cause() -> None:
     record, _ = make_record("prefill", remote=False)
     with pytest.raises(Draining), record:
         raise Draining("the worker is draining")
@@ -199,14 +199,14 @@ def test_metrics_count_what_the_records_say() -> None:
     transfers = SimpleNamespace(num_open=3, num_pinned=2, num_fallbacks=1, num_ended={("source", "expired"): 2})
     metrics = WorkerMetrics(registry, IDENTITY, ENGINE, transfers)  # type: ignore[arg-type]
     for record in closed_records():
-        metrics.leg(record)
+        metrics.call(record)
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, labels)
 
-    assert value("pdserve_legs_total", leg="decode", outcome="ok") == 1
-    assert value("pdserve_legs_total", leg="prefill", outcome="ok") == 1
-    assert value("pdserve_leg_errors_total", code="transfer_failed") == 1
+    assert value("pdserve_calls_total", call="decode", outcome="ok") == 1
+    assert value("pdserve_calls_total", call="prefill", outcome="ok") == 1
+    assert value("pdserve_call_errors_total", code="transfer_failed") == 1
     assert value("pdserve_kv_transfer_blocks_total", connector="local") == 4
     assert value("pdserve_kv_transfer_bytes_total", connector="local") == 4 * LAYOUT.block_bytes
     assert value("pdserve_kv_transfer_seconds_count", connector="local") == 1
@@ -232,9 +232,9 @@ def test_spans_say_what_the_records_say() -> None:
     good, computed, bad = closed_records()
     good.preempted_at = [14.5]
     for record in (good, computed, bad):
-        trace_leg(tracing, record, "worker-1", 64)
+        trace_call(tracing, record, "worker-1", 64)
     bad.trace_headers = {TRACEPARENT: PARENT[:-2] + "00"}
-    trace_leg(tracing, bad, "worker-1", 64)
+    trace_call(tracing, bad, "worker-1", 64)
     spans = exporter.get_finished_spans()
     names = [span.name for span in spans]
     assert names == [
