@@ -149,7 +149,7 @@ def check_path(spans: dict[str, ReceivedSpan]) -> None:
     assert spans["prefill.queue"].end_ns == computed.start_ns
 
 
-async def test_every_request_has_one_trace_over_all_services(cluster: Cluster, collector: OtlpReceiver) -> None:
+async def test_i12_every_request_has_one_trace_over_all_services(cluster: Cluster, collector: OtlpReceiver) -> None:
     """I12."""
     trace_ids = [secrets.token_hex(16) for _ in range(8)]
     async with make_public_channel(cluster.router.address) as channel:
