@@ -9,7 +9,7 @@ import pytest
 from worst_bodies import field, varint
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.wire_size import MAX_FIELDS, verify_num_fields
+from pdserve.common.security.wire_size import MAX_FIELDS, verify_num_fields
 from pdserve.router.bodies import json_size
 from pdserve.router.bodies.json_size import MAX_CONTAINERS, verify_num_values
 from pdserve.router.bodies.unknown_fields import refuse_unknown_fields

@@ -27,11 +27,11 @@ from pdserve.common.block_hash import DIGEST_BYTES, BlockHasher
 from pdserve.common.errors import PdServeError
 from pdserve.common.net.rpc import ERROR_CODE_KEY, bind, make_server
 from pdserve.common.net.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION, Method
-from pdserve.common.peer_message import max_request_bytes
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.security.peer_message import max_request_bytes
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.kv_transfer.control.attach_servicer import answer_parts
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2

@@ -17,11 +17,11 @@ from worker_pair import Pair, prepared, running_pair
 from pdserve.common.errors import InvalidRequest, PdServeError, PeerError
 from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.net.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION, Method
-from pdserve.common.peer_message import MAX_FIELDS, max_request_bytes
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.request.wire import layout_to_wire
+from pdserve.common.security.peer_message import MAX_FIELDS, max_request_bytes
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
 from pdserve.worker.worker import Worker
 

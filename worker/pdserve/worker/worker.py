@@ -24,13 +24,13 @@ from pdserve.common.errors import Draining
 from pdserve.common.first_done import first_done
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.rpc import abort_with, bind, make_server
-from pdserve.common.peer_message import max_request_bytes
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.prepared_request import PreparedRequest
 from pdserve.common.request.wire import prepared_from_wire
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallSigner, CallVerifier
 from pdserve.common.security.derived_key import DATA_PLANE, DeploymentKey
+from pdserve.common.security.peer_message import max_request_bytes
 from pdserve.common.security.role_guard import CallerRoles, RoleGuard
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.common.settings.worker_settings import WorkerSettings

@@ -16,9 +16,9 @@ from google.protobuf.message import Message
 
 from pdserve.common.errors import PeerError
 from pdserve.common.kv_events import WorkerKey
-from pdserve.common.peer_message import parsed
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.security.call_proof import CallSigner
+from pdserve.common.security.peer_message import parsed
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
 
 Req = TypeVar("Req", bound=Message)

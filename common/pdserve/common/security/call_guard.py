@@ -15,9 +15,9 @@ import grpc.aio
 
 from pdserve.common.address.peer_host import peer_host
 from pdserve.common.errors import PdServeError
-from pdserve.common.peer_message import parsed
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.security.call_proof import PROOF_KEY, CallVerifier
+from pdserve.common.security.peer_message import parsed
 
 log = logging.getLogger(__name__)
 

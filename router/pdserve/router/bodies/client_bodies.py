@@ -11,8 +11,8 @@ import msgspec
 from pdserve.common.errors import BodyTooLarge, InvalidRequest
 from pdserve.common.net.body_budget import BodyBudget
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
+from pdserve.common.security.wire_size import verify_num_fields
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.wire_size import verify_num_fields
 from pdserve.router.bodies.body_thread import ON_LOOP_BYTES, BodyThread
 from pdserve.router.bodies.unknown_fields import refuse_unknown_fields
 

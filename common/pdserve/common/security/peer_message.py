@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from pdserve.common.errors import InvalidRequest, PeerError
-from pdserve.common.wire_size import verify_num_fields
+from pdserve.common.security.wire_size import verify_num_fields
 
 MAX_FIELDS = 8192
 """Of one message and of the messages in it. A request has about 2,000 at most: biases, bad words, stop strings."""
