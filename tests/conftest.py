@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_file_location
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
 if TYPE_CHECKING:
-    from fuzz_cases import Fuzzer
-    from tls_authority import Authority
+    from tests.support.fuzz_cases import Fuzzer
+    from tests.support.tls_authority import Authority
 
 # Tiny models on busy machines: two spinning threads make a test twenty times slower. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,27 +23,10 @@ hypothesis.settings.register_profile("pdserve", deadline=None)
 hypothesis.settings.load_profile("pdserve")
 
 
-class _SharedModules(MetaPathFinder):
-    """Lets tests import the modules that lie beside this file by name.
-
-    The folder itself must not be on `sys.path`: its subfolders `kernels` and `models` would then be importable, and
-    `transformers` looks for a package `kernels`.
-    """
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        file = Path(__file__).with_name(f"{fullname}.py")
-        return spec_from_file_location(fullname, file) if path is None and file.is_file() else None
-
-
-sys.meta_path.append(_SharedModules())
-
-
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_checkpoints("qwen2", **options)`: `make_checkpoint` in a folder that the whole session shares; read only."""
-    from checkpoints import make_checkpoint
+    from tests.support.checkpoints import make_checkpoint
 
     made: dict[str, Path] = {}
 
@@ -64,7 +42,7 @@ def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """The CA of this deployment. The whole session shares it: issue from it, and leave its own file as it is."""
-    from tls_authority import Authority
+    from tests.support.tls_authority import Authority
 
     return Authority(tmp_path_factory.mktemp("tls") / "ca")
 
@@ -72,7 +50,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.fixture(scope="session")
 def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """A CA of others, shared likewise."""
-    from tls_authority import Authority
+    from tests.support.tls_authority import Authority
 
     return Authority(tmp_path_factory.mktemp("tls") / "other-ca")
 
@@ -83,8 +61,8 @@ _FUZZ_REPORT = "fuzz report"
 @pytest.fixture
 def fuzzer(request: pytest.FixtureRequest) -> Iterator[Fuzzer]:
     """Of a test marked `fuzz`, for its part of the time; what it did is said at the end of the run."""
-    from fuzz_cases import Fuzzer, seconds_of
-    from process_memory import return_large_blocks
+    from tests.support.fuzz_cases import Fuzzer, seconds_of
+    from tests.support.process_memory import return_large_blocks
 
     return_large_blocks()
     made = Fuzzer(seconds_of(request.node, request.session.items))

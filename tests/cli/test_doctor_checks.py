@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_server import free_port
-from tls_authority import Authority
 
 from pdserve.cli.doctor.address_check import AddressCheck
 from pdserve.cli.doctor.auth_check import AuthCheck
@@ -29,6 +27,8 @@ from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.models.model_folder import model_folder
+from tests.support.redis_server import free_port
+from tests.support.tls_authority import Authority
 
 Folders = Callable[..., Path]
 SECRET = "0123456789abcdef"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_server import RedisServer, free_port, redis_server
 
 from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.redis_check import RedisCheck
@@ -19,6 +18,7 @@ from pdserve.common.registry.registry import Keys, RecordSigner, WorkerRecord
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import PrefillSettings
+from tests.support.redis_server import RedisServer, free_port, redis_server
 
 SECRET = "0123456789abcdef"
 KEYS = Keys("test")

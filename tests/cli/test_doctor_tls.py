@@ -9,14 +9,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tls_authority import Authority, IssuedFiles
-
 from pdserve.cli.doctor.address_check import AddressCheck
 from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.tls_check import TlsCheck
 from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.security.tls import ServerTls
 from pdserve.common.settings.router_settings import RouterSettings
+from tests.support.tls_authority import Authority, IssuedFiles
 
 
 def verdicts(findings: list[Finding]) -> list[str]:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import edit_json
 
 from pdserve.cli.child_report import MAX_MESSAGE_CHARS, FailedReport, ReportPipe, read_report
 from pdserve.cli.service_commands import ReportedFailure, serve_worker
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import PrefillSettings
+from tests.support.checkpoints import edit_json
 
 
 @pytest.fixture

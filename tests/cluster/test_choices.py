@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_processes import pd_cluster
-from inference_client import InferenceClient
-from oracle import Oracle
-from random_prompts import prompt_of
+
+from tests.support.cluster_processes import pd_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.oracle import Oracle
+from tests.support.random_prompts import prompt_of
 
 pytestmark = pytest.mark.process
 

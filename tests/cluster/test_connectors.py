@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_processes import Cluster, pd_cluster, running_cluster
-from inference_client import InferenceClient
-from oracle import Oracle
+
+from tests.support.cluster_processes import Cluster, pd_cluster, running_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.process
 

@@ -15,10 +15,11 @@ from typing import TypeVar
 import grpc.aio
 import httpx
 import pytest
-from cluster_processes import KEY, Cluster, Service, pd_cluster, running_cluster
-from inference_client import InferenceClient
-from oracle import Oracle
-from random_prompts import prompt_of
+
+from tests.support.cluster_processes import KEY, Cluster, Service, pd_cluster, running_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.oracle import Oracle
+from tests.support.random_prompts import prompt_of
 
 pytestmark = pytest.mark.process
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster_processes import pd_cluster
-from inference_client import InferenceClient
 from openai import AsyncOpenAI
-from oracle import Oracle
 
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
+from tests.support.cluster_processes import pd_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.process
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cluster_processes import START_S
+
+from tests.support.cluster_processes import START_S
 
 pytestmark = pytest.mark.process
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-from cluster_processes import Cluster, running_cluster
-from hostile_grammars import SLOW_TO_COMPILE, SLOW_TO_MATCH
-from inference_client import InferenceClient
-from oracle import Oracle
-from random_prompts import prompt_of
 
 from pdserve.text.tokenizer import Tokenizer
+from tests.support.cluster_processes import Cluster, running_cluster
+from tests.support.hostile_grammars import SLOW_TO_COMPILE, SLOW_TO_MATCH
+from tests.support.inference_client import InferenceClient
+from tests.support.oracle import Oracle
+from tests.support.random_prompts import prompt_of
 
 pytestmark = pytest.mark.process
 

@@ -11,11 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from cluster_processes import KEY, Cluster, pd_cluster
-from inference_client import InferenceClient
-from oracle import Oracle
-from random_prompts import prompt_of
-from signed_channel import identity_of, signed
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.net.rpc import make_channel
@@ -25,6 +20,11 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.wire import prepared_to_wire
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.v1 import decode_pb2, request_pb2
+from tests.support.cluster_processes import KEY, Cluster, pd_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.oracle import Oracle
+from tests.support.random_prompts import prompt_of
+from tests.support.signed_channel import identity_of, signed
 
 pytestmark = pytest.mark.process
 

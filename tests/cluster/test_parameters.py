@@ -10,14 +10,14 @@ import grpc
 import httpx
 import pytest
 import torch
-from cluster_processes import pd_cluster
-from inference_client import InferenceClient
-from logit_reference import processed
-from oracle import NEAR_TIE, Oracle
 
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
+from tests.support.cluster_processes import pd_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.logit_reference import processed
+from tests.support.oracle import NEAR_TIE, Oracle
 
 pytestmark = pytest.mark.process
 

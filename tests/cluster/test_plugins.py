@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from cluster_processes import pd_cluster
-from inference_client import InferenceClient
-from oracle import Oracle
 
 from pdserve.v1 import request_pb2
+from tests.support.cluster_processes import pd_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.process
 
@@ -23,7 +23,7 @@ SETTINGS = ("dtype=float32", "num_blocks=128", "max_num_batched_tokens=32", "log
 FLAGS = tuple(part for setting in SETTINGS for part in ("--set", setting))
 PROMPT = [3 + (place * place) % 290 for place in range(70)]
 TOKENS = range(320)
-CODE = Path(__file__).parents[1] / "logits_plugins.py"
+CODE = Path(__file__).parents[1] / "support/logits_plugins.py"
 
 
 def install(folder: Path) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from cluster_processes import Cluster, pd_cluster
-from inference_client import Answer, InferenceClient
-from oracle import Oracle
-from random_prompts import prompt_of
+
+from tests.support.cluster_processes import Cluster, pd_cluster
+from tests.support.inference_client import Answer, InferenceClient
+from tests.support.oracle import Oracle
+from tests.support.random_prompts import prompt_of
 
 pytestmark = pytest.mark.process
 

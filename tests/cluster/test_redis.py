@@ -14,9 +14,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from cluster_processes import Cluster, Service, running_cluster
-from inference_client import InferenceClient
-from redis_server import RedisServer, redis_server
+
+from tests.support.cluster_processes import Cluster, Service, running_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.redis_server import RedisServer, redis_server
 
 pytestmark = pytest.mark.process
 

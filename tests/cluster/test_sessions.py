@@ -10,10 +10,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from cluster_processes import pd_cluster
-from oracle import Oracle
 
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
+from tests.support.cluster_processes import pd_cluster
+from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.process
 

@@ -10,9 +10,9 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from cluster_processes import pd_cluster
 
 from pdserve.text.tokenizer import Tokenizer
+from tests.support.cluster_processes import pd_cluster
 
 pytestmark = pytest.mark.process
 

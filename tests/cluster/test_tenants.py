@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from cluster_processes import Cluster, pd_cluster
 
 from pdserve.models.model_folder import model_folder
+from tests.support.cluster_processes import Cluster, pd_cluster
 
 pytestmark = pytest.mark.process
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import grpc.aio
 import httpx
 import pytest
-from cluster_processes import Cluster, Service, running_cluster
-from inference_client import InferenceClient
-from oracle import Oracle
-from tls_authority import Authority, IssuedFiles, role_uri
 
 from pdserve.common.net.rpc import make_channel
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.security.tls import ClientTls, TlsFile, load_client
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.cluster_processes import Cluster, Service, running_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.oracle import Oracle
+from tests.support.tls_authority import Authority, IssuedFiles, role_uri
 
 pytestmark = pytest.mark.process
 

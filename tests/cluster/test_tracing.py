@@ -12,15 +12,15 @@ from pathlib import Path
 import grpc.aio
 import httpx
 import pytest
-from cluster_processes import Cluster, Service, running_cluster
-from otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
-from random_prompts import prompt_of
-from redis_server import redis_server
 
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.timeline import PATH_PHASES
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
+from tests.support.cluster_processes import Cluster, Service, running_cluster
+from tests.support.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
+from tests.support.random_prompts import prompt_of
+from tests.support.redis_server import redis_server
 
 pytestmark = pytest.mark.process
 

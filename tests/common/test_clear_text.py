@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tls_authority import Authority
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.service_settings import ServiceSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+from tests.support.tls_authority import Authority
 
 KINDS = pytest.mark.parametrize("kind", [RouterSettings, PrefillSettings, DecodeSettings])
 

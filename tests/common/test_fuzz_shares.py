@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fuzz_cases import DEFAULT_S, MOST_S, seconds_of
+
+from tests.support.fuzz_cases import DEFAULT_S, MOST_S, seconds_of
 
 
 class Item:

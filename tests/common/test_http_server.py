@@ -16,12 +16,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from tls_authority import Authority
 
 from pdserve.common.net import http_connection, http_server
 from pdserve.common.net.connection_gate import ConnectionGate, ConnectionLimits, network_of
 from pdserve.common.net.http_server import HttpServer, listening_socket
 from pdserve.common.security.tls import ServerTls, TlsFile, load_front
+from tests.support.tls_authority import Authority
 
 
 @pytest.fixture

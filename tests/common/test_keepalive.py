@@ -13,9 +13,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tls_authority import Authority
 
 from pdserve.common.net.rpc import bind, make_channel, make_server
+from tests.support.tls_authority import Authority
 
 PEER = Path(__file__).with_name("idle_peer.py")
 _spec = spec_from_file_location("idle_peer", PEER)

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from record_peer import BLOCK_SIZE, FOLDER, KEY, NAMESPACE, NOW_S, WORKER, nonce
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import InvalidRequest, KeyMismatch, ProtocolMismatch
@@ -17,6 +16,7 @@ from pdserve.common.request.wire import prepared_from_wire
 from pdserve.common.security.call_proof import CallVerifier
 from pdserve.common.security.watch_proof import WatchAnswer, WatchChallenge
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
+from tests.support.record_peer import BLOCK_SIZE, FOLDER, KEY, NAMESPACE, NOW_S, WORKER, nonce
 
 METHODS = {one.path: one for one in (ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION)}
 EVENTS = {

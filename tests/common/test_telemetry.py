@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from otlp_receiver import otlp_receiver
 
 from pdserve.common.address.masked_url import masked_url
 from pdserve.common.errors import ConfigError, InvalidRequest, TransferFailed
@@ -22,6 +21,7 @@ from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.common.telemetry.span_export import SHUTDOWN_TIMEOUT_S, SpanExport
 from pdserve.common.telemetry.telemetry import Telemetry, make_telemetry, parse_endpoint, parse_pairs
 from pdserve.common.telemetry.tracing import Event, Tracing, make_sampler
+from tests.support.otlp_receiver import otlp_receiver
 
 CALLER = {TRACEPARENT: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "a=b"}
 NOT_SAMPLED = {TRACEPARENT: CALLER[TRACEPARENT][:-2] + "00"}

@@ -18,7 +18,6 @@ import grpc.aio
 import pytest
 import uvloop
 from cryptography import x509
-from tls_authority import Authority, IssuedFiles, role_uri
 
 from pdserve.common.background_task import background_task
 from pdserve.common.net import tls_renewal
@@ -33,6 +32,7 @@ from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.common.telemetry.metrics import TlsCollector
 from pdserve.kv_transfer.tcp.tcp_stream import TcpStream, dial
 from pdserve.kv_transfer.tcp.tls_stream import TlsStream
+from tests.support.tls_authority import Authority, IssuedFiles, role_uri
 
 HOST = "127.0.0.1"
 POLL_S = 0.05

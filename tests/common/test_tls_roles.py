@@ -8,7 +8,6 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from tls_authority import ALL_ROLES, Authority, role_uri
 
 from pdserve.common.errors import ConfigError, PermissionDenied
 from pdserve.common.net.rpc import abort_with, bind, from_rpc_error, make_channel, make_server
@@ -17,6 +16,7 @@ from pdserve.common.security.tls_roles import PeerRoles, RoleName, ServiceRole, 
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.v1 import decode_pb2_grpc, kv_source_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
+from tests.support.tls_authority import ALL_ROLES, Authority, role_uri
 
 ROLES = ("router", "prefill", "decode")
 METHODS = {

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import grpc.aio
 import pytest
-from tls_authority import Authority
 
 from pdserve.common.net.rpc import bind, failed_to_shake_hands, from_rpc_error, make_channel, make_server
 from pdserve.common.security.tls import ClientTls, ServerTls, TlsFile, load_client
+from tests.support.tls_authority import Authority
 
 
 class _Answers(grpc.GenericRpcHandler):

@@ -1,3 +1,3 @@
 """Engines; the pool of each is checked after every test."""
 
-from engine_harness import harnesses, make_engine, make_real_engine  # noqa: F401
+from tests.support.engine_harness import harnesses, make_engine, make_real_engine  # noqa: F401

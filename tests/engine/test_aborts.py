@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from engine_harness import Harness, MakeEngine
-from hash_model import greedy_answer
 
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
@@ -20,6 +18,8 @@ from pdserve.engine.scheduler.kv_messages import (
     SourceFinished,
     Want,
 )
+from tests.support.engine_harness import Harness, MakeEngine
+from tests.support.hash_model import greedy_answer
 
 PROMPT = [7] * 22
 OTHER = [1] * 6

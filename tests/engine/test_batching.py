@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, VOCAB_SIZE
-from engine_harness import Harness, MakeEngine
-from hash_model import greedy_answer
 
 from pdserve.common.request.engine_types import FinishReason
+from tests.support.checkpoints import ARCHITECTURES, VOCAB_SIZE
+from tests.support.engine_harness import Harness, MakeEngine
+from tests.support.hash_model import greedy_answer
 
 PROMPTS = [[(7 * i + n) % 60 for i in range(n)] for n in (1, 3, 4, 5, 17, 30, 64)]
 

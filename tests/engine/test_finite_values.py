@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import Harness
 from torch import Tensor
 
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Settled
+from tests.support.engine_harness import Harness
 
 BAD = 7
 """The token after which hidden states are `value`."""

@@ -16,11 +16,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from engine_harness import Harness
-from hash_model import VOCAB_SIZE as HASH_VOCAB_SIZE
-from hostile_grammars import EITHER_WAY, SLOW_TO_COMPILE, SLOW_TO_MATCH
-from late_grammars import EOS as HASH_EOS
-from late_grammars import Form, LateCompiler
 from numpy.typing import NDArray
 
 from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError, PeerError
@@ -32,6 +27,11 @@ from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob, JobQueue
 from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.text.tokenizer import Tokenizer
+from tests.support.engine_harness import Harness
+from tests.support.hash_model import VOCAB_SIZE as HASH_VOCAB_SIZE
+from tests.support.hostile_grammars import EITHER_WAY, SLOW_TO_COMPILE, SLOW_TO_MATCH
+from tests.support.late_grammars import EOS as HASH_EOS
+from tests.support.late_grammars import Form, LateCompiler
 
 VOCAB_SIZE = 320
 EOS = 2

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sampling_reference
 from numpy.typing import NDArray
 
 from pdserve.engine.sampling.kept_tokens import Cut, border, masses, top_p_alone
 from pdserve.engine.sampling.scratch import Scratch
+from tests.support import sampling_reference
 
 NEAR = 1e-6
 """A border that is no further from lying elsewhere, in mass or in y, may do so in float32."""

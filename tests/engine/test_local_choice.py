@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from engine_harness import MakeEngine
-from hash_model import greedy_answer
 
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.request import RequestStatus
 from pdserve.engine.scheduler.kv_messages import ReceiveInto, StopReceiving
+from tests.support.engine_harness import MakeEngine
+from tests.support.hash_model import greedy_answer
 
 PROMPT = list(range(22))
 """Five full blocks of four tokens, and two tokens."""

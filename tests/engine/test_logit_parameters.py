@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_harness import MakeEngine
-from engine_pair import Pair
-from hash_model import VOCAB_SIZE, greedy_answer, next_logits
-from logit_reference import NO_SUCH_TOKEN, NoBadWordsLogitsProcessor, processed
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.sampling.penalties import PenaltyTable
 from pdserve.engine.sampling.token_mask import BadWords
+from tests.support.engine_harness import MakeEngine
+from tests.support.engine_pair import Pair
+from tests.support.hash_model import VOCAB_SIZE, greedy_answer, next_logits
+from tests.support.logit_reference import NO_SUCH_TOKEN, NoBadWordsLogitsProcessor, processed
 
 PROMPT = [5, 9, 5, 31, 40, 2, 17, 5, 22, 60, 31, 8, 1]
 COUNT = 24

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_harness import Answer, Harness, MakeEngine
-from engine_pair import Pair
-from hash_model import next_logits
 
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.sampling.logprobs import RawLogprobs
+from tests.support.engine_harness import Answer, Harness, MakeEngine
+from tests.support.engine_pair import Pair
+from tests.support.hash_model import next_logits
 
 PROMPT = [5, 9, 5, 31, 40, 2, 17, 5, 22, 60, 31, 8, 1]
 CHANGED = {

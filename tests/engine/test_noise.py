@@ -6,11 +6,11 @@ from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
-import sampling_reference
 from numpy.typing import NDArray
 
 from pdserve.engine.sampling.scratch import Scratch
 from pdserve.engine.sampling.seeded_uniform import gumbel, gumbel_of_bits, gumbel_of_leads, leads
+from tests.support import sampling_reference
 
 COORDINATES = ("seed", "index", "position", "token")
 

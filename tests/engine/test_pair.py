@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from engine_harness import MakeEngine
-from engine_pair import Pair
-from hash_model import greedy_answer, sampled_answer
 
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.scheduler.kv_messages import Settled
+from tests.support.engine_harness import MakeEngine
+from tests.support.engine_pair import Pair
+from tests.support.hash_model import greedy_answer, sampled_answer
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
 

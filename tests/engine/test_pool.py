@@ -155,11 +155,10 @@ def test_i2_free_cached_and_in_use_add_up_whatever_happens(data: st.DataObject) 
 
 
 def test_a_failed_allocation_changes_nothing() -> None:
-    from engine_harness import KEY
-
     from pdserve.common.request.engine_types import EngineCoreRequest
     from pdserve.common.request.sampling_params import SamplingParams
     from pdserve.engine.request import Request
+    from tests.support.engine_harness import KEY
 
     pool = BlockPool(4)
     kv = KVCacheManager(pool, BlockHasher(KEY, 4))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from engine_harness import MakeEngine
-from hash_model import greedy_answer
-
 from pdserve.engine.kv_cache.block_pool import BlockPool
+from tests.support.engine_harness import MakeEngine
+from tests.support.hash_model import greedy_answer
 
 PROMPT = list(range(22))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from engine_harness import Harness, MakeEngine
-from hash_model import greedy_answer
 
 from pdserve.engine.scheduler.kv_messages import HoldReturned, ReceiveInto, Settled
+from tests.support.engine_harness import Harness, MakeEngine
+from tests.support.hash_model import greedy_answer
 
 
 def order_of_ends(engine: Harness) -> list[str]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import Answer, Harness
-from engine_pair import Pair
-from oracle import Oracle
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.runner.prompt_logprobs import SLICE
+from tests.support.engine_harness import Answer, Harness
+from tests.support.engine_pair import Pair
+from tests.support.oracle import Oracle
 
 PROMPTS = [
     [3 + (place * place + length) % 290 for place in range(length)] for length in (2, 16, 17, 33, 100, SLICE + 9)

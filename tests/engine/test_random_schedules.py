@@ -14,15 +14,15 @@ import random
 from typing import Any
 
 import pytest
-from engine_harness import Answer, Harness, MakeEngine
-from engine_invariants import CacheContents, StepInvariants
-from engine_pair import Pair
-from hash_model import greedy_answer, sampled_answer
-from late_grammars import EOS, IMPOSSIBLE, LateCompiler, random_form
 
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.request import RequestStatus
+from tests.support.engine_harness import Answer, Harness, MakeEngine
+from tests.support.engine_invariants import CacheContents, StepInvariants
+from tests.support.engine_pair import Pair
+from tests.support.hash_model import greedy_answer, sampled_answer
+from tests.support.late_grammars import EOS, IMPOSSIBLE, LateCompiler, random_form
 
 ERRORS = ("transfer_failed", "evicted", "needs_prefill")
 """What a router would try again."""

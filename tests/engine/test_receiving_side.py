@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-from engine_harness import Harness, MakeEngine
-from hash_model import VOCAB_SIZE, greedy_answer
 
 from pdserve.common.errors import DigestMismatch, TransferFailed
 from pdserve.common.request.engine_types import FinishReason
@@ -21,6 +19,8 @@ from pdserve.engine.scheduler.kv_messages import (
     StopReceiving,
     Want,
 )
+from tests.support.engine_harness import Harness, MakeEngine
+from tests.support.hash_model import VOCAB_SIZE, greedy_answer
 
 PROMPT = list(range(22))
 FIRST = greedy_answer(PROMPT, 1)[0]

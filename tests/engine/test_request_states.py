@@ -6,12 +6,12 @@ import itertools
 
 import msgspec
 import pytest
-from engine_harness import MakeEngine
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreEventType, EngineCoreRequest, FinishReason
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.request import FINISH_REASONS, FINISHED, IllegalMove, Request, RequestStatus, Wait
+from tests.support.engine_harness import MakeEngine
 
 S = RequestStatus
 TABLE = {

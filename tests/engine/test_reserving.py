@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from engine_harness import Harness, MakeEngine
-from hash_model import greedy_answer
-
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, SourceFinished
+from tests.support.engine_harness import Harness, MakeEngine
+from tests.support.hash_model import greedy_answer
 
 
 def rooms(engine: Harness) -> dict[str, ReceiveInto]:

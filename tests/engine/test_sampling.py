@@ -6,11 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sampling_reference
 import torch
-from engine_harness import MakeEngine
-from engine_pair import Pair
-from hash_model import VOCAB_SIZE, greedy_answer, next_logits
 from numpy.typing import NDArray
 
 from pdserve.common.request.engine_types import FinishReason
@@ -18,6 +14,10 @@ from pdserve.engine.sampling.penalties import Penalties
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.engine.sampling.sparse_indices import SparseIndices
 from pdserve.engine.sampling.token_mask import TokenMask
+from tests.support import sampling_reference
+from tests.support.engine_harness import MakeEngine
+from tests.support.engine_pair import Pair
+from tests.support.hash_model import VOCAB_SIZE, greedy_answer, next_logits
 
 LOGITS = np.array([2.0, 1.5, 1.5, 0.7, 0.0, -0.4, -1.0, -3.0], dtype=np.float32)
 DRAWS = 20_000

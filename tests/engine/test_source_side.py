@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from engine_harness import Harness, MakeEngine
-from hash_model import greedy_answer
 
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Revoke, Settled, Want
+from tests.support.engine_harness import Harness, MakeEngine
+from tests.support.hash_model import greedy_answer
 
 PROMPT = list(range(22))
 

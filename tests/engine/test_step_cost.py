@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from engine_harness import Harness, MakeEngine
-from late_grammars import EOS, Form, LateCompiler
-from step_calls import calls_in
 
 from pdserve.common.errors import Cancelled
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, Settled, SourceFinished
+from tests.support.engine_harness import Harness, MakeEngine
+from tests.support.late_grammars import EOS, Form, LateCompiler
+from tests.support.step_calls import calls_in
 
 FEW, MANY = 100, 10_000
 FORM = Form((1,), (2,), 1, 2).params

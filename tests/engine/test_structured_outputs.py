@@ -13,8 +13,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from engine_harness import Answer, Harness
-from engine_pair import Pair
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +26,8 @@ from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
 from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher, Vocabulary, compile_grammar
 from pdserve.text.tokenizer import Tokenizer
+from tests.support.engine_harness import Answer, Harness
+from tests.support.engine_pair import Pair
 
 VOCAB_SIZE = 320
 EOS = 2

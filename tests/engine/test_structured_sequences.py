@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_harness import Answer, Harness, MakeEngine
-from engine_pair import Pair
-from hash_model import prompt_of
-from late_grammars import EOS, Form, InstantCompiler, LateCompiler
 
 from pdserve.common.errors import PeerError, TransferFailed
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, SourceFinished
+from tests.support.engine_harness import Answer, Harness, MakeEngine
+from tests.support.engine_pair import Pair
+from tests.support.hash_model import prompt_of
+from tests.support.late_grammars import EOS, Form, InstantCompiler, LateCompiler
 
 COUNT = 14
 EVEN, ODD, ALL = tuple(range(0, 60, 2)), tuple(range(1, 60, 2)), tuple(range(60))

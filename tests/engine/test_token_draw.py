@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from pretend_device import CUDA, DEVICE, PretendTensor, usable
 
 from pdserve.engine.sampling import device_draw
 from pdserve.engine.sampling.kept_tokens import Border
@@ -17,6 +16,7 @@ from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.engine.sampling.scratch import Scratch
 from pdserve.engine.sampling.seeded_uniform import gumbel, leads
 from pdserve.engine.sampling.token_draw import KeptRows, NoiseRows, draw, highest_sums
+from tests.support.pretend_device import CUDA, DEVICE, PretendTensor, usable
 
 
 def coordinates(count: int, first: int = 0) -> NoiseRows:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from engine_harness import Harness, MakeEngine
-from hash_model import greedy_answer
 
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, Settled, SourceFinished
+from tests.support.engine_harness import Harness, MakeEngine
+from tests.support.hash_model import greedy_answer
 
 LARGE = [9] * 44
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
-from inference_client import InferenceClient
-from random_prompts import prompt_of
 
 from pdserve.common.errors import Draining, WorkerLost
 from pdserve.common.net.rpc import from_rpc_error
 from pdserve.v1 import request_pb2
+from tests.support.inference_client import InferenceClient
+from tests.support.random_prompts import prompt_of
 
 NUM_CLIENTS = 10
 PATIENCE_S = 60.0

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from cluster_processes import Cluster, running_cluster
-from inference_client import InferenceClient
+
+from tests.support.cluster_processes import Cluster, running_cluster
+from tests.support.inference_client import InferenceClient
 
 from .busy_loops import busy_loops
 from .chaos_load import FLAGS, Load

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from cluster_processes import running_cluster
-from inference_client import InferenceClient
+
+from tests.support.cluster_processes import running_cluster
+from tests.support.inference_client import InferenceClient
 
 from .chaos_load import ALL_REMOTE, FLAGS, Load
 from .worker_faults import WAYS, WORKERS, check_whole, hurt, role_of

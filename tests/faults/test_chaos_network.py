@@ -14,8 +14,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from cluster_processes import Cluster, running_cluster
-from inference_client import InferenceClient
+
+from tests.support.cluster_processes import Cluster, running_cluster
+from tests.support.inference_client import InferenceClient
 
 from .chaos_load import ALL_REMOTE, FLAGS, Load
 from .faulty_network import PEERS_HOST, ROUTER_HOST, WORKER_HOST, Link, free_ports

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_processes import Service, running_cluster
-from inference_client import InferenceClient
+
+from tests.support.cluster_processes import Service, running_cluster
+from tests.support.inference_client import InferenceClient
 
 from .chaos_load import ALL_REMOTE, FLAGS, Load
 from .worker_faults import WORKERS, check_whole, role_of

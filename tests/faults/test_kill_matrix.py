@@ -21,11 +21,11 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from cluster_processes import Cluster, Service, running_cluster
-from inference_client import InferenceClient
-from random_prompts import prompt_of
 
 from pdserve.v1 import request_pb2
+from tests.support.cluster_processes import Cluster, Service, running_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.random_prompts import prompt_of
 
 from .conftest import Row
 from .pausing_worker import PHASES

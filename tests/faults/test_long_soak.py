@@ -19,14 +19,14 @@ import grpc.aio
 import httpx
 import psutil
 import pytest
-from cluster_processes import Cluster, Service, running_cluster
-from inference_client import InferenceClient
-from random_prompts import prompt_of
-from redis_server import RedisServer, redis_server
 
 from pdserve.common.errors import Overloaded
 from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.settings.api_key_file import key_hash
+from tests.support.cluster_processes import Cluster, Service, running_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.random_prompts import prompt_of
+from tests.support.redis_server import RedisServer, redis_server
 
 from .chaos_load import FLAGS, Load
 from .worker_faults import WAYS, WORKERS, check_whole, hurt, role_of

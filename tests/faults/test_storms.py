@@ -11,9 +11,10 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from cluster_processes import Cluster, running_cluster
-from inference_client import InferenceClient
-from random_prompts import prompt_of
+
+from tests.support.cluster_processes import Cluster, running_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.random_prompts import prompt_of
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 import signal
 
-from cluster_processes import Cluster, Service
+from tests.support.cluster_processes import Cluster, Service
 
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 WAYS = ("SIGKILL", "SIGTERM", "SIGSTOP")

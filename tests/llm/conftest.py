@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle
 
 from pdserve.engine.engine_core import EngineCore
 from pdserve.llm import LLM, AsyncLLM
+from tests.support.oracle import Oracle
 
 TINY = {"dtype": "float32", "block_size": 4, "num_blocks": 128, "max_model_len": 256, "max_num_batched_tokens": 64}
 """Chunks, many blocks a prompt, and no preemption unless a test takes a smaller pool."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
 
 from pdserve.common.errors import Cancelled, InvalidRequest, WorkerLost
 from pdserve.llm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from tests.support.llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
 
 Running = Callable[..., Any]
 LONG = greedy(max_tokens=200)

@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import sampling_reference
-from checkpoints import VOCAB_SIZE
-from oracle import NEAR_TIE, Oracle
-from same_seeds import answers, difference, params, prompts
 
 from pdserve.llm import LLM
 from pdserve.llm.local_engine import EngineOptions
+from tests.support import sampling_reference
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.oracle import NEAR_TIE, Oracle
+from tests.support.same_seeds import answers, difference, params, prompts
 
 COUNT, MAX_TOKENS = 160, 16
 OPTIONS: EngineOptions = {

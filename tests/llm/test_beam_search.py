@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_requests import TEXT, prompts_of
-from oracle import NEAR_TIE, Oracle
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.llm import LLM, BeamSearchOutput, BeamSearchParams
 from pdserve.llm.beam_search import BeamSearch
+from tests.support.llm_requests import TEXT, prompts_of
+from tests.support.oracle import NEAR_TIE, Oracle
 
 EOS = list(range(5, 315, 8))
 """Many tokens that end a text, so that beams end at every length."""

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import pytest
-from llm_requests import TEXT, greedy, prompts_of, sampled
-from oracle import Oracle
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.llm import LLM, AsyncLLM
+from tests.support.llm_requests import TEXT, greedy, prompts_of, sampled
+from tests.support.oracle import Oracle
 
 Running = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
 

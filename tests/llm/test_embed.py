@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from llm_requests import TEXT, greedy, prompts_of
-from oracle import Oracle
 
 from pdserve.common.errors import Cancelled, InvalidRequest
 from pdserve.llm import LLM, AsyncLLM, EmbeddingRequestOutput, PoolingParams
+from tests.support.llm_requests import TEXT, greedy, prompts_of
+from tests.support.oracle import Oracle
 
 MEAN = PoolingParams(pooling_type="mean", normalize=False, dimensions=20)
 

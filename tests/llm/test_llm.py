@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
-from logits_plugins import installed
-from oracle import Oracle
 
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.llm import LLM, NamedLogitsProcessor, RequestOutputKind
+from tests.support.llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
+from tests.support.logits_plugins import installed
+from tests.support.oracle import Oracle
 
 OTHER_MESSAGES = [{"role": "user", "content": "Who counted the boats?"}]
 

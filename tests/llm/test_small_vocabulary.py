@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from checkpoints import VOCAB_SIZE
 from tokenizers import Tokenizer
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.llm import LLM, BeamSearchParams, SamplingParams
+from tests.support.checkpoints import VOCAB_SIZE
 
 GOOD = "The miller"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES
 from torch import Tensor
 
 from pdserve.kernels.attention_batch import AttentionBatch, PrefillChunk
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
+from tests.support.checkpoints import ARCHITECTURES
 
 
 class PagedRun:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import ARCHITECTURES, edit_json, make_checkpoint
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.config import ModelConfig
+from tests.support.checkpoints import ARCHITECTURES, edit_json, make_checkpoint
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, VOCAB_SIZE, edit_json, make_checkpoint
 
 from pdserve.models.loading import load_decoder
+from tests.support.checkpoints import ARCHITECTURES, VOCAB_SIZE, edit_json, make_checkpoint
 
 ATOL = 1e-4
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
-from engine_harness import Answer, Harness, harnesses, make_real_engine  # noqa: F401
-from logits_plugins import installed
-from pretend_device import CUDA, DEVICE, PretendTensor, pretended_device, usable
 
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import NamedLogitsProcessor
+from tests.support.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
+from tests.support.engine_harness import Answer, Harness, harnesses, make_real_engine  # noqa: F401
+from tests.support.logits_plugins import installed
+from tests.support.pretend_device import CUDA, DEVICE, PretendTensor, pretended_device, usable
 
 PROMPTS = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in (1, 15, 16, 17, 40, 100)]
 PARAMETERS = [

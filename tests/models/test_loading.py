@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from pdserve.common.errors import ConfigError
 from pdserve.models.checkpoint import MAX_HEADER_BYTES
 from pdserve.models.finite_weights import verify_finite
 from pdserve.models.loading import LoadProgress, load_decoder
+from tests.support.checkpoints import edit_json, make_checkpoint
 
 TOKENS = [3, 14, 15, 92, 65]
 WEIGHTS = "model.safetensors"

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CONFIG_MAPPING, VOCAB_SIZE, edit_json, make_checkpoint, make_other_family
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models import config_fields
 from pdserve.models.config import MODEL_TYPES
 from pdserve.models.family_fields import FAMILY_FIELDS
 from pdserve.models.loading import load_decoder
+from tests.support.checkpoints import CONFIG_MAPPING, VOCAB_SIZE, edit_json, make_checkpoint, make_other_family
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

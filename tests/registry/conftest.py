@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from redis_server import RedisServer, redis_server
-from registry_world import World
+
+from tests.support.redis_server import RedisServer, redis_server
+from tests.support.registry_world import World
 
 
 @pytest.fixture(scope="session")

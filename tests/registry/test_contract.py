@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 
-from registry_world import World, eventually
-
 from pdserve.worker.identity import Role
+from tests.support.registry_world import World, eventually
 
 
 async def test_a_worker_joins_with_what_it_holds(either: World) -> None:

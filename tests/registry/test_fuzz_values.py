@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from fuzz_cases import Fuzzer
-from loop_watch import LOOP_S
 
 from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.errors import InvalidRequest
@@ -22,6 +20,8 @@ from pdserve.common.registry.registry import (
     read_worker_id,
 )
 from pdserve.common.security.derived_key import DeploymentKey
+from tests.support.fuzz_cases import Fuzzer
+from tests.support.loop_watch import LOOP_S
 
 pytestmark = [pytest.mark.fuzz(share=0.5), pytest.mark.timeout(0)]
 

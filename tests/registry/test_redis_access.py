@@ -13,13 +13,13 @@ from urllib.parse import quote
 
 import pytest
 from redis import exceptions
-from redis_server import RedisServer
-from registry_world import World, eventually, lines, settled
 
 from pdserve.common.registry.redis_connection import make_redis
 from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings
+from tests.support.redis_server import RedisServer
+from tests.support.registry_world import World, eventually, lines, settled
 
 PASSWORD = "s3cret/with@odd:signs"
 COMMANDS = [

@@ -7,10 +7,10 @@ import signal
 from collections.abc import AsyncIterator
 
 import pytest
-from redis_server import RedisServer
-from registry_world import World, block, eventually, lines, settled, source
 
 from pdserve.router.workers.kv_event_subscription import FeedSource
+from tests.support.redis_server import RedisServer
+from tests.support.registry_world import World, block, eventually, lines, settled, source
 
 RECORD = "{test}:worker:decode-0"
 IDS = "{test}:workers"

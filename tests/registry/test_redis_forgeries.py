@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from registry_world import World, eventually, lines
 
 from pdserve.common.net.rpc import bind, make_channel, make_server
 from pdserve.common.registry.registry import RecordSigner
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.router.workers import redis_discovery as redis_directory
+from tests.support.registry_world import World, eventually, lines
 
 WATCH = "/pdserve.v1.WorkerService/Watch"
 LOOKS_S = 1.3

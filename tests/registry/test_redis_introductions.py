@@ -6,10 +6,10 @@ import asyncio
 import logging
 
 import pytest
-from registry_world import World, eventually, lines, settled, source
 
 from pdserve.router.workers.kv_event_subscription import FeedSource
 from pdserve.worker.identity import Role
+from tests.support.registry_world import World, eventually, lines, settled, source
 
 
 async def test_a_record_that_vanishes_changes_nothing_while_the_watch_lives(world: World) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fake_worker import HIDDEN_SIZE, VOCAB_SIZE
 from google.protobuf.message import Message
 
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.fake_worker import HIDDEN_SIZE, VOCAB_SIZE
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"

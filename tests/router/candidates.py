@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fake_worker import LAYOUT
-
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.router.placement.placement import Candidate
 from pdserve.router.workers.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
+from tests.router.fake_worker import LAYOUT
 
 
 def worker(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import types
 from collections.abc import AsyncIterator, Callable
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import grpc.aio
@@ -18,22 +16,7 @@ from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
-
-
-def _share(name: str) -> None:
-    """Lets the tests here import a module that lies beside them, by name."""
-    spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-
-_share("fake_worker")
-_share("candidates")
-_share("bad_requests")
-_share("worst_bodies")
-from fake_worker import FakeWorker, save_tokenizer  # noqa: E402
+from tests.router.fake_worker import FakeWorker, save_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -6,27 +6,7 @@ import asyncio
 import time
 from typing import ClassVar
 
-import candidates
 import pytest
-from fake_worker import (
-    ADMITTED,
-    ENDED_NEWLY,
-    EOS,
-    LANDED,
-    LOCALLY,
-    PREFILL_ADMITTED,
-    RELEASED,
-    REVOKED,
-    TEXT,
-    decode_outputs,
-    decode_well,
-    first,
-    forever,
-    needs_prefill,
-    play,
-    prefill_well,
-    said,
-)
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import (
@@ -49,6 +29,26 @@ from pdserve.router.attempts.attempt_failure import backoff_s
 from pdserve.router.attempts.attempt_state import EDGES, AttemptState, IllegalMove, moved
 from pdserve.router.attempts.worker_calls import Admitted
 from pdserve.router.placement.placement import Placement
+from tests.router import candidates
+from tests.router.fake_worker import (
+    ADMITTED,
+    ENDED_NEWLY,
+    EOS,
+    LANDED,
+    LOCALLY,
+    PREFILL_ADMITTED,
+    RELEASED,
+    REVOKED,
+    TEXT,
+    decode_outputs,
+    decode_well,
+    first,
+    forever,
+    needs_prefill,
+    play,
+    prefill_well,
+    said,
+)
 
 
 def refuse(error):

@@ -6,7 +6,6 @@ import asyncio
 from itertools import combinations
 
 import pytest
-from candidates import worker
 
 from pdserve.common.errors import TransferFailed, WorkerLost
 from pdserve.common.request.engine_types import FinishReason
@@ -21,6 +20,7 @@ from pdserve.router.attempts.worker_calls import Admitted, CallFailed, Computed,
 from pdserve.router.placement.placement import Placement
 from pdserve.router.workers.worker import WorkerRole
 from pdserve.text.output_processor import PositionGap
+from tests.router.candidates import worker
 
 DIGEST = b"d" * 16
 END = object()

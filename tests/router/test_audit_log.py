@@ -11,8 +11,6 @@ import stat
 import grpc
 import httpx
 import pytest
-from fake_worker import ADMITTED, forever, play
-from otlp_receiver import otlp_receiver
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.api_key_file import key_hash
@@ -22,6 +20,8 @@ from pdserve.router.tenants import audit_log
 from pdserve.router.tenants.audit_log import AuditLog
 from pdserve.router.tenants.client import Client
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.fake_worker import ADMITTED, forever, play
+from tests.support.otlp_receiver import otlp_receiver
 
 SECRET_TEXT = "tell nobody of this"
 

@@ -7,19 +7,19 @@ import re
 
 import grpc
 import pytest
-from fake_worker import (
-    Call,
-    FakeWorker,
-    decode_well,
-    play,
-    said,
-)
 
 from pdserve.common.errors import Overloaded
 from pdserve.common.settings.api_key_file import key_hash
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.fake_worker import (
+    Call,
+    FakeWorker,
+    decode_well,
+    play,
+    said,
+)
 
 FULL = Overloaded("7 requests wait on this worker, at most 7 may (max_waiting)")
 

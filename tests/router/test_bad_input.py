@@ -7,13 +7,13 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
 
-import bad_requests
 import grpc
 import pytest
-from fake_worker import Call, FakeWorker, decode_outputs, said, token
 
 from pdserve.common.net.rpc import ERROR_CODE_KEY
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router import bad_requests
+from tests.router.fake_worker import Call, FakeWorker, decode_outputs, said, token
 
 MAX_TOKENS = 250
 ENDPOINTS = (

@@ -6,7 +6,9 @@ import asyncio
 
 import openai
 import pytest
-from fake_worker import (
+
+from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.fake_worker import (
     ADMITTED,
     LANDED,
     PREFILL_ADMITTED,
@@ -20,8 +22,6 @@ from fake_worker import (
     said,
     token,
 )
-
-from pdserve.v1 import inference_pb2, request_pb2
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import re
 
 import grpc
 import pytest
-from fake_worker import ADMITTED, decode_outputs, forever, play
 
 from pdserve.common import errors
 from pdserve.common.errors import BY_CODE, InvalidRequest, NeedsPrefill, PdServeError
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.fake_worker import ADMITTED, decode_outputs, forever, play
 
 INTERNALS = (
     "source prefill-10.0.0.7-50052 (10.0.0.7:50052, epoch 10bcc0fa9473e72d) failed: ipv4:10.0.0.7:50052: refused"

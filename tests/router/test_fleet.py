@@ -8,7 +8,6 @@ import socket
 
 import msgspec
 import pytest
-from fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
 
 from pdserve.common.background_task import RESTARTS
 from pdserve.common.block_hash import BlockHasher
@@ -17,6 +16,7 @@ from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.router.workers import worker_watcher as watched_address
+from tests.router.fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
 
 
 def free_port():

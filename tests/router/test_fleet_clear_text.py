@@ -6,12 +6,12 @@ import logging
 from typing import Any
 
 import pytest
-from tls_authority import Authority
 
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.worker import WorkerRole
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
+from tests.support.tls_authority import Authority
 
 EXPECTED = CompatibilityCheck(key=DEVELOPMENT_KEY, tokenizer_fingerprint="")
 FAR = "10.0.0.7:50052"

@@ -7,8 +7,6 @@ import logging
 from pathlib import Path
 
 import pytest
-from fake_worker import ADMITTED, forever, play
-from redis_server import RedisServer, redis_server
 
 from pdserve.common.errors import Overloaded
 from pdserve.common.registry.redis_connection import make_redis
@@ -21,6 +19,8 @@ from pdserve.router.tenants import fleet_usage
 from pdserve.router.tenants.client import Client
 from pdserve.router.tenants.fleet_usage import FleetUsage
 from pdserve.router.tenants.tenant_account import TenantAccounts
+from tests.router.fake_worker import ADMITTED, forever, play
+from tests.support.redis_server import RedisServer, redis_server
 
 KEY = DeploymentKey(b"0123456789abcdef")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from process_memory import resident_bytes
 
 from pdserve.common.errors import BodyTooLarge, Overloaded
 from pdserve.common.net import open_calls
@@ -19,6 +18,7 @@ from pdserve.common.net.rpc import ERROR_CODE_KEY, from_rpc_error
 from pdserve.router.bodies import client_bodies
 from pdserve.router.tenants import failed_attempts
 from pdserve.v1 import inference_pb2
+from tests.support.process_memory import resident_bytes
 
 GENERATE = "/pdserve.v1.InferenceService/Generate"
 GROWN_BYTES = 64 << 20

@@ -8,12 +8,12 @@ import json
 
 import grpc
 import pytest
-from fake_worker import said
-from fuzz_cases import Fuzzer
-from loop_watch import LOOP_S, LoopWatch
-from worst_bodies import CHAT, COMPLETIONS, DETOKENIZE, EMBEDDINGS, TOKENIZE
 
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.fake_worker import said
+from tests.router.worst_bodies import CHAT, COMPLETIONS, DETOKENIZE, EMBEDDINGS, TOKENIZE
+from tests.support.fuzz_cases import Fuzzer
+from tests.support.loop_watch import LOOP_S, LoopWatch
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from fake_worker import FakeWorker, said
-from fuzz_cases import Fuzzer
 from google.protobuf.message import DecodeError, Message
-from loop_watch import LOOP_S, LoopWatch
-from message_changes import MessageChanges
-from worst_bodies import CHAT, COMPLETIONS, EMBEDDINGS
 
 from pdserve.v1 import inference_pb2, prefill_pb2, request_pb2, worker_pb2
+from tests.router.fake_worker import FakeWorker, said
+from tests.router.worst_bodies import CHAT, COMPLETIONS, EMBEDDINGS
+from tests.support.fuzz_cases import Fuzzer
+from tests.support.loop_watch import LOOP_S, LoopWatch
+from tests.support.message_changes import MessageChanges
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 

@@ -6,7 +6,6 @@ import asyncio
 
 import grpc
 import pytest
-from fake_worker import ADMITTED, MAX_MODEL_LEN, VOCAB_SIZE, decode_outputs, first, forever, outputs, play, said, tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -15,6 +14,18 @@ from pdserve.common.net.rpc import ERROR_CODE_KEY, RETRY_AFTER_KEY
 from pdserve.router.requests import generation
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.router.fake_worker import (
+    ADMITTED,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    decode_outputs,
+    first,
+    forever,
+    outputs,
+    play,
+    said,
+    tokens,
+)
 
 
 def ask(text="hello", max_tokens=5, **fields):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_worker import FakeWorker
 
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
+from tests.router.fake_worker import FakeWorker
 
 A, B, C = (letter * 8 for letter in (b"a", b"b", b"c"))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import openai
 import pytest
-from fake_worker import said
+
+from tests.router.fake_worker import said
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fake_worker import EOS, MAX_MODEL_LEN, said, tokens
 
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.fake_worker import EOS, MAX_MODEL_LEN, said, tokens
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fake_worker import decode_outputs, decode_well, prefill_well, said
 
 from pdserve.common.request.wire import MAX_MOMENTS
 from pdserve.v1 import decode_pb2, request_pb2
+from tests.router.fake_worker import decode_outputs, decode_well, prefill_well, said
 
 MANY = 50_000
 

@@ -8,10 +8,20 @@ from collections.abc import Sequence
 import grpc
 import openai
 import pytest
-from fake_worker import ADMITTED, LANDED, PREFILL_ADMITTED, RELEASED, decode_outputs, first, play, token, tokens
 
 from pdserve.common.net.rpc import ERROR_CODE_KEY, ERROR_FIELD_KEY
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.fake_worker import (
+    ADMITTED,
+    LANDED,
+    PREFILL_ADMITTED,
+    RELEASED,
+    decode_outputs,
+    first,
+    play,
+    token,
+    tokens,
+)
 
 CHAT = [{"role": "user", "content": "hi"}]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from fake_worker import EOS, SPECIAL, said, tokens
 from openai import AsyncOpenAI
 
 from pdserve.router.openai.echo import Echo
@@ -13,6 +12,7 @@ from pdserve.router.openai.no_op_fields import NO_OP, REASONS
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.text.prompt import TextInput
 from pdserve.text.tokenizer import Tokenizer
+from tests.router.fake_worker import EOS, SPECIAL, said, tokens
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_worker import ADMITTED, LANDED, RELEASED, decode_outputs, first, forever, play, said
+
+from tests.router.fake_worker import ADMITTED, LANDED, RELEASED, decode_outputs, first, forever, play, said
 
 PLACES, QUEUE = 4, 4
 SOME = 3 * (PLACES + QUEUE)

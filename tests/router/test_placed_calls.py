@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import candidates
 from prometheus_client import CollectorRegistry, Counter
 
 from pdserve.router.telemetry.placed_calls import KEPT_S, PlacedCalls
+from tests.router import candidates
 
 
 class Calls:

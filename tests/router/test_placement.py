@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from candidates import seen, worker
-from fake_worker import LAYOUT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +22,8 @@ from pdserve.router.placement.placement import (
 )
 from pdserve.router.workers import worker as worker_module
 from pdserve.router.workers.worker import LoadEstimate, WorkerLoad, WorkerRole, WorkerState
+from tests.router.candidates import seen, worker
+from tests.router.fake_worker import LAYOUT
 
 P1, P2 = worker("p1", "prefill"), worker("p2", "prefill", num_waiting_tokens=160)
 D1, D2 = worker("d1", blocks_in_use=1), worker("d2", blocks_in_use=4)

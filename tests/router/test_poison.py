@@ -6,7 +6,6 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from fake_worker import ADMITTED, decode_outputs, decode_well, play, said
 
 from pdserve.common.errors import WorkerLost
 from pdserve.common.request.sampling_params import SamplingParams
@@ -16,6 +15,7 @@ from pdserve.router.attempts.attempt_failure import AttemptFailed
 from pdserve.router.attempts.crash_guard import Company, CrashGuard, DenyList
 from pdserve.router.tenants.client import Client
 from pdserve.router.workers.worker import WorkerLoad
+from tests.router.fake_worker import ADMITTED, decode_outputs, decode_well, play, said
 
 ALICE, BOB = Client(tenant="a", key_name="alice"), Client(tenant="b", key_name="bob")
 COSTLY = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))

@@ -6,7 +6,6 @@ import contextlib
 import time
 
 import pytest
-from worst_bodies import field, varint
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.security.wire_size import MAX_FIELDS, verify_num_fields
@@ -14,6 +13,7 @@ from pdserve.router.bodies import json_size
 from pdserve.router.bodies.json_size import MAX_CONTAINERS, verify_num_values
 from pdserve.router.bodies.unknown_fields import refuse_unknown_fields
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.worst_bodies import field, varint
 
 GENERATE = inference_pb2.GenerateRequest
 

@@ -6,7 +6,13 @@ import asyncio
 
 import openai
 import pytest
-from fake_worker import (
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import Draining, Evicted, InternalError, TransferFailed, WorkerLost
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.router.attempts.attempt import Attempt
+from pdserve.v1 import request_pb2
+from tests.router.fake_worker import (
     ADMITTED,
     LANDED,
     PREFILL_ADMITTED,
@@ -19,12 +25,6 @@ from fake_worker import (
     token,
     tokens,
 )
-
-from pdserve.common.block_hash import BlockHasher
-from pdserve.common.errors import Draining, Evicted, InternalError, TransferFailed, WorkerLost
-from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
-from pdserve.router.attempts.attempt import Attempt
-from pdserve.v1 import request_pb2
 
 
 def decode_scripts(cluster, *scripts):

@@ -8,13 +8,13 @@ import socket
 
 import grpc
 import pytest
-from fake_worker import ADMITTED, decode_outputs, forever, play
-from otlp_receiver import otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.common.errors import Evicted, InternalError
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.fake_worker import ADMITTED, decode_outputs, forever, play
+from tests.support.otlp_receiver import otlp_receiver
 
 SAMPLED = 1
 """The flag of a trace context."""

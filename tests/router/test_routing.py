@@ -6,8 +6,6 @@ import asyncio
 
 import msgspec
 import pytest
-from candidates import seen, worker
-from fake_worker import ADMITTED, LAYOUT, decode_well, needs_prefill, play, said, tokens
 
 from pdserve.common import timeline as moments
 from pdserve.common.block_hash import BlockHasher, placement_hash
@@ -19,6 +17,8 @@ from pdserve.router.placement.placement import Placement, PlacementHint, Rules, 
 from pdserve.router.placement.routing_decision import LeftOut, RoutingDecision, RoutingLog, views
 from pdserve.router.placement.transfer_bandwidth import DEFAULT_BYTES_PER_S, TransferBandwidth
 from pdserve.router.workers.worker import WorkerRole
+from tests.router.candidates import seen, worker
+from tests.router.fake_worker import ADMITTED, LAYOUT, decode_well, needs_prefill, play, said, tokens
 
 LONG = "a_sentence_that_fills_some_blocks_of_sixteen_tokens,_and_the_same_for_all"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fake_worker import ADMITTED, decode_outputs, play, said
 
 from pdserve.common.errors import Draining
+from tests.router.fake_worker import ADMITTED, decode_outputs, play, said
 
 COUNTER = "pdserve_resumes_with_other_sampler_total"
 SAMPLED = {"temperature": 0.8, "max_tokens": 8}

@@ -11,12 +11,12 @@ import sys
 import textwrap
 
 import pytest
-from fake_worker import ADMITTED, FakeWorker, decode_outputs, decode_well, forever, play, said
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.net.http_server import listening_socket
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
+from tests.router.fake_worker import ADMITTED, FakeWorker, decode_outputs, decode_well, forever, play, said
 
 
 def test_the_router_imports_no_torch():

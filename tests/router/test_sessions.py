@@ -6,11 +6,8 @@ import asyncio
 import socket
 import time
 
-import candidates
 import grpc
 import pytest
-from fake_worker import ADMITTED, TEXT, decode_outputs, forever, play, said, tokens
-from signed_channel import signed
 
 from pdserve.common.errors import DeadlineExceeded, Draining, Overloaded, WorkerLost
 from pdserve.common.net.rpc import ERROR_CODE_KEY, make_channel
@@ -19,6 +16,9 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.router.attempts.worker_calls import SessionCall
 from pdserve.router.requests.session import StreamingSession
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router import candidates
+from tests.router.fake_worker import ADMITTED, TEXT, decode_outputs, forever, play, said, tokens
+from tests.support.signed_channel import signed
 
 
 def turn(text="hello", max_tokens=4, *, chat=False, token_ids=None, stream=True, sampling=None, **fields):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from fake_worker import VOCAB_SIZE, said
 
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.fake_worker import VOCAB_SIZE, said
 
 BEYOND = "<|assistant|>"
 """The tokenizer's last token, which the workers here do not have."""

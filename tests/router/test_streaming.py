@@ -7,7 +7,13 @@ import itertools
 import json
 
 import pytest
-from fake_worker import (
+
+from pdserve.common.errors import Cancelled, InternalError, InvalidRequest, TransferFailed
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.router.requests import generation
+from pdserve.router.requests.client_stream import ClientStream
+from pdserve.text.request_output import CompletionOutput, Logprob
+from tests.router.fake_worker import (
     ADMITTED,
     LANDED,
     decode_outputs,
@@ -17,13 +23,7 @@ from fake_worker import (
     said,
     token,
 )
-from process_memory import MemoryWatch
-
-from pdserve.common.errors import Cancelled, InternalError, InvalidRequest, TransferFailed
-from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.router.requests import generation
-from pdserve.router.requests.client_stream import ClientStream
-from pdserve.text.request_output import CompletionOutput, Logprob
+from tests.support.process_memory import MemoryWatch
 
 PATHS = {
     "/v1/completions": {"prompt": "hello"},
@@ -256,8 +256,9 @@ async def test_many_at_once_each_get_their_own(cluster):
 async def test_text_that_needs_escaping(cluster):
     await cluster.start(prefill=0)
     text = '"\\\n\t\u2028é🙂</script>'
-    from fake_worker import ALPHABET
     from tokenizers import pre_tokenizers
+
+    from tests.router.fake_worker import ALPHABET
 
     spelled = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
     ids = [ALPHABET.index(char) for word, _ in spelled for char in word]

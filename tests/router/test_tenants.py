@@ -6,7 +6,6 @@ import asyncio
 
 import grpc
 import pytest
-from fake_worker import ADMITTED, LANDED, RELEASED, decode_outputs, first, forever, play
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.net.rpc import ERROR_CODE_KEY, ERROR_FIELD_KEY
@@ -14,6 +13,7 @@ from pdserve.common.settings.api_key_file import key_hash
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.fake_worker import ADMITTED, LANDED, RELEASED, decode_outputs, first, forever, play
 
 PROMPT = "a_prompt_of_more_than_two_blocks_of_tokens"
 

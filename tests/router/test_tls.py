@@ -10,8 +10,6 @@ from pathlib import Path
 import grpc.aio
 import httpx
 import pytest
-from fake_worker import said
-from tls_authority import IssuedFiles
 
 from pdserve.cli.grpc_client import GrpcClient
 from pdserve.common.errors import WorkerLost
@@ -21,6 +19,8 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.router.fake_worker import said
+from tests.support.tls_authority import IssuedFiles
 
 
 async def refused(cluster, count: int) -> None:

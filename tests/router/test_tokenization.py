@@ -7,12 +7,12 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from fake_worker import EOS, MAX_MODEL_LEN, SPECIAL, said, tokens
 
 from pdserve.common.settings.api_key_file import key_hash
 from pdserve.router.http_front.tokenization_http import MAX_TOKENS, max_text_bytes
 from pdserve.router.requests.preparation import Preparation
 from pdserve.text.tokenizer import Tokenizer
+from tests.router.fake_worker import EOS, MAX_MODEL_LEN, SPECIAL, said, tokens
 
 MAX_TEXT_BYTES = max_text_bytes(131_072)
 USER = {"role": "user", "content": "hi"}

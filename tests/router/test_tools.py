@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from fake_worker import ADMITTED, decode_outputs
 
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai.tool_response_writer import ToolResponseWriter
 from pdserve.router.requests.prompt_task import Usage
 from pdserve.text.request_output import CompletionOutput
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.fake_worker import ADMITTED, decode_outputs
 
 MESSAGES = [{"role": "user", "content": "x"}]
 SUM = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object", "properties": {"a": {}}}}}

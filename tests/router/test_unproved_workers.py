@@ -11,13 +11,13 @@ from pathlib import Path
 import grpc
 import msgspec
 import pytest
-from fake_worker import ADMITTED, LAYOUT, decode_outputs, forever, play, said
 
 from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.router.workers import worker_watcher as watched_address
 from pdserve.v1 import worker_pb2
+from tests.router.fake_worker import ADMITTED, LAYOUT, decode_outputs, forever, play, said
 
 RECORDED = Path(__file__).parents[1] / "recorded_peers"
 WATCH = "/pdserve.v1.WorkerService/Watch"

@@ -15,10 +15,7 @@ from unittest import mock
 import grpc
 import msgspec
 import pytest
-import worst_bodies
-from loop_watch import LOOP_S, LoopWatch
 from tokenizers import Tokenizer as Backend
-from worst_bodies import Worst
 
 from pdserve.common.net.rpc import ERROR_CODE_KEY
 from pdserve.common.security.fingerprint import tokenizer_fingerprint
@@ -26,6 +23,9 @@ from pdserve.router.http_front.front_http import HttpFront
 from pdserve.router.placement.routing_decision import LOG_LENGTH, RoutingLog
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_NUMBERS
 from pdserve.v1 import inference_pb2, prefill_pb2
+from tests.router import worst_bodies
+from tests.router.worst_bodies import Worst
+from tests.support.loop_watch import LOOP_S, LoopWatch
 
 MAX_GROWN_BYTES = 64 << 20
 """Memory at its peak, beyond that before the request."""

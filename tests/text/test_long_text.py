@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from process_memory import MemoryWatch
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
@@ -18,6 +17,7 @@ from pdserve.models.model_folder import model_folder
 from pdserve.text.long_text import MAX_WORD_BYTES, LongText
 from pdserve.text.prompt import ChatInput, LengthRule, TextInput, encode_prompt
 from pdserve.text.tokenizer import Tokenizer
+from tests.support.process_memory import MemoryWatch
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -11,9 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-from engine_harness import KEY
-from hash_model import VOCAB_SIZE, HashModel, make_hash_cache
-from signed_channel import signed
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.kv_layout import KvLayout
@@ -39,6 +36,9 @@ from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 from pdserve.v1 import kv_source_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.kv_transfer_manager import KvTransferManager
+from tests.support.engine_harness import KEY
+from tests.support.hash_model import VOCAB_SIZE, HashModel, make_hash_cache
+from tests.support.signed_channel import signed
 
 BLOCK_SIZE = 4
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model_fingerprint="f" * 32)

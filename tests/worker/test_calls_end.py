@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 import pytest
-from signed_channel import signed
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import Draining
@@ -30,6 +29,7 @@ from pdserve.prefill import service as prefill_service
 from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.worker.identity import Role
 from pdserve.worker.worker import Worker
+from tests.support.signed_channel import signed
 
 PROMPT = list(range(40))
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hash_model import greedy_answer
 
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.control.source_transfer import SourceTransfer
 from pdserve.kv_transfer.pull import peer_connections as lanes
+from tests.support.hash_model import greedy_answer
 
 NUM_PROMPTS = 40
 NUM_ROUNDS = 50

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hash_model import greedy_answer
 from prometheus_client import CollectorRegistry
 
 from pdserve.common.errors import TransferFailed
@@ -18,6 +17,7 @@ from pdserve.common.telemetry.metrics import exposition
 from pdserve.kv_transfer.control.transfer_view import TransfersPage, TransferView
 from pdserve.worker.identity import Role
 from pdserve.worker.worker_metrics import WorkerMetrics
+from tests.support.hash_model import greedy_answer
 
 from .conftest import LAYOUT
 

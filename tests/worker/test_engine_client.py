@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
-from hash_model import greedy_answer
 
 from pdserve.common.errors import (
     DeadlineExceeded,
@@ -26,6 +24,8 @@ from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.scheduler.kv_messages import HoldReturned, ReceiveInto
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_request import engine_request_id
+from tests.support.engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
+from tests.support.hash_model import greedy_answer
 
 PROMPT = list(range(22))
 

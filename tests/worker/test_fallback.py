@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from hash_model import greedy_answer
 
 from pdserve.common.errors import TransferFailed
+from tests.support.hash_model import greedy_answer
 
 PROMPT = [(7 * i) % 60 for i in range(100)]
 

@@ -16,11 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from fuzz_cases import Fuzzer
 from google.protobuf.message import DecodeError, Message
-from loop_watch import LOOP_S, LoopWatch
-from message_changes import MessageChanges, fields_named
-from worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair
 
 from pdserve.common.address.peer_address import verify_peer_address
 from pdserve.common.block_hash import DIGEST_BYTES, BlockHasher
@@ -36,6 +32,10 @@ from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.kv_transfer.control.attach_servicer import answer_parts
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
 from pdserve.worker.worker import TICK_STILL_S, Worker
+from tests.support.fuzz_cases import Fuzzer
+from tests.support.loop_watch import LOOP_S, LoopWatch
+from tests.support.message_changes import MessageChanges, fields_named
+from tests.support.worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 

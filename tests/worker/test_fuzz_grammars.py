@@ -17,10 +17,6 @@ from typing import Any
 import grpc.aio
 import psutil
 import pytest
-from fuzz_cases import Fuzzer
-from loop_watch import LOOP_S, LoopWatch
-from random_forms import RandomForms
-from worker_pair import Pair, prepared, running_pair
 
 from pdserve.common.net.rpc import ERROR_CODE_KEY
 from pdserve.common.net.service_channel import GENERATE
@@ -28,6 +24,10 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import decode_pb2, request_pb2
 from pdserve.worker.worker import Worker
+from tests.support.fuzz_cases import Fuzzer
+from tests.support.loop_watch import LOOP_S, LoopWatch
+from tests.support.random_forms import RandomForms
+from tests.support.worker_pair import Pair, prepared, running_pair
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked_process import ForkedProcess
+
+from tests.support.forked_process import ForkedProcess
 
 
 @pytest.mark.process

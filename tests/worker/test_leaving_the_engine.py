@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
 
 from pdserve.common.request.engine_types import EngineCoreOutput
 from pdserve.engine.request import Request
 from pdserve.worker.engine_client import EngineClient
+from tests.support.engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
 
 PROMPT = list(range(22))
 

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from transfer_fakes import make_view
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.telemetry.metrics import CONTENT_TYPE
 from pdserve.kv_transfer.control.transfer_view import TransferLog
 from pdserve.worker.metrics_server import Health, MetricsServer
+from tests.support.transfer_fakes import make_view
 
 
 class Served:

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 import pytest
-from tls_authority import Authority
 
 from pdserve.common.address.peer_address import grpc_target
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.worker.peer_channels import MAX_IDLE_PEERS, PeerChannels
+from tests.support.tls_authority import Authority
 
 SIGNER = CallSigner(DEVELOPMENT_KEY)
 PEER = ("prefill-0", 7)

@@ -11,8 +11,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from loop_watch import LOOP_S, LoopWatch
-from worker_pair import Pair, prepared, running_pair
 
 from pdserve.common.errors import InvalidRequest, PdServeError, PeerError
 from pdserve.common.net.rpc import from_rpc_error
@@ -24,6 +22,8 @@ from pdserve.common.request.wire import layout_to_wire
 from pdserve.common.security.peer_message import MAX_FIELDS, max_request_bytes
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
 from pdserve.worker.worker import Worker
+from tests.support.loop_watch import LOOP_S, LoopWatch
+from tests.support.worker_pair import Pair, prepared, running_pair
 
 LIMIT = max_request_bytes(64, 320)
 LONG = "w" * 129

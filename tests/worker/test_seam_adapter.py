@@ -8,12 +8,12 @@ import time
 from typing import Any
 
 import pytest
-from hash_model import greedy_answer
-from transfer_fakes import expected
 
 from pdserve.common.errors import Evicted, InvalidRequest, TransferFailed
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
+from tests.support.hash_model import greedy_answer
+from tests.support.transfer_fakes import expected
 
 PROMPTS = [[(n * 7 + i) % 60 for i in range(n)] for n in (1, 3, 4, 5, 16, 23, 60, 100)]
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hash_model import greedy_answer
 
 from pdserve.common.errors import TransferFailed
 from pdserve.engine.output_stream import OutputStream
+from tests.support.hash_model import greedy_answer
 
 PROMPT = [(7 * i) % 60 for i in range(41)]
 STAGED = {"p": {"staged": True}, "d": {"staged": True}}

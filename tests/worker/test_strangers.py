@@ -14,7 +14,6 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair
 
 from pdserve.common.block_hash import BlockHasher, placement_hash
 from pdserve.common.net.rpc import ERROR_CODE_KEY
@@ -33,6 +32,7 @@ from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
 from pdserve.worker.worker import Worker
+from tests.support.worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair
 
 OTHER = DeploymentKey(b"the key of another one")
 OF_PREFILL = (PREFILL, EMBED, ATTACH, MEET)

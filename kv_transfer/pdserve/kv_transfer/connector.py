@@ -11,7 +11,7 @@
     grant.close(on_fenced)
     close()                                    close()
 
-Every implementation passes `tests/kv_transfer/connector_contract.py`.
+Every implementation passes `tests/kv_transfer/data_plane/connector_contract.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,221 @@
+"""A real cluster for tests: every service a process of its own, on free ports, ended by its id."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import msgspec
+import psutil
+
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.tls import ClientTls
+from pdserve.common.security.watch_proof import WatchChallenge
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.forked_process import ForkedProcess
+
+KEY = "a key for tests, of no worth at all"
+PROGRAM = ("-m", "pdserve.cli.main")
+START_S = 60.0
+SETTLE_S = 10.0
+STOP_S = 60.0
+"""Twice what a service may take to drain: on a machine that others keep busy an exit of 0.3 s of processor time can take 20 s."""
+_METRICS = re.compile(r"metrics (http://\S+)/metrics")
+_ROUTER_READY = re.compile(r"ready: OpenAI https?://(\S+)/v1  gRPC (\S+)")
+
+
+@dataclass
+class Service:
+    """One process."""
+
+    name: str
+    role: str
+    flags: tuple[str, ...]
+    process: ForkedProcess
+    log: Path
+    address: str = ""
+    """gRPC services of a worker, or of a router's front end."""
+    http: str = ""
+    reports: int = -1
+    """A worker's: the pipe on which it says that it is ready, until it has been waited for."""
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def read_log(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+@dataclass
+class Cluster:
+    """Processes that share one key and one folder for logs."""
+
+    folder: Path
+    services: dict[str, Service] = field(default_factory=dict)
+    worker_program: Sequence[str] = PROGRAM
+    """What stands for the `pdserve` command where a worker is started."""
+    tls: ClientTls | None = None
+    """How the test itself speaks to workers."""
+
+    @property
+    def router(self) -> Service:
+        return self.services["router"]
+
+    def start_worker(self, role: str, *flags: str, name: str = "", port: int = 0) -> Service:
+        """Start a prefill or decode worker and wait until it is ready."""
+        service = self.launch_worker(role, *flags, name=name, port=port)
+        self.wait_for_worker(service)
+        return service
+
+    def launch_worker(self, role: str, *flags: str, name: str = "", port: int = 0) -> Service:
+        """Start it without waiting."""
+        name = name or role
+        read, write = os.pipe()
+        command = [role, "--port", str(port), "--worker-id", name, *flags, "--report-fd", str(write)]
+        service = self._launch(name, role, [*self.worker_program, *command], flags, pass_fds=(write,))
+        os.close(write)
+        service.reports = read
+        return service
+
+    def wait_for_worker(self, service: Service) -> None:
+        with os.fdopen(service.reports, "rb") as reports:
+            for line in reports:
+                report = msgspec.json.decode(line)
+                if report["type"] == "ready":
+                    service.address = report["address"]
+                    return
+        raise AssertionError(f"{service.name} ended before it was ready:\n{service.read_log()}")
+
+    def start_router(
+        self, *flags: str, prefill: Sequence[str] = (), decode: Sequence[str] = (), name: str = "router"
+    ) -> Service:
+        command = ["router", "--port", "0", "--grpc-port", "0", *flags]
+        for option, addresses in (("--prefill", prefill), ("--decode", decode)):
+            for address in addresses:
+                command += [option, address]
+        service = self._launch(name, "router", [*PROGRAM, *command], flags)
+        deadline = time.monotonic() + START_S
+        while not (ready := _ROUTER_READY.search(service.read_log())):
+            assert service.process.poll() is None, f"the router ended:\n{service.read_log()}"
+            assert time.monotonic() < deadline, f"the router is not ready:\n{service.read_log()}"
+            time.sleep(0.02)
+        service.http, service.address = ready.groups()
+        return service
+
+    def restart(self, name: str) -> Service:
+        """A worker that has died comes back at its old address."""
+        old = self.services[name]
+        return self.start_worker(old.role, *old.flags, name=name, port=int(old.address.rpartition(":")[2]))
+
+    def _launch(
+        self, name: str, role: str, command: list[str], flags: tuple[str, ...], pass_fds: tuple[int, ...] = ()
+    ) -> Service:
+        log = self.folder / f"{name}.log"
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
+        environ |= {"PDSERVE_DEPLOYMENT_KEY": KEY, "OMP_NUM_THREADS": "1"}
+        with log.open("ab") as output:
+            process = ForkedProcess(command, output=output.fileno(), environ=environ, pass_fds=pass_fds)
+        service = self.services[name] = Service(name, role, flags, process, log)
+        return service
+
+    def metrics_url(self, service: Service) -> str:
+        """Where a service serves `/metrics`, as its log says."""
+        return _METRICS.findall(service.read_log())[-1]
+
+    def load(self, service: Service) -> worker_pb2.Load:
+        """A worker's state now."""
+        with self._channel(service) as channel:
+            challenge = WatchChallenge(DeploymentKey(KEY.encode()), blocks=False)
+            requests: queue.SimpleQueue[worker_pb2.WatchRequest | None] = queue.SimpleQueue()
+            requests.put(challenge.opening)
+            watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch(
+                iter(requests.get, None), timeout=SETTLE_S, wait_for_ready=True
+            )
+            challenge.read(next(watch))
+            requests.put(challenge.answer)
+            load = next(watch).load
+            watch.cancel()
+            requests.put(None)
+            return load
+
+    def _channel(self, service: Service) -> grpc.Channel:
+        if self.tls is None:
+            return grpc.insecure_channel(service.address)
+        credentials = grpc.ssl_channel_credentials(self.tls.ca, self.tls.key, self.tls.certificate)
+        return grpc.secure_channel(service.address, credentials)
+
+    def check_pools(self) -> None:
+        """The pool check from outside: every worker comes to rest with nothing in use, nothing lost (I2)."""
+        for service in self.services.values():
+            if service.role == "router" or service.process.poll() is not None:
+                continue
+            deadline = time.monotonic() + SETTLE_S
+            while True:
+                load = self.load(service)
+                assert load.blocks_free + load.blocks_cached + load.blocks_in_use == load.blocks_total
+                at_rest = not (load.blocks_in_use or load.open_transfers or load.num_running or load.num_waiting)
+                if at_rest and not load.num_remote_kv:
+                    break
+                assert time.monotonic() < deadline, f"{service.name} does not come to rest: {load}"
+                time.sleep(0.1)
+
+    def check_logs(self) -> None:
+        """A traceback in any log is a failure."""
+        for service in self.services.values():
+            assert "Traceback" not in service.read_log(), f"{service.name}:\n{service.read_log()}"
+
+    def stop(self) -> None:
+        """End every process; none may leave a port open."""
+        alive = [service for service in self.services.values() if service.process.poll() is None]
+        for service in alive:
+            service.signal(signal.SIGCONT)
+            service.signal(signal.SIGTERM)
+        for service in alive:
+            try:
+                service.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                service.process.kill()
+                service.process.wait(5)
+                raise AssertionError(f"{service.name} did not end:\n{service.read_log()}") from None
+        mine = {service.process.pid for service in self.services.values()}
+        assert not [pid for pid in mine if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+@contextmanager
+def running_cluster(folder: Path, worker_program: Sequence[str] = PROGRAM) -> Iterator[Cluster]:
+    """A cluster that ends with the block, whatever happens in it."""
+    cluster = Cluster(folder, worker_program=worker_program)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@contextmanager
+def pd_cluster(
+    folder: Path,
+    model: Path,
+    *,
+    prefill: Sequence[str] = (),
+    decode: Sequence[str] = (),
+    both: Sequence[str] = (),
+    router: Sequence[str] = (),
+) -> Iterator[Cluster]:
+    """Router, one prefill and one decode worker; the flags of each."""
+    with running_cluster(folder) as cluster:
+        common = ("--model", str(model), *both)
+        source = cluster.launch_worker("prefill", *common, *prefill)
+        sink = cluster.launch_worker("decode", *common, *decode)
+        for worker in (source, sink):
+            cluster.wait_for_worker(worker)
+        cluster.start_router("--model", str(model), *router, prefill=[source.address], decode=[sink.address])
+        yield cluster

@@ -1,0 +1,255 @@
+"""Engines for tests: made by a factory, driven by hand, their pools checked after every step and after every test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.request.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    LogprobsLists,
+    StreamingUpdate,
+)
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.scheduler.kv_messages import OutOfEngine
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from tests.support.hash_model import VOCAB_SIZE, HashModel, make_hash_cache
+
+KEY = DeploymentKey(b"a key for tests, 16 or more")
+
+
+class Outbox:
+    """A `KvOutbox` that keeps what the engine sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[OutOfEngine] = []
+
+    def send(self, message: OutOfEngine) -> None:
+        self.messages.append(message)
+
+    def take(self) -> list[OutOfEngine]:
+        messages, self.messages = self.messages, []
+        return messages
+
+
+@dataclass
+class Answer:
+    """What came out for one request, in order and without a gap (I4)."""
+
+    first_position: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error_code: str = ""
+    error_message: str = ""
+    num_cached_tokens: int = 0
+    transfer_unwanted: bool = False
+    num_outputs: int = 0
+    logprobs: LogprobsLists | None = None
+    pooling_output: list[float] | None = None
+    prompt_logprobs: LogprobsLists | None = None
+
+    def add(self, output: EngineCoreOutput) -> None:
+        assert self.finish_reason is None, f"{output.request_id} said something after its end"
+        if self.num_outputs == 0:
+            self.first_position = output.first_position
+        assert output.first_position == self.first_position + len(self.token_ids), "a position was lost or repeated"
+        self.num_outputs += 1
+        self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            known = self.logprobs
+            self.logprobs = output.new_logprobs if known is None else known.followed_by(output.new_logprobs)
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+        self.error_code, self.error_message = output.error_code, output.error_message
+        self.num_cached_tokens = output.num_cached_tokens
+        self.transfer_unwanted = output.transfer_unwanted
+        self.pooling_output = output.pooling_output
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "the prompt's log-probabilities came twice"
+            self.prompt_logprobs = output.prompt_logprobs
+
+
+class Harness:
+    """One engine and everything it said."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Any,
+        kv_cache: Any,
+        vocab_size: int,
+        grammars: GrammarCompiler | None = None,
+        processors: Any = None,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.kv_cache = kv_cache
+        self.hasher = BlockHasher(KEY, config.block_size)
+        self.root = self.hasher.root("fingerprint")
+        self.outbox = Outbox()
+        self.core = EngineCore(config, model, kv_cache, self.hasher, vocab_size, self.outbox, grammars, processors)
+        self.scheduler = self.core.scheduler
+        self.answers: dict[str, Answer] = {}
+        """By request; by `request/index` where it has several sequences."""
+        self.wide: set[str] = set()
+        """Requests with several sequences."""
+        self.turns: dict[str, list[Answer]] = {}
+        """Of sessions: the turns that have ended."""
+        self.must_be_idle = True
+        self.grammar_wait_s = 0.05
+        """How long a step that has nothing else to do waits for other threads' grammars."""
+        self._num_requests = 0
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        request_id: str | None = None,
+        *,
+        salt: str | None = None,
+        eos: tuple[int, ...] = (),
+        params: dict[str, Any] | None = None,
+        output: Sequence[int] = (),
+        **fields: Any,
+    ) -> EngineCoreRequest:
+        """A verified request; greedy, 4 tokens, unless `params` says otherwise. output: of earlier attempts."""
+        self._num_requests += 1
+        root = self.root if salt is None else self.hasher.root("fingerprint", salt)
+        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4} | (params or {})
+        request = EngineCoreRequest(
+            request_id=request_id or f"r{self._num_requests}",
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(**given),
+            eos_token_ids=eos,
+            output_token_ids=list(output),
+            block_hashes=self.hasher.extend(root, [*prompt, *output]),
+            hash_root=root,
+            **fields,
+        )
+        self.core.verify(request)
+        return request
+
+    def add(self, prompt: Sequence[int], request_id: str | None = None, **fields: Any) -> str:
+        return self.submit(self.request(prompt, request_id, **fields))
+
+    def submit(self, request: EngineCoreRequest) -> str:
+        if request.n > 1:
+            self.wide.add(request.request_id)
+        self.core.add_request(request)
+        return request.request_id
+
+    def resume(self, request_id: str, prompt: Sequence[int], **params: Any) -> None:
+        """A session's next turn; greedy, 4 tokens, unless `params` says otherwise."""
+        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4} | params
+        update = StreamingUpdate(
+            request_id=request_id, prompt_token_ids=list(prompt), sampling_params=SamplingParams(**given)
+        )
+        self.core.verify_update(update)
+        self.core.resume_request(update)
+
+    def step(self) -> None:
+        """One step, its outputs booked, then the pool check (I2)."""
+        self.core.wait_for_grammar(self.grammar_wait_s)
+        self._book(self.core.step().outputs)
+        self.scheduler.check()
+
+    def _book(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            self.answers.setdefault(self.key(output.request_id, output.index), Answer()).add(output)
+            if output.awaits_input:
+                self.turns.setdefault(output.request_id, []).append(self.answers.pop(output.request_id))
+
+    def key(self, request_id: str, index: int) -> str:
+        """Of `answers`."""
+        return f"{request_id}/{index}" if request_id in self.wide else request_id
+
+    def run(self, max_steps: int = 2000) -> dict[str, Answer]:
+        """Step until there is nothing to do."""
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                return self.collect()
+            self.step()
+        raise AssertionError(f"still at work after {max_steps} steps")
+
+    def collect(self) -> dict[str, Answer]:
+        """Everything said so far, by aborts and events too."""
+        self._book(self.scheduler.outputs.take())
+        return self.answers
+
+    def ask(self, prompt: Sequence[int], **fields: Any) -> Answer:
+        """One request, to its end."""
+        request_id = self.add(prompt, **fields)
+        return self.run()[request_id]
+
+    def ask_many(self, prompt: Sequence[int], n: int, **fields: Any) -> list[Answer]:
+        """One request with n sequences, to its end."""
+        request_id = self.add(prompt, n=n, **fields)
+        answers = self.run()
+        return [answers[self.key(request_id, index)] for index in range(n)]
+
+    def running(self) -> list[str]:
+        return list(self.scheduler.running)
+
+
+MakeEngine = Callable[..., Harness]
+
+
+@pytest.fixture(autouse=True)
+def harnesses() -> Iterator[list[Harness]]:
+    """After every test the pool of every engine is checked (I2), and idle unless the test says that it is not."""
+    made: list[Harness] = []
+    yield made
+    for harness in made:
+        harness.collect()
+        harness.scheduler.check(idle=harness.must_be_idle)
+
+
+@pytest.fixture
+def make_engine(harnesses: list[Harness]) -> MakeEngine:
+    """`make_engine(num_blocks=..., ...)`: an engine over the hash model; all of `EngineConfig` may be given."""
+
+    def make(processors: Any = None, grammars: GrammarCompiler | None = None, **fields: Any) -> Harness:
+        fields = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16} | fields
+        fields.setdefault("max_model_len", min(256, fields["block_size"] * fields["num_blocks"]))
+        config = EngineConfig(**fields)
+        cache = make_hash_cache(config.num_blocks, config.block_size)
+        harness = Harness(config, HashModel(), cache, VOCAB_SIZE, grammars, processors)
+        harnesses.append(harness)
+        return harness
+
+    return make
+
+
+@pytest.fixture
+def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
+    """`make_real_engine(folder, ...)`: an engine over a checkpoint, in float32."""
+    from pdserve.models.kv_cache import make_kv_cache
+    from pdserve.models.loading import load_decoder
+
+    def make(
+        folder: Path,
+        device: str = "cpu",
+        grammars: GrammarCompiler | None = None,
+        processors: Any = None,
+        **fields: Any,
+    ) -> Harness:
+        decoder = load_decoder(folder, dtype="float32", device=device)
+        fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
+        config = EngineConfig(**fields)
+        layout = decoder.config.kv_layout(config.block_size, "fingerprint")
+        kv_cache = make_kv_cache(layout, config.num_blocks, device)
+        harness = Harness(config, decoder, kv_cache, decoder.config.vocab_size, grammars, processors)
+        harnesses.append(harness)
+        return harness
+
+    return make

@@ -1,0 +1,128 @@
+"""What holds for an engine over the hash model after every step, whatever happens to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.engine.request import Request, RequestStatus, Wait
+from tests.support.engine_harness import Harness
+
+
+class CacheContents:
+    """What every block of every prompt and answer must hold, by its hash."""
+
+    def __init__(self, engine: Harness) -> None:
+        self._hasher = engine.hasher
+        self._root = engine.root
+        self._expected: dict[bytes, list[int]] = {}
+
+    def learn(self, token_ids: Sequence[int]) -> None:
+        """A prompt with its whole answer."""
+        size = self._hasher.block_size
+        for place, block_hash in enumerate(self._hasher.extend(self._root, list(token_ids))):
+            positions = range(place * size, (place + 1) * size)
+            self._expected[block_hash] = [position * 1024 + token_ids[position] for position in positions]
+
+    def check(self, engine: Harness) -> None:
+        """Every block that the prefix cache knows holds what its hash says (I3, I13)."""
+        cache = engine.kv_cache.tolist()
+        for block in engine.scheduler.pool.blocks:
+            if block.block_hash is not None:
+                assert cache[block.block_id] == self._expected[block.block_hash], f"{block} holds something else"
+
+
+class StepInvariants:
+    """Looks at an engine before and after each of its steps."""
+
+    def __init__(self, engine: Harness) -> None:
+        self._engine = engine
+        self._config = engine.config
+        self._running: dict[str, Request] = {}
+        self._computed: dict[str, int] = {}
+
+    def before(self) -> None:
+        self._running = dict(self._engine.scheduler.running)
+        self._computed = {
+            request_id: request.num_computed_tokens for request_id, request in self._engine.scheduler.requests.items()
+        }
+
+    def after(self) -> None:
+        scheduler, config = self._engine.scheduler, self._config
+        scheduler.check()
+        assert len(scheduler.running) <= config.max_num_seqs
+        batch = self._engine.core.runner.batch
+        assert len(batch.rows) + len(batch._free_rows) == config.max_num_seqs, "a row of the batch was lost"
+        for request in scheduler.requests.values():
+            self._check_place(request)
+            table = scheduler.kv.num_blocks(request)
+            assert table * config.block_size >= request.num_computed_tokens, "computed, and nowhere to be found"
+            assert request.num_computed_tokens <= request.num_tokens
+        waiting = [request for queue in scheduler.admission._queues for request in queue.first(999)]
+        assert scheduler.admission._num_tokens.keys() == {request.request_id for request in waiting}
+        assert scheduler.admission.num_waiting_tokens == sum(scheduler.admission._num_tokens.values())
+        for request in scheduler.starvation.overdue.first(999):
+            assert scheduler.requests.get(request.request_id) is request
+            assert request.status in (
+                RequestStatus.WAITING,
+                RequestStatus.WAITING_FOR_REMOTE_KVS,
+                RequestStatus.WAITING_FOR_FSM,
+            )
+        self._check_grammars()
+        self._check_budget()
+        self._check_victims()
+
+    def _check_place(self, request: Request) -> None:
+        scheduler = self._engine.scheduler
+        waits = [queue for queue in scheduler.admission._queues if request in queue]
+        places = {
+            RequestStatus.WAITING: len(waits) == 1,
+            RequestStatus.PREEMPTED: len(waits) == 1 and scheduler.kv.num_blocks(request) == 0,
+            RequestStatus.WAITING_FOR_STREAMING_REQ: not waits and request.core.resumable,
+            RequestStatus.RUNNING: not waits and request.request_id in scheduler.running,
+            RequestStatus.WAITING_FOR_REMOTE_KVS: not waits and self._is_received(request),
+            # its KV may be here already
+            RequestStatus.WAITING_FOR_FSM: not waits
+            and (request in scheduler.grammars._waiting or request in scheduler.grammars._compiling)
+            and self._is_received(request) == (Wait.REMOTE_KV in request.waits_for),
+        }
+        assert places.get(request.status, False), f"{request.request_id} is {request.status.name}, but not there"
+        assert (request.request_id in scheduler.running) == (request.status is RequestStatus.RUNNING)
+
+    def _is_received(self, request: Request) -> bool:
+        receives = self._engine.scheduler.receives
+        return (request in receives._unreserved) != (request.request_id in receives._receiving)
+
+    def _check_grammars(self) -> None:
+        scheduler = self._engine.scheduler
+        waiting = {
+            request for request in scheduler.requests.values() if request.status is RequestStatus.WAITING_FOR_FSM
+        }
+        landed = scheduler.grammars._first_tokens
+        assert scheduler.grammars._waiting.keys() | scheduler.grammars._compiling.keys() == waiting
+        assert landed.keys() == {
+            request
+            for request in waiting
+            if request.core.remote_prefill and scheduler.kv.num_blocks(request) and not self._is_received(request)
+        }
+        assert scheduler.grammars.num_landed == sum(request.core.n for request in landed)
+
+    def _check_budget(self) -> None:
+        """Of those that ran before too; who has just come in may have found tokens in the cache."""
+        config = self._config
+        computed = [
+            request.num_computed_tokens - self._computed[name]
+            for name, request in self._engine.scheduler.running.items()
+            if name in self._running
+        ]
+        assert sum(computed) <= config.max_num_batched_tokens
+        assert max(computed, default=0) <= (config.long_prefill_token_threshold or config.max_num_batched_tokens)
+
+    def _check_victims(self) -> None:
+        """Nobody that stayed, and could have been the victim, has a worse priority than a victim."""
+        scheduler = self._engine.scheduler
+        stayed = [request for name, request in self._running.items() if name in scheduler.running]
+        for request in self._running.values():
+            if request.status is not RequestStatus.PREEMPTED or request.core.transfer_source:
+                continue
+            for other in stayed:
+                assert other.is_pinned_source or other.priority <= request.priority

@@ -1,0 +1,63 @@
+"""`LoopWatch`: how long single callbacks keep the event loop's thread busy, and the peak of the process' memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from types import TracebackType
+
+from tests.support.process_memory import MemoryWatch
+
+LOOP_S = 0.05
+"""Processor time of one callback on the event loop's thread, at most: others wait for so long."""
+
+
+class LoopWatch:
+    """Inside the context each callback of this thread's loops is measured, in processor seconds of the thread."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self.callback = ""
+        """The one that took longest."""
+        self._left_out_s = 0.0
+
+    def __enter__(self) -> LoopWatch:
+        self._run = run = asyncio.Handle._run
+        mine = threading.get_ident()
+
+        def measured(handle: asyncio.Handle) -> None:
+            if threading.get_ident() != mine:
+                run(handle)
+                return
+            # a running callback drops what it was called with
+            callback = handle._callback
+            began = time.thread_time()
+            run(handle)
+            took_s = time.thread_time() - began - self._left_out_s
+            self._left_out_s = 0.0
+            if took_s > self.longest_s:
+                self.longest_s, self.callback = took_s, repr(callback)[:400]
+
+        asyncio.Handle._run = measured
+        # as a service does at its start: a full collection of all that the tests have loaded takes 0.1 s
+        gc.collect()
+        gc.freeze()
+        self._memory = MemoryWatch().__enter__()
+        return self
+
+    def leave_out(self, seconds: float) -> None:
+        """Of the callback that runs: what a test has done in it for its own sake."""
+        self._left_out_s += seconds
+
+    @property
+    def grown_bytes(self) -> int:
+        """The peak of memory, beyond that at the beginning."""
+        return self._memory.grown_bytes
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        asyncio.Handle._run = self._run
+        gc.unfreeze()

@@ -1,0 +1,230 @@
+"""Workers without an engine, routers without requests, and the two ways in which the ones hear of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.net.rpc import bind, make_server
+from pdserve.common.request.engine_types import SchedulerStats
+from pdserve.common.security.call_guard import CallGuard
+from pdserve.common.security.call_proof import CallSigner, CallVerifier
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.kv_transfer.control.source_transfer import PeerId
+from pdserve.router.placement.prefix_index import PrefixIndex
+from pdserve.router.workers.fleet import Fleet
+from pdserve.router.workers.kv_event_subscription import FeedSource
+from pdserve.router.workers.redis_discovery import RedisDirectory, make_directory
+from pdserve.router.workers.worker import WorkerRole
+from pdserve.router.workers.worker_watcher import CompatibilityCheck
+from pdserve.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from pdserve.worker.identity import Role, WorkerIdentity
+from pdserve.worker.kv_event_publisher import KvEventPublisher
+from pdserve.worker.peer_channels import PeerChannels
+from pdserve.worker.redis_publisher import RedisPublisher, make_publisher
+from pdserve.worker.worker_servicer import WorkerServicer
+from tests.support.redis_server import RedisServer
+
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32", model_fingerprint="ab" * 16)
+TOKENIZER = "cd" * 16
+EXPECTED = CompatibilityCheck(key=DEVELOPMENT_KEY, tokenizer_fingerprint=TOKENIZER)
+SOON_S = 12.0
+
+
+def block(number: int) -> bytes:
+    """A block's hash."""
+    return number.to_bytes(8, "little")
+
+
+async def eventually(look: Callable[[], Any], timeout_s: float = SOON_S) -> Any:
+    async with asyncio.timeout(timeout_s):
+        while not (found := look()):  # noqa: ASYNC110 - many states, one clock
+            await asyncio.sleep(0.01)
+        return found
+
+
+class StandIn:
+    """What `WorkerServicer` asks of an engine."""
+
+    def __init__(self) -> None:
+        self.cached_blocks = KvEventPublisher()
+        self.stats = SchedulerStats(num_blocks_total=100, num_blocks_free=100)
+        self.draining = False
+        self.prefill_tokens_per_s = 0.0
+        self.num_sessions = self.max_sessions = self.max_waiting = 0
+        self._tick = 0
+
+    @property
+    def tick(self) -> int:
+        self._tick += 1
+        return self._tick
+
+
+class Worker:
+    """One life of a worker: its watch, and its publisher when there is a Redis."""
+
+    def __init__(self, world: World, worker_id: str, role: Role, port: int, publishes: bool, host: str) -> None:
+        self.engine = StandIn()
+        self.peers = PeerChannels(CallSigner(DEVELOPMENT_KEY))
+        guard = CallGuard(CallVerifier(DEVELOPMENT_KEY, lambda: self.key))
+        self._server: grpc.aio.Server = make_server(guard)
+        self.port = bind(self._server, "127.0.0.1", port)
+        self.identity = WorkerIdentity(
+            peer=PeerId(worker_id, secrets.randbits(64)),
+            role=role,
+            address=f"{host}:{self.port}",
+            layout=LAYOUT,
+            tokenizer_fingerprint=TOKENIZER,
+            max_model_len=64,
+            vocab_size=16,
+            num_blocks=100,
+            connectors=("local",),
+            max_local_prefill_tokens=None,
+            max_num_seqs=4,
+            hidden_size=8,
+            sampler_version=2,
+        )
+        self.servicer = WorkerServicer(self.identity, self.engine, self.peers, lambda: 0, DEVELOPMENT_KEY)  # type: ignore[arg-type]
+        add_WorkerServiceServicer_to_server(self.servicer, self._server)
+        self.publisher: RedisPublisher | None = None
+        if world.redis is not None and publishes:
+            settings = WorkerSettings(redis=world.redis.url, redis_namespace=world.namespace, worker_id=worker_id)
+            self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks, DEVELOPMENT_KEY)
+        self._publishing: asyncio.Task[None] | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.identity.peer.worker_id, self.identity.peer.epoch
+
+    @property
+    def address(self) -> str:
+        return self.identity.address
+
+    @property
+    def hashes(self) -> set[bytes]:
+        return self.engine.cached_blocks.hashes
+
+    def change(self, stored: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
+        self.engine.cached_blocks.apply(map(block, stored), map(block, removed))
+
+    async def start(self) -> Worker:
+        await self._server.start()
+        if self.publisher is not None:
+            self._publishing = asyncio.create_task(self.publisher.run())
+        return self
+
+    async def kill(self) -> None:
+        """As a process dies: nothing is taken back."""
+        await self.stop_publishing()
+        await self._server.stop(None)
+        await self.peers.close()
+
+    async def leave(self) -> None:
+        """As a process leaves."""
+        await self.stop_publishing()
+        if self.publisher is not None:
+            await self.publisher.leave()
+        await self.kill()
+
+    async def stop_publishing(self) -> None:
+        if self._publishing is not None:
+            self._publishing.cancel()
+            await asyncio.wait({self._publishing})
+
+
+class Router:
+    """Fleet and index."""
+
+    def __init__(self, world: World, prefill: list[str], decode: list[str], finds: bool) -> None:
+        self.index = PrefixIndex()
+        self.directory: RedisDirectory | None = None
+        if world.redis is not None and finds:
+            settings = RouterSettings(redis=world.redis.url, redis_namespace=world.namespace)
+            self.directory = make_directory(settings, self.index, DEVELOPMENT_KEY)
+        self.fleet = Fleet(prefill, decode, EXPECTED, self.index, self.directory)
+
+    def knows(self, worker: Worker) -> bool:
+        """Whether the worker may be given work."""
+        role = WorkerRole(worker.identity.role.value)
+        return worker.key in [live.key for live in self.fleet.workers(role)]
+
+    def agrees(self, worker: Worker) -> bool:
+        """Whether the index says that the worker holds exactly what it holds."""
+        return self.index.num_blocks(worker.key) == len(worker.hashes) and all(
+            self.index.match([held], [worker.key], 0.0)[worker.key] for held in worker.hashes
+        )
+
+    async def joined(self, *workers: Worker) -> None:
+        await eventually(lambda: all(self.knows(worker) and self.agrees(worker) for worker in workers))
+
+
+class World:
+    """Workers and routers that find each other through `redis`, or by address when there is none."""
+
+    namespace = "test"
+
+    def __init__(self, redis: RedisServer | None) -> None:
+        self.redis = redis
+        self._workers: list[Worker] = []
+        self._routers: list[Router] = []
+        self._addresses: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
+
+    async def worker(
+        self,
+        worker_id: str = "decode-0",
+        role: Role = Role.DECODE,
+        *,
+        port: int = 0,
+        publishes: bool = True,
+        host: str = "127.0.0.1",
+    ) -> Worker:
+        """A started worker."""
+        worker = Worker(self, worker_id, role, port, publishes, host)
+        self._workers.append(worker)
+        if worker.address not in self._addresses[role]:
+            self._addresses[role].append(worker.address)
+        return await worker.start()
+
+    async def router(self, *, flags: bool = False, finds: bool = True) -> Router:
+        """A started router. flags: give it the addresses of all workers made so far, as it needs without a Redis."""
+        by_flags = flags or self.redis is None
+        prefill, decode = (self._addresses[role] if by_flags else [] for role in (Role.PREFILL, Role.DECODE))
+        router = Router(self, prefill, decode, finds)
+        self._routers.append(router)
+        await router.fleet.__aenter__()
+        return router
+
+    async def close(self) -> None:
+        for router in self._routers:
+            await router.fleet.__aexit__()
+        await asyncio.gather(*(worker.leave() for worker in self._workers))
+
+
+def source(router: Router, worker: Worker) -> FeedSource:
+    """Who tells this router of a worker's blocks now."""
+    assert router.directory is not None
+    feed = router.directory._feeds.get(worker.key)
+    return feed.source if feed is not None else FeedSource.NONE
+
+
+async def settled(world: World, router: Router, *workers: Worker) -> None:
+    """Everything agrees, through Redis, and a router that comes now finds the same there."""
+    for each in (router, await world.router()):
+        await eventually(
+            lambda each=each: all(
+                source(each, worker) is FeedSource.REDIS and each.knows(worker) and each.agrees(worker)
+                for worker in workers
+            )
+        )
+
+
+def lines(caplog: pytest.LogCaptureFixture, text: str, name: str = "") -> list[str]:
+    return [record.message for record in caplog.records if text in record.message and name in record.name]

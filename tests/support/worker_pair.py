@@ -1,0 +1,94 @@
+"""A prefill and a decode worker in one process, without a router, and calls to them as one would make them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.net.rpc import make_channel
+from pdserve.common.net.service_channel import ServiceChannel
+from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.wire import prepared_to_wire
+from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.decode import service as decode_service
+from pdserve.engine.runner.loaded_model import load_model
+from pdserve.kv_transfer.make_connectors import make_connectors
+from pdserve.prefill import service as prefill_service
+from pdserve.v1 import request_pb2
+from pdserve.worker.identity import Role
+from pdserve.worker.worker import Worker
+from tests.support.signed_channel import signed
+
+KEY = DeploymentKey(b"the key of this deployment")
+PROMPT = list(range(3, 43))
+BLOCK_SIZE = 16
+
+
+class Pair:
+    """Both workers, and a channel to each."""
+
+    def __init__(self, p: Worker, d: Worker, to_p: grpc.aio.Channel, to_d: grpc.aio.Channel) -> None:
+        self.p, self.d = p, d
+        self._channels = {p.identity.role: to_p, d.identity.role: to_d}
+
+    def channel(self, worker: Worker) -> grpc.aio.Channel:
+        return self._channels[worker.identity.role]
+
+    def service(self, worker: Worker, key: DeploymentKey = KEY) -> ServiceChannel:
+        return signed(self.channel(worker), worker.identity.peer.key, key)
+
+
+@contextlib.asynccontextmanager
+async def running_pair(
+    folder: Path, key: DeploymentKey = KEY, *, decode: Mapping[str, Any] | None = None, **fields: Any
+) -> AsyncIterator[Pair]:
+    """decode: settings of the decode worker alone. fields: settings of both."""
+    fields = {"connector": "tcp", "drain_s": 0.0} | fields
+    workers = []
+    for settings, role, service in (
+        (PrefillSettings(**fields), Role.PREFILL, prefill_service),
+        (DecodeSettings(**fields, **(decode or {})), Role.DECODE, decode_service),
+    ):
+        model = load_model(folder, settings, None)
+        workers.append(Worker(settings, role, model, make_connectors(settings), key, service.add_servicers))
+    try:
+        for worker in workers:
+            await worker.start()
+        p, d = workers
+        async with make_channel(p.identity.address) as to_p, make_channel(d.identity.address) as to_d:
+            await asyncio.gather(to_p.channel_ready(), to_d.channel_ready())
+            yield Pair(p, d, to_p, to_d)
+    finally:
+        for worker in workers:
+            await worker.stop()
+
+
+def prepared(
+    worker: Worker, prompt: list[int] | None = None, key: DeploymentKey = KEY, **changes: Any
+) -> request_pb2.PreparedRequest:
+    """A greedy request of 4 tokens. changes: fields of `PreparedRequest`."""
+    prompt = prompt or PROMPT
+    hasher = BlockHasher(key, BLOCK_SIZE)
+    root = hasher.root(worker.model.layout.model_fingerprint)
+    hashes = hasher.extend(root, prompt)
+    fields: dict[str, Any] = {
+        "request_id": secrets.token_hex(4),
+        "prompt_token_ids": prompt,
+        "sampling_params": SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+        "eos_token_ids": (),
+        "block_hashes": hashes,
+        "hash_root": root,
+        "request_digest": hasher.request_digest(root, hashes, prompt),
+        "deadline": time.monotonic() + 30,
+    }
+    return prepared_to_wire(PreparedRequest(**(fields | changes)))
