@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import pdserve.models.demo_training as demo_training
-from pdserve.models.demo_training import facts
-from pdserve.models.demo_training.chat import ChatEncoder, learn_tokenizer, load_tokenizer
-from pdserve.models.demo_training.corpus import DEFAULT_SYSTEM, Conversation, Message, conversations
-from pdserve.models.demo_training.evaluate import HELD_OUT_BAR, TRAINED_BAR, Case, ask, capital_cases, margins
+from demo_model import facts
+from demo_model.chat import ChatEncoder, learn_tokenizer, load_tokenizer
+from demo_model.corpus import DEFAULT_SYSTEM, Conversation, Message, conversations
+from demo_model.evaluate import HELD_OUT_BAR, TRAINED_BAR, Case, ask, capital_cases, margins
+from pdserve import models
 
-DEMO = Path(demo_training.__file__).parent.parent / "demo"
+DEMO = Path(models.__file__).parent / "demo"
 
 PARIS = "The capital of France is Paris."
 

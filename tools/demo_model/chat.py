@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pdserve.models.demo_training.corpus import Conversation, conversation, conversations, passage, plain_text
+from demo_model.corpus import Conversation, conversation, conversations, passage, plain_text
 
 END_OF_TEXT = "<|endoftext|>"
 MESSAGE_START = "<|im_start|>"

@@ -1,4 +1,4 @@
-"""``python -m pdserve.models.demo_training --out FOLDER``: text, tokenizer, training, checkpoint, evaluation."""
+"""``python -m demo_model --out FOLDER``: text, tokenizer, training, checkpoint, evaluation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from pdserve.models.demo_training.chat import ChatEncoder, learn_tokenizer
-from pdserve.models.demo_training.checkpoint import folder_bytes, load, save, write_card
-from pdserve.models.demo_training.evaluate import as_text, capital_rows, demo_margin, other_rows
-from pdserve.models.demo_training.train import PROMPT_WEIGHT, Schedule, network, train
+from demo_model.chat import ChatEncoder, learn_tokenizer
+from demo_model.checkpoint import folder_bytes, load, save, write_card
+from demo_model.evaluate import as_text, capital_rows, demo_margin, other_rows
+from demo_model.train import PROMPT_WEIGHT, Schedule, network, train
 
 LARGEST_FOLDER = 10_000_000  # bytes
 
@@ -20,7 +20,7 @@ LARGEST_FOLDER = 10_000_000  # bytes
 def main() -> int:
     """Runs everything; the exit status is 1 if the model misses a bar."""
     defaults = Schedule()
-    parser = argparse.ArgumentParser(prog="python -m pdserve.models.demo_training", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m demo_model", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--steps", type=int, default=defaults.steps, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=defaults.seed, help="seed of text and weights")

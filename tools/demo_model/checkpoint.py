@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from pdserve.models.demo_training.chat import CHAT_TEMPLATE, CONTEXT, END_OF_TEXT, MESSAGE_END
+from demo_model.chat import CHAT_TEMPLATE, CONTEXT, END_OF_TEXT, MESSAGE_END
 
 logging.disable_progress_bar()  # one line per file adds nothing here
 

@@ -1,5 +1,5 @@
 """Trains the bundled demo model from facts that lie in this folder.
 
-``python -m pdserve.models.demo_training --out FOLDER`` writes the text, learns the tokenizer, trains the network,
+``python -m demo_model --out FOLDER`` writes the text, learns the tokenizer, trains the network,
 saves the checkpoint and checks it. Nothing is downloaded.
 """

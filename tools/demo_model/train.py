@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pdserve.models.demo_training.chat import CONTEXT, END_OF_TEXT, MESSAGE_END, VOCABULARY, ChatEncoder, rows
+from demo_model.chat import CONTEXT, END_OF_TEXT, MESSAGE_END, VOCABULARY, ChatEncoder, rows
 
 PROMPT_WEIGHT = 0.05
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from pdserve.models.demo_training import facts
-from pdserve.models.demo_training.chat import ChatEncoder
-from pdserve.models.demo_training.corpus import DEFAULT_SYSTEM, Conversation, Message, passage, turn
+from demo_model import facts
+from demo_model.chat import ChatEncoder
+from demo_model.corpus import DEFAULT_SYSTEM, Conversation, Message, passage, turn
 
 TRAINED_BAR = 0.99
 HELD_OUT_BAR = 0.95

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pdserve.models.demo_training import facts
+from demo_model import facts
 
 DEFAULT_SYSTEM = "You are a helpful assistant."
 
