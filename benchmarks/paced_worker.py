@@ -9,15 +9,13 @@ Usage: python benchmarks/paced_worker.py decode --port 50052 ...
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pdserve.cli.main import main
-from pdserve.engine.request import Request
 from pdserve.engine.runner.model_runner import DecoderModel, ModelRunner
-from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 STEP_S = 0.025
 """A step takes so long, whatever is in it."""
@@ -44,20 +42,22 @@ class NoArithmetic:
 
 def pace() -> None:
     """From now on every step of this process takes its time."""
-    execute = ModelRunner.execute
+    execute, sample = ModelRunner.execute_model, ModelRunner.sample_tokens
+    due_s = 0.0
 
-    def paced(
-        runner: ModelRunner, scheduled: SchedulerOutput, block_ids_of: Callable[[Request], list[int]]
-    ) -> ModelRunnerOutput:
-        started_s = time.monotonic()
+    def paced(runner: ModelRunner, scheduled: SchedulerOutput) -> None:
+        nonlocal due_s
+        due_s = time.monotonic() + STEP_S + TOKEN_S * sum(scheduled.num_scheduled_tokens.values())
         if not isinstance(runner._model, NoArithmetic):
             runner._model = NoArithmetic(runner._model)
-        output = execute(runner, scheduled, block_ids_of)
-        due_s = started_s + STEP_S + TOKEN_S * sum(scheduled.num_scheduled_tokens.values())
+        execute(runner, scheduled)
+
+    def awaited(runner: ModelRunner, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        output = sample(runner, grammar)
         time.sleep(max(0.0, due_s - time.monotonic()))
         return output
 
-    ModelRunner.execute = paced  # type: ignore[method-assign]
+    ModelRunner.execute_model, ModelRunner.sample_tokens = paced, awaited  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

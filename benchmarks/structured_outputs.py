@@ -25,11 +25,12 @@ from pdserve.common.errors import PdServeError
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.engine.request import Request
 from pdserve.engine.runner.loaded_model import model_folder
+from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.structured_outputs.grammar import Grammar
-from pdserve.engine.structured_outputs.grammar_bitmask import GrammarBitmask
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
+from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 from pdserve.llm import AsyncLLM, SamplingParams, StructuredOutputsParams
 
 LARGE, BATCHES, NUM_STEPS = 131_072, (1, 16), 60
@@ -126,14 +127,14 @@ def walk(opened: Opened, params: StructuredOutputsParams, vocab_size: int, num_r
 
     Engine time of asking for masks and taking them in; the wait for them, with nothing computed meanwhile; apply.
     """
-    table, rows, hosts = GrammarBitmask(num_rows, vocab_size), np.arange(num_rows), opened.compiler.hosts
+    masks, rows, hosts = StructuredOutputManager(opened.compiler, 60.0), np.arange(num_rows), opened.compiler.hosts
+    row_of = {str(row): row for row in range(num_rows)}
     requests = []
     for row in range(num_rows):
         request = Request(
             EngineCoreRequest(request_id=str(row), prompt_token_ids=[1], sampling_params=SamplingParams())
         )
         request.grammar = opened.open(params)
-        table.add(row, request)
         requests.append(request)
     own, waits, applies = list[float](), list[float](), list[float]()
     logits = torch.empty(num_rows, vocab_size)
@@ -141,9 +142,11 @@ def walk(opened: Opened, params: StructuredOutputsParams, vocab_size: int, num_r
     for _ in range(NUM_STEPS):
         logits.normal_(generator=generator)
         start = time.perf_counter()
-        assert not table.late(rows, 10.0).any()
+        for request in requests:
+            assert request.grammar is not None
+            assert request.grammar.allowed(time.monotonic() + 10.0) is not None
         waited = time.perf_counter()
-        mask = table.of_step(rows)
+        mask = GrammarMask.of_step(masks.grammar_output(requests), row_of, rows, vocab_size)
         assert mask is not None
         filled = time.perf_counter()
         mask.apply(logits)
@@ -157,12 +160,10 @@ def walk(opened: Opened, params: StructuredOutputsParams, vocab_size: int, num_r
         own.append(time.perf_counter() - chosen + filled - waited)
         waits.append(waited - start)
         applies.append(applied - filled)
-        for row, request in enumerate(requests):
+        for request in requests:
             if request.grammar is not None and request.grammar.has_ended:
                 request.grammar.close()
                 request.grammar = opened.open(params)
-                table.remove(row)
-                table.add(row, request)
     for request in requests:
         if request.grammar is not None:
             request.grammar.close()

@@ -40,7 +40,7 @@ def engine(
     request: pytest.FixtureRequest, make_real_engine: Callable[..., Harness], tiny_checkpoints: Callable[..., Path]
 ) -> Harness:
     harness = make_real_engine(tiny_checkpoints("llama"), max_num_batched_tokens=64)
-    harness.core.runner._model = BadToken(harness.core.runner._model, request.param)
+    harness.core.executor.runner._model = BadToken(harness.core.executor.runner._model, request.param)
     return harness
 
 

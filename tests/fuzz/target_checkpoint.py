@@ -30,7 +30,7 @@ from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import DecodeSettings
-from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.loaded_model import load_model
 from pdserve.models.config_fields import HARMLESS, READ
 from pdserve.models.family_fields import FAMILY_FIELDS
@@ -148,7 +148,7 @@ def load_and_ask(folder: Path) -> bool:
         return False
     config = model.engine_config(settings_of_worker)
     hasher = BlockHasher(DEVELOPMENT_KEY, 4)
-    core = EngineCore(config, model.decoder, model.kv_cache, hasher, model.decoder.config.vocab_size)
+    core = make_engine_core(config, model.decoder, model.kv_cache, hasher, model.decoder.config.vocab_size)
     prompt = [token for token in tokenizer.encode("abab", add_special_tokens=True) if token < core.vocab_size] or [0]
     request = EngineCoreRequest(
         request_id="r",

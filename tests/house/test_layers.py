@@ -36,8 +36,8 @@ FLOORS = {
         {"admission"}, {"bodies", "tenants", "workers"},
     ),
     "engine": (
-        {"engine_thread"}, {"engine_core"}, {"runner"}, {"sampling", "scheduler"},
-        {"kv_cache", "scheduler_output", "structured_outputs"}, {"config", "output_stream", "request"},
+        {"engine_thread", "make_engine_core"}, {"engine_core"}, {"runner"}, {"sampling", "scheduler"},
+        {"kv_cache", "structured_outputs"}, {"config", "heartbeat", "output_stream", "request", "scheduler_output"},
     ),
     "kv_transfer": (
         {"control", "make_connectors"}, {"connector_set", "local", "nixl", "host_staging_pool", "tcp"}, {"coalesce", "pull"},

@@ -57,14 +57,14 @@ class CheckedAsyncLLM(AsyncLLM):
     def step_by_hand(self) -> None:
         """From now on the engine computes only as many steps as `allow` says."""
         self._permits = threading.Semaphore(0)
-        execute = self._core.runner.execute
+        execute = self._core.executor.execute_model
 
         def when_allowed(*step: Any) -> Any:
             if not self._permits.acquire(timeout=10):
                 raise TimeoutError("no step was allowed")
             return execute(*step)
 
-        self._core.runner.execute = when_allowed  # type: ignore[method-assign]
+        self._core.executor.execute_model = when_allowed  # type: ignore[method-assign]
 
     def watch_posts(self) -> asyncio.Event:
         """Set whenever something has been posted to the engine's thread."""

@@ -175,7 +175,7 @@ async def test_an_engine_that_fails_ends_every_stream(running: Running) -> None:
         def fail(*_: Any) -> None:
             raise ValueError("a bug in a kernel")
 
-        streams._core.runner.execute = fail
+        streams._core.executor.execute_model = fail
         asked = [last_of(streams, prompt, LONG) for prompt in prompts_of([8, 40])]
         for error in await asyncio.gather(*asked, return_exceptions=True):
             assert isinstance(error, WorkerLost)

@@ -148,4 +148,4 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
 
 def nothing_was_done(llm: LLM) -> bool:
     assert llm._core is not None
-    return llm._core.tick == 0 and not llm._core.scheduler.requests
+    return llm._core.heartbeat.tick == 0 and not llm._core.scheduler.requests

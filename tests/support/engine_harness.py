@@ -20,7 +20,7 @@ from pdserve.common.request.engine_types import (
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from tests.support.hash_model import VOCAB_SIZE, HashModel, make_hash_cache
@@ -98,7 +98,9 @@ class Harness:
         self.hasher = BlockHasher(KEY, config.block_size)
         self.root = self.hasher.root("fingerprint")
         self.outbox = Outbox()
-        self.core = EngineCore(config, model, kv_cache, self.hasher, vocab_size, self.outbox, grammars, processors)
+        self.core = make_engine_core(
+            config, model, kv_cache, self.hasher, vocab_size, self.outbox, grammars, processors
+        )
         self.scheduler = self.core.scheduler
         self.answers: dict[str, Answer] = {}
         """By request; by `request/index` where it has several sequences."""

@@ -37,7 +37,8 @@ def _profiled_step(engine: Harness, profile: Callable[[FrameType, str, Any], Non
     finally:
         sys.setprofile(None)
     assert scheduled.num_scheduled_tokens
-    computed = engine.core.runner.execute(scheduled, engine.scheduler.kv.block_ids)
+    engine.core.executor.execute_model(scheduled)
+    computed = engine.core.executor.sample_tokens(engine.scheduler.get_grammar_bitmask(scheduled)).result()
     sys.setprofile(profile)
     try:
         engine.scheduler.update_from_output(scheduled, computed)

@@ -20,7 +20,7 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.derived_key import DATA_PLANE
 from pdserve.common.security.role_guard import CallerRoles
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_client import ReceiverInfo
@@ -68,7 +68,7 @@ class Node:
         pool = host_memory(self.cache) if self.staged is None else self.staged.memory
         self.connectors.serve(pool)
         self.adapter = KvTransferManager(self.connectors, pool, self.staged)
-        self.core = EngineCore(self.config, self.model, self.cache, HASHER, VOCAB_SIZE, self.adapter)
+        self.core = make_engine_core(self.config, self.model, self.cache, HASHER, VOCAB_SIZE, self.adapter)
         self.engine = EngineClient(self.core)
         self.adapter.connect(self.engine)
         self.peer = PeerId(name, secrets.randbits(64))

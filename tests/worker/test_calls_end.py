@@ -92,7 +92,7 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
         go_on.wait(20)
         raise ValueError("a bug in a kernel")
 
-    monkeypatch.setattr(two.p.engine.core.runner, "execute", fail)
+    monkeypatch.setattr(two.p.engine.core.executor, "execute_model", fail)
 
     async with (
         make_channel(two.p.identity.address) as p_channel,

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import msgspec
-from torch import Tensor
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.sampling_params import SamplingParams, verify_token_ids
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.heartbeat import Heartbeat
 from pdserve.engine.request import Request
-from pdserve.engine.runner.model_runner import MASK_WAIT_S, DecoderModel, ModelRunner
+from pdserve.engine.runner.executor import Executor
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox, NoTransfers, ReceiveFailed, SourceFinished
 from pdserve.engine.scheduler.scheduler import Scheduler
+from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from pdserve.engine.structured_outputs.structured_output_manager import MASK_WAIT_S
 
 
 def _verify_turn(params: SamplingParams) -> None:
@@ -29,40 +33,44 @@ def _verify_turn(params: SamplingParams) -> None:
         raise InvalidRequest("prompt_logprobs is not supported in a session", "prompt_logprobs")
 
 
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step between its two halves."""
+
+    scheduled: SchedulerOutput
+    result: Future[ModelRunnerOutput] | None
+    """None for a step that computes nothing."""
+    started_at: float
+    """`time.monotonic()` seconds."""
+
+
 class EngineCore:
     """add_request, step, step, ... until every request has finished."""
 
     def __init__(
         self,
         config: EngineConfig,
-        model: DecoderModel,
-        kv_cache: Tensor,
+        executor: Executor,
+        heartbeat: Heartbeat,
         hasher: BlockHasher,
         vocab_size: int,
         connector: KvOutbox | None = None,
         grammars: GrammarCompiler | None = None,
         logits_processors: LogitsProcessors | None = None,
     ) -> None:
-        """grammars: None where there is no tokenizer; requests for structured outputs are refused then.
+        """heartbeat: beats at each step here, and before each layer in the executor.
 
-        logits_processors: plug-ins that requests may name; default: none.
+        grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors: plug-ins that
+        requests may name; default: none.
         """
         self.config = config
         self.vocab_size = vocab_size
-        self.hidden_size = model.hidden_size
-        self.tick = 0
-        """Advances at each turn of the loop and before each layer: whoever watches sees progress within a step."""
-        self.ticked_at = time.monotonic()
-        """When it last did, `time.monotonic()` seconds."""
+        self.executor = executor
+        self.heartbeat = heartbeat
         self.has_computed = False
         """Whether the last step computed something; sequences may run and yet wait for room."""
         self.scheduler = Scheduler(config, hasher, connector or NoTransfers(), grammars)
         self._logits_processors = logits_processors or LogitsProcessors()
-        self.runner = ModelRunner(config, model, kv_cache, vocab_size, self.heartbeat, self._logits_processors)
-
-    def heartbeat(self) -> None:
-        self.tick += 1
-        self.ticked_at = time.monotonic()
 
     def verify(self, request: EngineCoreRequest) -> None:
         """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
@@ -74,7 +82,7 @@ class EngineCore:
         num_tokens = len(request.prompt_token_ids)
         num_to_come = 0 if request.pooling_params is not None else 1
         if request.pooling_params is not None:
-            request.pooling_params.verify(self.hidden_size)
+            request.pooling_params.verify(self.executor.hidden_size)
         else:
             self._verify_sampling(request.sampling_params)
         if num_tokens == 0:
@@ -177,20 +185,32 @@ class EngineCore:
             self.scheduler.grammars.wait(timeout_s)
 
     def step(self) -> EngineCoreOutputs:
-        """Schedule, compute, book. Cheap when nothing can run."""
-        self.heartbeat()
+        """Schedule, compute, update. Cheap when nothing can run."""
+        return self.finish_step(self.begin_step())
+
+    def begin_step(self) -> StepInFlight:
+        """First half of a step: choose what to compute, and hand it to the executor."""
+        self.heartbeat.beat()
         scheduled = self.scheduler.schedule()
-        self.has_computed = bool(scheduled.num_scheduled_tokens)
-        if self.has_computed:
-            started_at = time.monotonic()
-            computed = self.runner.execute(scheduled, self.scheduler.kv.block_ids)
+        if not scheduled.num_scheduled_tokens:
+            return StepInFlight(scheduled, None, time.monotonic())
+        started_at = time.monotonic()
+        self.executor.execute_model(scheduled)
+        grammar = self.scheduler.get_grammar_bitmask(scheduled)
+        return StepInFlight(scheduled, self.executor.sample_tokens(grammar), started_at)
+
+    def finish_step(self, step: StepInFlight) -> EngineCoreOutputs:
+        """Second half: wait for the result, and take it in. Raises: whatever ended the executor's step."""
+        self.has_computed = step.result is not None
+        if step.result is not None:
+            computed = step.result.result()
             num_before = self.scheduler.num_computed_prompt_tokens
-            self.scheduler.update_from_output(scheduled, computed)
+            self.scheduler.update_from_output(step.scheduled, computed, self.executor.kv_written)
             if self.scheduler.num_computed_prompt_tokens > num_before:
-                self.scheduler.prefill_s += time.monotonic() - started_at
+                self.scheduler.prefill_s += time.monotonic() - step.started_at
             self.scheduler.grammars.hosts.flush()
         else:
-            self.scheduler.requeue_finished_ids(scheduled)
+            self.scheduler.requeue_finished_ids(step.scheduled)
             self.scheduler.grammars.hosts.wait(MASK_WAIT_S)
         stored, removed = self.scheduler.pool.take_changes()
         return EngineCoreOutputs(

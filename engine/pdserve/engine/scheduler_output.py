@@ -1,55 +1,107 @@
-"""What one step computes, and what came of it."""
+"""Values that scheduler and model runner exchange, by vLLM's names: one step's work, and its result.
+
+They hold no live object, so an executor may send them to another process; `tests/engine/test_scheduler_output.py` encodes and
+decodes each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+import msgspec
 
-from pdserve.common.errors import PdServeError
+from pdserve.common.errors import InvalidRequest, PdServeError, from_code
 from pdserve.common.request.engine_types import LogprobsLists
-from pdserve.engine.request import Request
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.sampling_params import SamplingParams
 
 NO_TOKEN = -1
 """Sampled where a sequence's rules leave no token."""
 
 
-@dataclass(slots=True)
-class SchedulerOutput:
-    """One step's work, by vLLM's field names."""
+class NewRequestData(msgspec.Struct, kw_only=True):
+    """A sequence that enters the batch, for the first time or after preemption: everything that the runner needs of it."""
 
-    scheduled_new_reqs: list[Request] = field(default_factory=list)
-    """Sequences that enter the batch, new or after preemption; their block tables are read once, now."""
-    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
-    """Blocks added to sequences that are in the batch already."""
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    """request_id -> tokens to compute, at least 1 each."""
-    finished_req_ids: list[str] = field(default_factory=list)
+    req_id: str
+    token_ids: list[int]
+    """Prompt, then output."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    """Its whole block table."""
+    sampling_params: SamplingParams
+    pooling_params: PoolingParams | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    index: int = 0
+    """Selects the noise by which it samples."""
+    num_sequences: int = 1
+    """Tokens to sample at the end of its prompt, one for each sequence that continues it."""
+    collects_prompt_logprobs: bool = False
+
+
+class CachedRequestData(msgspec.Struct):
+    """Changes of sequences that are in the batch already."""
+
+    new_block_ids: dict[str, list[int]] = {}
+    """req_id -> blocks added to its table."""
+
+
+class SchedulerOutput(msgspec.Struct):
+    """One step's work."""
+
+    scheduled_new_reqs: list[NewRequestData] = []
+    scheduled_cached_reqs: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = {}
+    """req_id -> tokens to compute, at least 1 each."""
+    finished_req_ids: list[str] = []
     """Sequences that left the batch since the last step: finished or preempted."""
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = []
     """(from, to) block ids: copied before anything is computed, for sequences that begin in the middle of a block."""
 
 
-@dataclass(slots=True)
-class ModelRunnerOutput:
+class GrammarOutput(msgspec.Struct):
+    """Token masks of the sequences that this step completes and whose output has a grammar."""
+
+    structured_output_request_ids: list[str] = []
+    grammar_bitmask: list[bytes] = []
+    """One mask per id above: a bit per token of the vocabulary, the lowest first; 1 for tokens that may come."""
+    late_req_ids: list[str] = []
+    """Sequences without a mask yet: nothing is sampled for them in this step."""
+
+
+class RequestFailure(msgspec.Struct):
+    """An error that ends one request, as a value."""
+
+    code: str
+    message: str
+    field: str = ""
+    """The request's field at fault."""
+
+    @classmethod
+    def of(cls, error: PdServeError) -> RequestFailure:
+        field = error.field if isinstance(error, InvalidRequest) else None
+        return cls(error.code, error.message, field or "")
+
+    def error(self) -> PdServeError:
+        return from_code(self.code, self.message, self.field)
+
+
+class ModelRunnerOutput(msgspec.Struct):
     """One step's result."""
 
-    req_ids: list[str]
-    """Sequences whose last known token was computed: each has one new token. A prompt that n sequences continue stands
-    here n times in a row, in the order of their indexes."""
-    sampled_token_ids: list[int]
-    """`NO_TOKEN` for a sequence whose rules leave none."""
-    logprobs: dict[int, LogprobsLists] = field(default_factory=dict)
-    """Place in `req_ids` -> of the new token; only of those that ask."""
-    failed: Mapping[int, PdServeError] = field(default_factory=dict)
-    """Place in `req_ids` -> what ends the request instead of its new token."""
-    pooler_output: dict[str, list[float]] = field(default_factory=dict)
-    """request_id -> its embedding; of those whose prompt is complete."""
-    prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
-    """request_id -> of the prompt tokens after those computed in this step; only of those that ask."""
-    held_back: Set[str] = frozenset()
-    """Sequences that got no token though all theirs were computed: the mask of their grammar has not come. Their last token
-    counts as not computed."""
-    device_event: object | None = None
-    """On a GPU: recorded after the step's last kernel that writes KV."""
-    failed_requests: Mapping[str, PdServeError] = field(default_factory=dict)
-    """request_id -> what ends it whatever else came of it, in the middle of its prompt too."""
+    req_ids: list[str] = []
+    """Sequences whose last known token was computed. A prompt that n sequences continue stands here n times in a row, in the
+    order of their indexes."""
+    sampled_token_ids: list[list[int]] = []
+    """New tokens, one list per entry of `req_ids`; `[NO_TOKEN]` where the rules leave none."""
+    logprobs: dict[int, LogprobsLists] = {}
+    """Index in `req_ids` -> log-probabilities of its new tokens; only of sequences that ask."""
+    failed: dict[int, RequestFailure] = {}
+    """Index in `req_ids` -> error that ends the request instead of its new tokens."""
+    pooler_output: dict[str, list[float]] = {}
+    """req_id -> its embedding; of those whose prompt is complete."""
+    prompt_logprobs: dict[str, LogprobsLists] = {}
+    """req_id -> log-probabilities of the prompt tokens after those computed in this step; only of sequences that ask."""
+    held_back: list[str] = []
+    """Sequences that got no token though all theirs were computed, since their mask was late. Their last token counts as not
+    computed."""
+    failed_requests: dict[str, RequestFailure] = {}
+    """req_id -> error that ends the sequence whatever else came of it, in the middle of its prompt too."""

@@ -13,6 +13,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.loaded_model import load_model, model_folder
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
@@ -78,7 +79,7 @@ class LocalEngine:
         # the last engine may have left sequences in their grammars
         self.close()
         self._grammars = model.grammar_compiler(self._settings)
-        return EngineCore(
+        return make_engine_core(
             config,
             model.decoder,
             model.kv_cache,

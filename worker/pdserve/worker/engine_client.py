@@ -76,12 +76,12 @@ class EngineClient:
 
     @property
     def tick(self) -> int:
-        return self._core.tick
+        return self._core.heartbeat.tick
 
     @property
     def tick_age_s(self) -> float:
         """How long ago the engine's loop last showed progress."""
-        return max(0.0, time.monotonic() - self._core.ticked_at)
+        return max(0.0, time.monotonic() - self._core.heartbeat.ticked_at)
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -34,7 +34,7 @@ from pdserve.common.security.peer_message import max_request_bytes
 from pdserve.common.security.role_guard import CallerRoles, RoleGuard
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.loaded_model import LoadedModel
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.sampler import SAMPLER_VERSION
@@ -107,7 +107,7 @@ class Worker:
         )
         self.adapter = KvTransferManager(connectors, pool, staged)
         self.hasher = BlockHasher(deployment_key, settings.block_size)
-        core = EngineCore(
+        core = make_engine_core(
             model.engine_config(settings),
             model.decoder,
             model.kv_cache,

@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.request import Request
 from pdserve.engine.runner.pooler import Pooler
 from pdserve.engine.runner.prompt_logprobs import PromptLogprobsTable
+from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.logits_plugin_stage import PluginTable
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.penalties import PenaltyTable
 from pdserve.engine.sampling.sampler import SamplingMetadata
 from pdserve.engine.sampling.token_mask import TokenRuleTable
-from pdserve.engine.structured_outputs.grammar_bitmask import GrammarBitmask
+from pdserve.engine.scheduler_output import GrammarOutput, NewRequestData
 
 
 class InputBatch:
@@ -28,9 +28,9 @@ class InputBatch:
         self._vocab_size = vocab_size
         self._free_rows = list(range(rows - 1, -1, -1))
         self.rows: dict[str, int] = {}
-        """request_id -> row."""
-        self.requests: dict[int, Request] = {}
-        """row -> request."""
+        """req_id -> row."""
+        self.req_ids: dict[int, str] = {}
+        """row -> req_id."""
         self.token_ids = np.zeros((rows, config.max_model_len + 1), dtype=np.int64)
         self.num_tokens = np.zeros(rows, dtype=np.int64)
         self.num_computed = np.zeros(rows, dtype=np.int64)
@@ -51,20 +51,20 @@ class InputBatch:
         self._plugins = PluginTable(processors)
         self.pooler = Pooler(rows)
         self.prompt_logprobs = PromptLogprobsTable()
-        self.grammars = GrammarBitmask(rows, vocab_size)
 
-    def add(self, request: Request, block_ids: list[int]) -> None:
-        """A sequence enters: everything it has is copied into its row."""
-        row = self.rows[request.request_id] = self._free_rows.pop()
-        self.requests[row] = request
-        self.token_ids[row, : request.num_tokens] = request.token_ids
-        self.num_tokens[row] = request.num_tokens
+    def add(self, request: NewRequestData) -> None:
+        """Copy everything that a sequence has into a row of its own."""
+        row = self.rows[request.req_id] = self._free_rows.pop()
+        self.req_ids[row] = request.req_id
+        num_tokens = len(request.token_ids)
+        self.token_ids[row, :num_tokens] = request.token_ids
+        self.num_tokens[row] = num_tokens
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_computed[row] = request.num_computed_tokens
         self.num_blocks[row] = 0
-        self.add_blocks(request.request_id, block_ids)
-        if request.core.pooling_params is not None:
-            self.pooler.add(row, request.core.pooling_params)
+        self.add_blocks(request.req_id, request.block_ids)
+        if request.pooling_params is not None:
+            self.pooler.add(row, request.pooling_params)
             return
         params = request.sampling_params
         self._temperature[row] = 0.0 if params.greedy else params.temperature
@@ -77,25 +77,23 @@ class InputBatch:
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         if request.collects_prompt_logprobs and params.prompt_logprobs is not None:
             self.prompt_logprobs.add(row, params.prompt_logprobs)
-        self._token_rules.add(row, request)
+        self._token_rules.add(row, params, request.eos_token_ids)
         self._plugins.add(row, params.logits_processors)
         self._penalties.set(row, params)
-        self.grammars.add(row, request)
 
-    def remove(self, request_id: str) -> None:
-        """A sequence leaves; harmless when it never came."""
-        row = self.rows.pop(request_id, None)
+    def remove(self, req_id: str) -> None:
+        """Free a sequence's row; harmless when it has none."""
+        row = self.rows.pop(req_id, None)
         if row is not None:
-            del self.requests[row]
+            del self.req_ids[row]
             self._token_rules.remove(row)
             self._plugins.remove(row)
             self.pooler.remove(row)
             self.prompt_logprobs.remove(row)
-            self.grammars.remove(row)
             self._free_rows.append(row)
 
-    def add_blocks(self, request_id: str, block_ids: list[int]) -> None:
-        row = self.rows[request_id]
+    def add_blocks(self, req_id: str, block_ids: list[int]) -> None:
+        row = self.rows[req_id]
         first = self.num_blocks[row]
         self.block_table[row, first : first + len(block_ids)] = block_ids
         self.num_blocks[row] += len(block_ids)
@@ -106,8 +104,10 @@ class InputBatch:
         self.num_tokens[rows] += 1
         self.num_sequences[rows] = 1
 
-    def sampling_metadata(self, rows: NDArray[np.int64], offsets: NDArray[np.int64] | int = 0) -> SamplingMetadata:
-        """The parameters of the rows that are sampled now.
+    def sampling_metadata(
+        self, rows: NDArray[np.int64], grammar: GrammarOutput | None = None, offsets: NDArray[np.int64] | int = 0
+    ) -> SamplingMetadata:
+        """The parameters of the rows that are sampled now, with the masks of those that have a grammar.
 
         offsets: added to their indexes, where a row is sampled for several sequences.
         """
@@ -123,6 +123,6 @@ class InputBatch:
             token_rules=self._token_rules.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
             plugins=self._plugins.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
             penalties=self._penalties.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
-            grammar_mask=self.grammars.of_step(rows),
+            grammar_mask=GrammarMask.of_step(grammar, self.rows, rows, self._vocab_size) if grammar else None,
             num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -13,17 +14,13 @@ from torch import Tensor
 from pdserve.common.errors import PdServeError
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.request import Request
 from pdserve.engine.runner.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
 from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.sampler import Sampler, SamplerOutput
-from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, RequestFailure, SchedulerOutput
 from pdserve.kernels.attention_batch import AttentionBatch, PrefillChunk
 from pdserve.kernels.block_copies import copy_blocks
-
-MASK_WAIT_S = 0.02
-"""How long a step waits for masks that should be there; rows without one by then wait for theirs without the others."""
 
 
 class DecoderModel(Protocol):
@@ -46,6 +43,18 @@ class DecoderModel(Protocol):
         """`[N, H]` -> `[N, V]` float32."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step between `execute_model` and `sample_tokens`."""
+
+    hidden: Tensor
+    """`[T, H]`"""
+    rows: NDArray[np.int64]
+    """`[S]`, rows of the batch."""
+    counts: NDArray[np.int64]
+    """`[S]`, tokens of each."""
+
+
 class ModelRunner:
     """One model, one KV pool, one device."""
 
@@ -64,77 +73,101 @@ class ModelRunner:
         self._device = kv_cache.device
         self._before_layer = before_layer
         self._sampler = Sampler()
+        self._step: _Step | None = None
+        self.kv_written: torch.cuda.Event | None = None
+        """On a GPU: recorded after the last kernel that writes KV."""
         self.batch = InputBatch(config, vocab_size, logits_processors or LogitsProcessors())
 
+    @property
+    def hidden_size(self) -> int:
+        return self._model.hidden_size
+
     @torch.inference_mode()
-    def execute(self, scheduled: SchedulerOutput, block_ids_of: Callable[[Request], list[int]]) -> ModelRunnerOutput:
-        """Compute one step. block_ids_of: the whole block table of a sequence that enters the batch."""
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        """Run the decoder over one step's tokens. `sample_tokens` must follow."""
+        if self._step is not None:
+            raise RuntimeError("execute_model was called twice without sample_tokens")
         if scheduled.block_copies:
             copy_blocks(self._kv_cache, scheduled.block_copies)
-        self._update_batch(scheduled, block_ids_of)
+        self._update_batch(scheduled)
         rows, counts = self._decodes_first(scheduled)
         token_ids, attention = self._inputs(rows, counts)
         hidden = self._model.forward(token_ids, attention, self._kv_cache, self._before_layer)
         self.batch.num_computed[rows] += counts
-        written = self._device_event()
+        self.kv_written = self._device_event()
+        self._step = _Step(hidden, rows, counts)
 
-        failed_requests: dict[str, PdServeError] = {}
-        prompt_logprobs = self._prompt_logprobs(hidden, rows, counts, failed_requests)
+    @torch.inference_mode()
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        """Result of the step that `execute_model` ran. grammar: None when no sequence of the step needs a mask."""
+        if self._step is None:
+            raise RuntimeError("sample_tokens was called without execute_model")
+        step, self._step = self._step, None
+        hidden, rows, counts = step.hidden, step.rows, step.counts
+        result = ModelRunnerOutput()
+        failed: dict[str, PdServeError] = {}
+        result.prompt_logprobs = self._prompt_logprobs(hidden, rows, counts, failed)
         ends = np.cumsum(counts) - 1
         complete = np.flatnonzero(self.batch.num_computed[rows] == self.batch.num_tokens[rows])
-        pooler_output: dict[str, list[float]] = {}
         if len(self.batch.pooler):
             self.batch.pooler.add_chunks(hidden, rows, counts)
             is_pooled = self.batch.pooler.is_pooled(rows[complete])
-            pooler_output = self._pool(hidden, rows, ends, complete[is_pooled], failed_requests)
+            result.pooler_output = self._pool(hidden, rows, ends, complete[is_pooled], failed)
             complete = complete[~is_pooled]
-        is_late = self.batch.grammars.late(rows[complete], MASK_WAIT_S)
-        held_back = rows[complete[is_late]]
-        # its last token is computed again, to the same values, when the mask is there
-        self.batch.num_computed[held_back] -= 1
-        complete = complete[~is_late]
-        held_back_ids = {self.batch.requests[row].request_id for row in held_back.tolist()}
-        if len(complete) == 0:
-            return ModelRunnerOutput(
-                [],
-                [],
-                device_event=written,
-                pooler_output=pooler_output,
-                prompt_logprobs=prompt_logprobs,
-                failed_requests=failed_requests,
-                held_back=held_back_ids,
-            )
-        logits = self._model.compute_logits(hidden[torch.from_numpy(ends[complete]).to(self._device)])
-        sampled_rows = rows[complete]
-        num_sequences = self.batch.num_sequences[sampled_rows]
-        is_finite = finite_rows(logits)  # the sampler changes the logits
-        output = self._sample(logits, sampled_rows, num_sequences)
-        requests = self.batch.requests
-        for row in sampled_rows[~is_finite.cpu().numpy()].tolist():
-            failed_requests[requests[row].request_id] = not_finite("logits", self._kv_cache.dtype)
-        return ModelRunnerOutput(
-            [requests[row].request_id for row in np.repeat(sampled_rows, num_sequences).tolist()],
-            output.sampled_token_ids.tolist(),
-            output.logprobs.lists() if output.logprobs is not None else {},
-            output.failed,
-            pooler_output,
-            prompt_logprobs,
-            device_event=written,
-            failed_requests=failed_requests,
-            held_back=held_back_ids,
-        )
+        if grammar is not None and grammar.late_req_ids:
+            result.held_back = grammar.late_req_ids
+            complete = self._without_late(grammar, rows, complete)
+        if len(complete):
+            logits = self._model.compute_logits(hidden[torch.from_numpy(ends[complete]).to(self._device)])
+            self._sample_rows(logits, rows[complete], grammar, result, failed)
+        result.failed_requests = {req_id: RequestFailure.of(error) for req_id, error in failed.items()}
+        return result
 
-    def _sample(self, logits: Tensor, rows: NDArray[np.int64], num_sequences: NDArray[np.int64]) -> SamplerOutput:
+    def _without_late(
+        self, grammar: GrammarOutput, rows: NDArray[np.int64], complete: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Places of complete rows whose mask is there. The last token of the others is computed again, to the same values."""
+        late = np.array([self.batch.rows[req_id] for req_id in grammar.late_req_ids], np.int64)
+        self.batch.num_computed[late] -= 1
+        return complete[~np.isin(rows[complete], late)]
+
+    def _sample_rows(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        grammar: GrammarOutput | None,
+        result: ModelRunnerOutput,
+        failed: dict[str, PdServeError],
+    ) -> None:
+        """Sample the batch's rows `rows` `[N]` from logits `[N, V]` into `result`. failed: takes those without numbers."""
+        num_sequences = self.batch.num_sequences[rows]
+        is_finite = finite_rows(logits)  # the sampler changes the logits
+        output = self._sample(logits, rows, num_sequences, grammar)
+        req_ids = self.batch.req_ids
+        for row in rows[~is_finite.cpu().numpy()].tolist():
+            failed[req_ids[row]] = not_finite("logits", self._kv_cache.dtype)
+        result.req_ids = [req_ids[row] for row in np.repeat(rows, num_sequences).tolist()]
+        result.sampled_token_ids = [[token_id] for token_id in output.sampled_token_ids.tolist()]
+        result.logprobs = output.logprobs.lists() if output.logprobs is not None else {}
+        result.failed = {place: RequestFailure.of(error) for place, error in output.failed.items()}
+
+    def _sample(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        num_sequences: NDArray[np.int64],
+        grammar: GrammarOutput | None,
+    ) -> SamplerOutput:
         """One token for each sequence. logits `[N, V]`, rows and num_sequences `[N]`."""
         if (num_sequences == 1).all():
-            output = self._sampler(logits, self.batch.sampling_metadata(rows))
+            output = self._sampler(logits, self.batch.sampling_metadata(rows, grammar))
             self.batch.append_tokens(rows, output.sampled_token_ids)
             return output
         firsts = np.cumsum(num_sequences) - num_sequences
         places = np.repeat(np.arange(len(rows)), num_sequences)
         offsets = np.arange(len(places)) - firsts[places]
         logits = logits[torch.from_numpy(places).to(self._device)]
-        output = self._sampler(logits, self.batch.sampling_metadata(rows[places], offsets))
+        output = self._sampler(logits, self.batch.sampling_metadata(rows[places], grammar, offsets))
         self.batch.append_tokens(rows, output.sampled_token_ids[firsts])
         return output
 
@@ -152,7 +185,7 @@ class ModelRunner:
         found = batch.prompt_logprobs.of_step(
             hidden, rows, counts, batch.num_computed, batch.token_ids, batch.num_prompt, self._model.compute_logits
         )
-        by_request = {batch.requests[row].request_id: lists for row, lists in found.items()}
+        by_request = {batch.req_ids[row]: lists for row, lists in found.items()}
         for request_id in [request_id for request_id, lists in by_request.items() if not are_finite(lists)]:
             failed_requests[request_id] = not_finite("prompt log-probabilities", self._kv_cache.dtype)
             del by_request[request_id]
@@ -172,7 +205,7 @@ class ModelRunner:
         pooled_rows = rows[complete]
         last = hidden[torch.from_numpy(ends[complete]).to(self._device)]
         vectors = self.batch.pooler.finish(last, pooled_rows, self.batch.num_tokens[pooled_rows])
-        req_ids = (self.batch.requests[row].request_id for row in pooled_rows.tolist())
+        req_ids = (self.batch.req_ids[row] for row in pooled_rows.tolist())
         pooled = dict(zip(req_ids, vectors, strict=True))
         for request_id in [request_id for request_id, vector in pooled.items() if not is_finite_vector(vector)]:
             failed_requests[request_id] = not_finite("embeddings", self._kv_cache.dtype)
@@ -187,13 +220,13 @@ class ModelRunner:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _update_batch(self, scheduled: SchedulerOutput, block_ids_of: Callable[[Request], list[int]]) -> None:
-        for request_id in scheduled.finished_req_ids:
-            self.batch.remove(request_id)
+    def _update_batch(self, scheduled: SchedulerOutput) -> None:
+        for req_id in scheduled.finished_req_ids:
+            self.batch.remove(req_id)
         for request in scheduled.scheduled_new_reqs:
-            self.batch.add(request, block_ids_of(request))
-        for request_id, block_ids in scheduled.new_block_ids.items():
-            self.batch.add_blocks(request_id, block_ids)
+            self.batch.add(request)
+        for req_id, block_ids in scheduled.scheduled_cached_reqs.new_block_ids.items():
+            self.batch.add_blocks(req_id, block_ids)
 
     def _decodes_first(self, scheduled: SchedulerOutput) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Rows and their token counts, `[S]` each; rows with one token come first, as attention wants them."""

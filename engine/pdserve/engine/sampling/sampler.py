@@ -27,6 +27,7 @@ from torch import Tensor
 
 from pdserve.common.errors import InternalError
 from pdserve.engine.sampling import device_draw
+from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.kept_tokens import Border, Cut, border, top_p_alone
 from pdserve.engine.sampling.logits_plugin_stage import LogitsProcessorStage
 from pdserve.engine.sampling.logprobs import LogprobsTensors, RawLogprobs
@@ -35,7 +36,6 @@ from pdserve.engine.sampling.scratch import Scratch
 from pdserve.engine.sampling.token_draw import KeptRows, NoiseRows, draw
 from pdserve.engine.sampling.token_mask import TokenMask
 from pdserve.engine.scheduler_output import NO_TOKEN
-from pdserve.engine.structured_outputs.grammar_bitmask import GrammarMask
 
 SAMPLER_VERSION = 2
 """Part of a worker's identity: workers of one version sample the same tokens. Raised with any change of stages 7 to 9."""

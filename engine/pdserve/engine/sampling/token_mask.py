@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.request import Request
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.sampling.sparse_indices import SparseIndices
 
 _ANY = -1
@@ -79,12 +79,11 @@ class _RowRules:
     biases: NDArray[np.float32]
 
 
-def _row_rules(request: Request, vocab_size: int) -> _RowRules | None:
+def _row_rules(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> _RowRules | None:
     """None for a sequence that asks nothing of the kind."""
-    params = request.sampling_params
     if not (params.min_tokens or params.logit_bias or params.bad_words_token_ids or params.allowed_token_ids):
         return None
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else request.core.eos_token_ids)}
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     return _RowRules(
         allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, dtype=np.int64),
         bad_words=BadWords(params.bad_words_token_ids) if params.bad_words_token_ids else None,
@@ -103,8 +102,8 @@ class TokenRuleTable:
         self._rules: dict[int, _RowRules] = {}
         self._has_rules = np.zeros(num_rows, dtype=np.bool_)
 
-    def add(self, row: int, request: Request) -> None:
-        if (rules := _row_rules(request, self._vocab_size)) is not None:
+    def add(self, row: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+        if (rules := _row_rules(params, eos_token_ids, self._vocab_size)) is not None:
             self._rules[row] = rules
             self._has_rules[row] = True
 

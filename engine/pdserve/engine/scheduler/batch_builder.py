@@ -13,6 +13,8 @@ class BatchBuilder:
         self.budget = max_num_batched_tokens
         """Tokens that may still be scheduled."""
         self.output = SchedulerOutput()
+        self.new_requests: list[Request] = []
+        """Sequences that enter the batch in this step."""
         self.preempted = False
         """Whether blocks have run out in this step."""
 
@@ -23,13 +25,13 @@ class BatchBuilder:
 
     def schedule_new(self, request: Request, num_tokens: int) -> None:
         """The same, for a sequence that enters the batch in this step."""
-        self.output.scheduled_new_reqs.append(request)
+        self.new_requests.append(request)
         self.put(request, num_tokens)
 
     def unschedule(self, request: Request) -> None:
         """It was preempted. Harmless when it had no part in the step."""
         self.preempted = True
         self.budget += self.output.num_scheduled_tokens.pop(request.request_id, 0)
-        self.output.new_block_ids.pop(request.request_id, None)
-        if request in self.output.scheduled_new_reqs:
-            self.output.scheduled_new_reqs.remove(request)
+        self.output.scheduled_cached_reqs.new_block_ids.pop(request.request_id, None)
+        if request in self.new_requests:
+            self.new_requests.remove(request)

@@ -31,7 +31,7 @@ from pdserve.engine.scheduler.starvation_guard import StarvationGuard
 from pdserve.engine.scheduler.step_results import StepResults
 from pdserve.engine.scheduler.transfer_events import End, TransferEvents
 from pdserve.engine.scheduler.waiting_queues import Refusal, WaitingQueues
-from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 
@@ -251,9 +251,39 @@ class Scheduler:
         self._schedule_waiting(step)
         self._schedule_running(step, ahead)
         step.output.finished_req_ids = self.running.take_finished_ids()
+        step.output.scheduled_new_reqs = [self._new_request_data(request) for request in step.new_requests]
         if step.output.num_scheduled_tokens:
             step.output.block_copies = self.kv.take_copies()
         return step.output
+
+    @staticmethod
+    def _takes_mask(request: Request, num_tokens: int) -> bool:
+        """Whether computing `num_tokens` completes a sequence whose next token a grammar restricts."""
+        return request.grammar is not None and request.num_uncomputed_tokens == num_tokens
+
+    def get_grammar_bitmask(self, scheduled: SchedulerOutput) -> GrammarOutput | None:
+        """Masks for what a step samples, while it is being computed; None when it needs none. May wait `MASK_WAIT_S`."""
+        takers = [
+            request
+            for req_id, num_tokens in scheduled.num_scheduled_tokens.items()
+            if self._takes_mask(request := self.requests[req_id], num_tokens)
+        ]
+        return self.grammars.grammar_output(takers) if takers else None
+
+    def _new_request_data(self, request: Request) -> NewRequestData:
+        return NewRequestData(
+            req_id=request.request_id,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=request.num_computed_tokens,
+            block_ids=list(self.kv.block_ids(request)),
+            sampling_params=request.sampling_params,
+            pooling_params=request.core.pooling_params,
+            eos_token_ids=request.core.eos_token_ids,
+            index=request.index,
+            num_sequences=request.num_sequences,
+            collects_prompt_logprobs=request.collects_prompt_logprobs,
+        )
 
     def _schedule_running(self, step: BatchBuilder, requests: list[Request]) -> None:
         for request in requests:
@@ -266,7 +296,7 @@ class Scheduler:
             if added is not None:
                 step.put(request, num_tokens)
                 if added:
-                    step.output.new_block_ids[request.request_id] = added
+                    step.output.scheduled_cached_reqs.new_block_ids[request.request_id] = added
 
     def _evict(self, taker: Request) -> bool:
         """Make room for a running sequence at the cost of one that still waits for remote KV.
@@ -311,8 +341,14 @@ class Scheduler:
 
     # ---- what came of it
 
-    def update_from_output(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
-        """Book a step's result: KV computed, blocks published, tokens appended, sequences ended."""
+    def update_from_output(
+        self, scheduled: SchedulerOutput, computed: ModelRunnerOutput, kv_written: object | None = None
+    ) -> None:
+        """Take a step's result in: KV computed, blocks published, tokens appended, sequences ended.
+
+        kv_written: on a GPU, the event after which the step's KV is in the pool.
+        """
+        self.sources.device_event = kv_written
         self.results.update(scheduled, computed)
 
     def requeue_finished_ids(self, unused: SchedulerOutput) -> None:

@@ -41,23 +41,22 @@ class StepResults:
 
     def update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Called once a step, with what was asked for and what came of it."""
-        self._sources.device_event = computed.device_event
         self._book_computed(scheduled, computed)
         place = 0
         while place < len(computed.req_ids):
             request = self._requests[computed.req_ids[place]]
             places = range(place, place + request.num_sequences)
             place = places.stop
-            cause = next((computed.failed[place] for place in places if place in computed.failed), None)
-            cause = computed.failed_requests.get(request.request_id, cause)
-            if cause is not None:
-                self._endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            failure = next((computed.failed[place] for place in places if place in computed.failed), None)
+            failure = computed.failed_requests.get(request.request_id, failure)
+            if failure is not None:
+                self._endings.finish(request, RequestStatus.FINISHED_ERROR, cause=failure.error())
                 continue
-            token_ids = [computed.sampled_token_ids[place] for place in places]
+            token_ids = [token_id for place in places for token_id in computed.sampled_token_ids[place]]
             self._append(request, token_ids, [computed.logprobs.get(place) for place in places])
         for request_id, failure in computed.failed_requests.items():
             if (unfinished := self._requests.get(request_id)) is not None:
-                self._endings.finish(unfinished, RequestStatus.FINISHED_ERROR, cause=failure)
+                self._endings.finish(unfinished, RequestStatus.FINISHED_ERROR, cause=failure.error())
         for request_id, values in computed.pooler_output.items():
             self._endings.finish(self._requests[request_id], RequestStatus.FINISHED_STOPPED, pooling_output=values)
 

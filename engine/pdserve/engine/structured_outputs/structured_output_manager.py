@@ -10,17 +10,20 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.request.structured_outputs import FIELD
 from pdserve.engine.request import Request, Wait
+from pdserve.engine.scheduler_output import GrammarOutput
 from pdserve.engine.structured_outputs.grammar import Grammar
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_host import GrammarHosts
 from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
 
+MASK_WAIT_S = 0.02
+"""A step waits this long for masks that should be there; sequences without one by then get their token in a later step."""
 Arrived = tuple[Request, Grammar | PdServeError]
 
 
@@ -96,6 +99,18 @@ class StructuredOutputManager:
         self._something_arrived.set()
         if self.on_arrival is not None:
             self.on_arrival()
+
+    def grammar_output(self, requests: Iterable[Request]) -> GrammarOutput:
+        """Masks of the next token of sequences that have a grammar, after a wait of at most `MASK_WAIT_S` for all together."""
+        output, until = GrammarOutput(), time.monotonic() + MASK_WAIT_S
+        for request in requests:
+            mask = None if request.grammar is None else request.grammar.allowed(until)
+            if mask is None:
+                output.late_req_ids.append(request.request_id)
+            else:
+                output.structured_output_request_ids.append(request.request_id)
+                output.grammar_bitmask.append(mask.tobytes())
+        return output
 
     def close(self) -> None:
         """End what compiles and holds grammars; waits."""

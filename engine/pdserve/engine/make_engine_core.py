@@ -1,0 +1,36 @@
+"""Puts an `EngineCore` together with the executor that its device needs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.heartbeat import Heartbeat
+from pdserve.engine.runner.executor import SingleDeviceExecutor
+from pdserve.engine.runner.model_runner import DecoderModel, ModelRunner
+from pdserve.engine.sampling.logits_processors import LogitsProcessors
+from pdserve.engine.scheduler.kv_messages import KvOutbox
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+
+
+def make_engine_core(
+    config: EngineConfig,
+    model: DecoderModel,
+    kv_cache: Tensor,
+    hasher: BlockHasher,
+    vocab_size: int,
+    outbox: KvOutbox | None = None,
+    grammars: GrammarCompiler | None = None,
+    logits_processors: LogitsProcessors | None = None,
+) -> EngineCore:
+    """An engine over one model and one pool.
+
+    kv_cache: `[num_blocks, L, 2, Hkv, bs, D]`. outbox: takes what the engine sends to transfers; None without transfers.
+    grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors: plug-ins that
+    requests may name; default: none.
+    """
+    heartbeat, processors = Heartbeat(), logits_processors or LogitsProcessors()
+    runner = ModelRunner(config, model, kv_cache, vocab_size, heartbeat.beat, processors)
+    return EngineCore(config, SingleDeviceExecutor(runner), heartbeat, hasher, vocab_size, outbox, grammars, processors)

@@ -1,0 +1,48 @@
+"""Which tokens the grammars of a step's rows allow: their bitmasks together, applied in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.engine.scheduler_output import GrammarOutput
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMask:
+    """What one step's rows may sample."""
+
+    places: list[int]
+    """Rows of the logits that have a grammar, `[M]`."""
+    allowed: Tensor
+    """`[M, V]` bool: whether a token may come."""
+
+    def apply(self, logits: Tensor) -> None:
+        """logits `[N, V]`; changed in place: tokens that a row's grammar does not allow get -inf."""
+        allowed, never = self.allowed.to(logits.device), logits.new_tensor(-torch.inf)
+        if len(self.places) == len(logits):
+            torch.where(allowed, logits, never, out=logits)
+        else:
+            logits[self.places] = torch.where(allowed, logits[self.places], never)
+
+    @classmethod
+    def of_step(
+        cls, grammar: GrammarOutput, row_of: Mapping[str, int], rows: NDArray[np.int64], vocab_size: int
+    ) -> GrammarMask | None:
+        """For logits `[N, V]` whose row i is the batch's row `rows[i]`; None when no row has a grammar.
+
+        row_of: req_id -> row of the batch. At the end of a prompt, all sequences that continue it have its row.
+        """
+        mask_of = {row_of[req_id]: number for number, req_id in enumerate(grammar.structured_output_request_ids)}
+        found = [(place, mask_of[row]) for place, row in enumerate(rows.tolist()) if row in mask_of]
+        if not found:
+            return None
+        places, masks = zip(*found, strict=True)
+        packed = np.frombuffer(b"".join(grammar.grammar_bitmask), np.uint8).reshape(len(mask_of), -1)
+        bits = np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little")
+        return cls(list(places), torch.from_numpy(bits.view(np.bool_)[list(masks)]))
