@@ -179,3 +179,15 @@ def test_bandwidth_is_what_transfers_add_to_a_request():
     seen_moments.merge({moments.KV_LANDED: 2 * second})
     bandwidth.landed(1000, seen_moments)
     assert bandwidth.bytes_per_s == pytest.approx(1900 / 1.8, rel=1e-3)
+
+
+@pytest.mark.parametrize("rate", [5e-324, 1e308, float("inf"), float("nan"), -1.0])
+async def test_a_reported_rate_that_no_worker_has_counts_as_unknown(cluster, rate):
+    """An estimate that divides by it would overflow, and fail requests of others."""
+    await cluster.start()
+    for role in ("prefill", "decode"):
+        cluster.of(role).report(prefill_tokens_per_s=rate, num_waiting_tokens=2**32 - 1)
+    for _ in range(10):
+        # reports come a little later
+        assert await cluster.text() == said(5)
+        await asyncio.sleep(0.02)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import cast
 
@@ -121,6 +120,10 @@ def _identity(message: worker_pb2.Identity) -> WorkerIdentity:
     )
 
 
+LEAST_RATE, MOST_RATE = 1e-3, 1e9
+"""Tokens per second that a worker may report; anything else counts as unknown."""
+
+
 def _load(message: worker_pb2.Load) -> WorkerLoad:
     rate = message.prefill_tokens_per_s
     return WorkerLoad(
@@ -136,8 +139,8 @@ def _load(message: worker_pb2.Load) -> WorkerLoad:
         num_sessions=message.num_sessions,
         max_sessions=message.max_sessions,
         max_waiting=message.max_waiting,
-        # an estimate that divides by it must neither fail nor be endless
-        prefill_tokens_per_s=rate if math.isfinite(rate) and rate > 0 else 0.0,
+        # estimates divide by it: numbers beyond these bounds would overflow, and NaN is in none
+        prefill_tokens_per_s=rate if LEAST_RATE <= rate <= MOST_RATE else 0.0,
     )
 
 
