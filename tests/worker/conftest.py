@@ -35,6 +35,7 @@ from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 from pdserve.v1 import kv_source_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.engine_outbox import EngineOutbox
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from tests.support.engine_harness import KEY
 from tests.support.hash_model import VOCAB_SIZE, HashModel, make_hash_cache
@@ -67,10 +68,10 @@ class Node:
         self.connectors = ConnectorSet(connectors)
         pool = host_memory(self.cache) if self.staged is None else self.staged.memory
         self.connectors.serve(pool)
-        self.adapter = KvTransferManager(self.connectors, pool, self.staged)
-        self.core = make_engine_core(self.config, self.model, self.cache, HASHER, VOCAB_SIZE, self.adapter)
+        outbox = EngineOutbox()
+        self.core = make_engine_core(self.config, self.model, self.cache, HASHER, VOCAB_SIZE, outbox)
         self.engine = EngineClient(self.core)
-        self.adapter.connect(self.engine)
+        self.adapter = KvTransferManager(self.engine, outbox, self.connectors, pool, self.staged)
         self.peer = PeerId(name, secrets.randbits(64))
         self.transfers = SourceTransfers(self.connectors, LeaseLimits(2.0, 0.4, 20.0), self.adapter)
         self.server: grpc.aio.Server | None = make_server()

@@ -81,7 +81,7 @@ async def test_a_name_is_taken_until_the_engine_has_said_its_last_word_of_it(eng
         await first.get()
         client.release(first)
         with pytest.raises(InvalidRequest, match="request same is here already") as refused:
-            client.submit(engine.request([*PROMPT, 30], "same"))
+            client.verify(engine.request([*PROMPT, 30], "same"))
         assert refused.value.field == "request_id"
         async with asyncio.timeout(10):
             while client._taken:  # noqa: ASYNC110 - the engine's thread tells nobody
@@ -113,7 +113,7 @@ async def test_a_wrong_request_never_reaches_the_engine(engine: Harness) -> None
         ({"sampling_params": msgspec.structs.replace(good.sampling_params, stop_token_ids=(64,))}, "stop_token_ids"),
     ):
         with pytest.raises(InvalidRequest) as caught:
-            engine.client.submit(msgspec.structs.replace(good, **changes))
+            engine.client.verify(msgspec.structs.replace(good, **changes))
         assert caught.value.field == field
     assert engine.client.num_streams == 0
 

@@ -60,11 +60,14 @@ class EngineClient:
         """At most; 0: none are served here."""
         self.died = asyncio.Event()
         self.draining = False
-        self.on_unclaimed: Callable[[EngineCoreOutput], None] | None = None
-        """Hears outputs of requests that have no stream: repeated prefills belong to the seam adapter."""
+        self._on_output: Callable[[EngineCoreOutput], None] | None = None
         self.cached_blocks = KvEventPublisher()
         self._leaving: dict[str, OnEnded | None] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
+
+    def subscribe(self, on_output: Callable[[EngineCoreOutput], None]) -> None:
+        """Call `on_output` with every output, after its stream got it. One subscriber."""
+        self._on_output = on_output
 
     def start(self) -> None:
         self._thread.start()
@@ -116,10 +119,10 @@ class EngineClient:
         observer: Callable[[EngineCoreOutput], None] | None = None,
         stream_interval: int = 1,
     ) -> OutputStream:
-        """Queue a request; its stream raises DeadlineExceeded when its deadline passes, whatever the router does.
+        """Queue a request that `verify` has passed. Its stream raises DeadlineExceeded when its deadline passes, whatever the
+        router does.
 
-        stream_interval: `OutputStream`'s. Raises: InvalidRequest, Draining, WorkerLost; Overloaded where
-        `max_waiting` requests wait.
+        stream_interval: `OutputStream`'s. Raises: Draining, WorkerLost; Overloaded when `max_waiting` requests wait.
         """
         if self.draining:
             raise Draining("the worker is draining")
@@ -129,7 +132,6 @@ class EngineClient:
             raise Overloaded(
                 f"{num_waiting} requests wait on this worker, at most {self.max_waiting} may (max_waiting)"
             )
-        self.verify(request)
         stream = OutputStream(request.request_id, observer, num_sequences=request.n, interval=stream_interval)
         self._streams[request.request_id] = stream
         self._sequence_ids[request.request_id] = _sequence_ids(request)
@@ -157,7 +159,7 @@ class EngineClient:
         self._thread.post(lambda core: core.resume_request(update))
 
     def submit_quietly(self, request: EngineCoreRequest) -> None:
-        """Queue a verified request whose outputs go to `on_unclaimed`."""
+        """Queue a request without a stream: only the subscriber gets its outputs."""
         self._add(request)
 
     def _add(self, request: EngineCoreRequest) -> None:
@@ -210,8 +212,8 @@ class EngineClient:
                 stream.put(output)
                 if output.awaits_input:
                     self._forget_deadline(output.request_id)  # it was that of the session's turn
-            if self.on_unclaimed is not None:
-                self.on_unclaimed(output)
+            if self._on_output is not None:
+                self._on_output(output)
         if outputs.blocks_stored or outputs.blocks_removed:
             self.cached_blocks.apply(outputs.blocks_stored, outputs.blocks_removed)
         if outputs.scheduler_stats is not None:

@@ -1,13 +1,12 @@
-"""`KvTransferManager`: the one implementation of the engine's `KvOutbox`, over any data-plane connector.
+"""`KvTransferManager`: moves the engine's KV blocks over any data-plane connector.
 
-The engine speaks of request ids and holds; the transfer side of transfers, block numbers and streams. Here the two
-meet, in the asyncio thread. Holds are kept here from the moment the engine hands them out until they go back.
+The engine names requests and holds; transfers have ids, block numbers and streams. This class maps one to the other, in the
+asyncio thread, and keeps each hold from the message that brings it until the engine gets it back.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,8 +40,7 @@ from pdserve.kv_transfer.control.transfer_view import TransferLog, TransfersPage
 from pdserve.kv_transfer.host_staging_pool import HostStagingPool
 from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.worker.engine_client import EngineClient
-
-log = logging.getLogger(__name__)
+from pdserve.worker.engine_outbox import EngineOutbox
 
 QUARANTINE_FULL_AFTER_S = 2.0
 """An eviction may put a large prompt into quarantine for as long as its reads take to end; longer than this is a fault."""
@@ -85,10 +83,22 @@ class _Receiver:
 
 
 class KvTransferManager:
-    """`send` is called by the engine thread; everything else lives in the asyncio thread."""
+    """Lives in the asyncio thread."""
 
-    def __init__(self, connectors: ConnectorSet, pool: PoolMemory, staged: HostStagingPool | None = None) -> None:
-        """pool: what `connectors` serve. staged: where the engine's pool is on a device, and `pool` its host memory."""
+    def __init__(
+        self,
+        engine: EngineClient,
+        outbox: EngineOutbox,
+        connectors: ConnectorSet,
+        pool: PoolMemory,
+        staged: HostStagingPool | None = None,
+    ) -> None:
+        """outbox: the engine's. pool: the memory that `connectors` serve. staged: given when the engine's pool is on a device,
+        and `pool` is its host memory.
+        """
+        self.engine = engine
+        outbox.subscribe(self._on_message)
+        engine.subscribe(self._on_output)
         self._connectors = connectors
         self._pool = pool
         self._staged = staged
@@ -98,22 +108,10 @@ class KvTransferManager:
         self._sources: dict[str, _Source] = {}
         self._receivers: dict[str, _Receiver] = {}
         self._streams: set[asyncio.Task[None]] = set()
-        self._engine: EngineClient | None = None
         self._closed = False
         self._log = TransferLog()
         self._quarantine_since: float | None = None
         """Loop time at which more than its share was seen in quarantine; None while it is less."""
-
-    def connect(self, engine: EngineClient) -> None:
-        """The engine is made after its connector: this closes the circle."""
-        self._engine = engine
-        engine.on_unclaimed = self._on_output
-
-    @property
-    def engine(self) -> EngineClient:
-        if self._engine is None:
-            raise RuntimeError("the adapter is not connected to an engine yet")
-        return self._engine
 
     def close(self) -> None:
         for receiver in list(self._receivers.values()):
@@ -163,12 +161,6 @@ class KvTransferManager:
         return now - self._quarantine_since >= QUARANTINE_FULL_AFTER_S
 
     # ---- out of the engine
-
-    def send(self, message: OutOfEngine) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._on_message, message)
-        except RuntimeError:
-            log.debug("the event loop has closed; %s is lost with the process", type(message).__name__)
 
     def _on_message(self, message: OutOfEngine) -> None:
         match message:

@@ -47,6 +47,7 @@ from pdserve.kv_transfer.host_staging_pool import HostStagingPool, host_memory
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.v1 import kv_source_pb2_grpc, request_pb2, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.engine_outbox import EngineOutbox
 from pdserve.worker.engine_watchdog import EngineWatchdog
 from pdserve.worker.identity import Role, WorkerIdentity
 from pdserve.worker.kv_transfer_manager import KvTransferManager
@@ -105,7 +106,7 @@ class Worker:
             lambda context: deployment_key.derive(DATA_PLANE, context),
             clear=tls is None or any(name != "tcp" for name in connectors.names),
         )
-        self.adapter = KvTransferManager(connectors, pool, staged)
+        outbox = EngineOutbox()
         self.hasher = BlockHasher(deployment_key, settings.block_size)
         core = make_engine_core(
             model.engine_config(settings),
@@ -113,12 +114,12 @@ class Worker:
             model.kv_cache,
             self.hasher,
             model.decoder.config.vocab_size,
-            self.adapter,
+            outbox,
             model.grammar_compiler(settings),
             LogitsProcessors.from_entry_points(settings.logits_processors),
         )
         self.engine = EngineClient(core, settings.num_threads, settings.cpu_core, settings.waiting_limit)
-        self.adapter.connect(self.engine)
+        self.adapter = KvTransferManager(self.engine, outbox, connectors, pool, staged)
         self._watchdog: EngineWatchdog | None = None
         self.identity = self._identity(role)
         limits = LeaseLimits(settings.attach_timeout_s, settings.lease_grace_s, settings.lease_max_s)

@@ -163,7 +163,7 @@ async def test_a_request_that_is_there_already_is_refused_and_disturbs_nothing(m
         pair.p.adapter.source(source.request, other)
     assert other.state is SourceState.CANCELLED
     with pytest.raises(InvalidRequest, match="already"):
-        pair.d.engine.submit(source.request)
+        pair.d.engine.verify(source.request)
     assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(PROMPTS[-1], 8)
 
 
