@@ -76,7 +76,7 @@ def test_the_workers_own_cap_holds_as_well(make_engine: MakeEngine) -> None:
 def test_without_a_source_more_than_the_limit_asks_for_prefill(make_engine: MakeEngine) -> None:
     engine = make_engine()
     refused = engine.ask(PROMPT, local_prefill_tokens=21)
-    assert (refused.error_code, refused.error_message, refused.token_ids) == ("needs_prefill", "22", [])
+    assert (refused.error_code, refused.uncached_tokens, refused.token_ids) == ("needs_prefill", 22, [])
     assert engine.ask(PROMPT, local_prefill_tokens=22).token_ids == greedy_answer(PROMPT, 4)
     assert engine.ask(PROMPT, local_prefill_tokens=2).token_ids == greedy_answer(PROMPT, 4)
 

@@ -79,7 +79,7 @@ def test_what_is_cached_does_not_count_towards_the_cap(make_engine: MakeEngine) 
     engine = make_engine(max_local_prefill_tokens=6)
     prompt = list(range(20))
     refused = engine.ask(prompt)
-    assert (refused.error_code, refused.error_message) == ("needs_prefill", "20")
+    assert (refused.error_code, refused.uncached_tokens) == ("needs_prefill", 20)
     assert refused.token_ids == []
     assert engine.ask(prompt, prefill_here=True).token_ids == greedy_answer(prompt, 4)
     assert engine.ask(prompt).token_ids == greedy_answer(prompt, 4)

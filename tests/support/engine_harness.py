@@ -52,6 +52,7 @@ class Answer:
     stop_reason: int | str | None = None
     error_code: str = ""
     error_message: str = ""
+    uncached_tokens: int = 0
     num_cached_tokens: int = 0
     transfer_unwanted: bool = False
     num_outputs: int = 0
@@ -72,6 +73,7 @@ class Answer:
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.error_code, self.error_message = output.error_code, output.error_message
+        self.uncached_tokens = output.uncached_tokens
         self.num_cached_tokens = output.num_cached_tokens
         self.transfer_unwanted = output.transfer_unwanted
         self.pooling_output = output.pooling_output

@@ -232,16 +232,15 @@ class Evicted(PdServeError):
 
 
 class NeedsPrefill(PdServeError):
-    """More is uncached than this worker prefills itself; nothing was done. The message is the number of tokens."""
+    """More tokens are uncached than this worker prefills itself; nothing was done."""
 
     code = "needs_prefill"
     grpc_status = grpc.StatusCode.ABORTED
     http_status = 503
     retryable = True
 
-    @property
-    def uncached_tokens(self) -> int:
-        return int(self.message)
+    uncached_tokens: int = 0
+    """Prompt tokens that would have to be computed. Not part of what travels as an error: see `DecodeEvent.needs_prefill`."""
 
 
 class Draining(PdServeError):

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from pdserve.common.errors import PdServeError, from_code
+from pdserve.common.errors import NeedsPrefill, PdServeError, from_code
 from pdserve.common.request.engine_types import EngineCoreOutput, LogprobsLists
 
 
@@ -117,5 +117,8 @@ def _joined(first: LogprobsLists | None, then: LogprobsLists | None) -> Logprobs
 
 
 def engine_error(output: EngineCoreOutput) -> PdServeError:
-    """The error an output carries."""
-    return from_code(output.error_code, output.error_message, output.error_field)
+    """The error that ended an output's request."""
+    error = from_code(output.error_code, output.error_message, output.error_field)
+    if isinstance(error, NeedsPrefill):
+        error.uncached_tokens = output.uncached_tokens
+    return error

@@ -204,7 +204,9 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     index: int = 0
     """Which of the request's sequences."""
     error_field: str = ""
-    """What an `InvalidRequest` is about."""
+    """The field that an `InvalidRequest` names."""
+    uncached_tokens: int = 0
+    """Prompt tokens that are not cached here, where the error is `NeedsPrefill`."""
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):

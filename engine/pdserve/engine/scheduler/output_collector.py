@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.errors import InvalidRequest, NeedsPrefill, PdServeError
 from pdserve.common.request.engine_types import EngineCoreOutput, LogprobsLists
 from pdserve.engine.request import FINISH_REASONS, Request, RequestStatus
 
@@ -67,5 +67,6 @@ class OutputCollector:
                 trace_headers=request.core.trace_headers if status is not None else {},
                 pooling_output=pooling_output,
                 error_field=(cause.field or "") if isinstance(cause, InvalidRequest) else "",
+                uncached_tokens=cause.uncached_tokens if isinstance(cause, NeedsPrefill) else 0,
             )
         )

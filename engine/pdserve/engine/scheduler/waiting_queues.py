@@ -117,7 +117,9 @@ class WaitingQueues:
         uncached = request.num_tokens - cached
         if self._too_long_for_here(request, uncached):
             if request.status is RequestStatus.WAITING:
-                return NeedsPrefill(str(uncached))
+                refusal = NeedsPrefill(f"{uncached} tokens of the prompt are not cached here")
+                refusal.uncached_tokens = uncached
+                return refusal
             cap = self._config.max_local_prefill_tokens
             return Evicted(f"{uncached} tokens would have to be recomputed here, at most {cap} are")
         num_tokens = self._config.chunk(uncached, budget)
