@@ -84,7 +84,7 @@ def test_what_is_cached_does_not_count_towards_the_cap(make_engine: MakeEngine) 
     assert engine.ask(prompt, prefill_here=True).token_ids == greedy_answer(prompt, 4)
     assert engine.ask(prompt).token_ids == greedy_answer(prompt, 4)
     assert engine.ask(list(range(1, 7))).token_ids == greedy_answer(list(range(1, 7)), 4)
-    assert engine.ask([*prompt, 1, 2, 3, 4, 5, 6, 7]).error_message == "7"
+    assert engine.ask([*prompt, 1, 2, 3, 4, 5, 6, 7]).uncached_tokens == 7
 
 
 def test_what_waits_is_counted_in_tokens(make_engine: MakeEngine) -> None:

@@ -183,7 +183,7 @@ class Request:
             other = Request(self.core)
             other.index = index
             other.priority = self.priority
-            other.request_id = f"{self.core.request_id.removesuffix(f'.{self.index}')}.{index}"
+            other.request_id = self.core.sequence_id(index)
             other.waits_for = set()
             other.grammar = None if self.grammar is None else self.grammar.fork()
             other.status = RequestStatus.WAITING

@@ -226,10 +226,11 @@ class RequestFactory:
 
     def make_embedding(self, request: ValidEmbedding, request_id: str | None = None) -> LocalEmbedding:
         """The request for the engine. request_id: as in `make`."""
-        name, engine_id = self._named(request_id)
+        name, stem = self._named(request_id)
         root = self._hasher.root(self._model_fingerprint, request.cache_salt)
         core = EngineCoreRequest(
-            request_id=engine_id,
+            request_id=f"{stem}.0",
+            sequence_stem=stem,
             prompt_token_ids=request.encoded.token_ids,
             pooling_params=request.params,
             arrival_time=time.monotonic(),
@@ -240,12 +241,13 @@ class RequestFactory:
 
     def make_beam_step(self, request: ValidRequest, output_token_ids: Sequence[int]) -> BeamStep:
         """What follows these output tokens?"""
-        _, engine_id = self._named(None)
+        _, stem = self._named(None)
         root = self._hasher.root(self._model_fingerprint, request.cache_salt)
         token_ids = [*request.encoded.token_ids, *output_token_ids]
         return BeamStep(
             EngineCoreRequest(
-                request_id=engine_id,
+                request_id=f"{stem}.0",
+                sequence_stem=stem,
                 prompt_token_ids=token_ids,
                 sampling_params=request.params,
                 arrival_time=time.monotonic(),
@@ -255,24 +257,25 @@ class RequestFactory:
         )
 
     def _named(self, request_id: str | None) -> tuple[str, str]:
-        """The caller's name for a request, by default its number, and the engine's.
+        """The caller's name for a request, by default its number, and what begins the engine's names of its sequences.
 
         A caller may use a name again: its number keeps a late output of the first from the second.
         """
         number = next(self._numbers)
         name = str(number) if request_id is None else request_id
-        return name, f"{name}.{number}.0"
+        return name, f"{name}.{number}"
 
     def make(self, request: ValidRequest, request_id: str | None = None) -> LocalRequest:
         """The request for the engine. request_id: the caller's name for it; default: its number."""
-        request_id, engine_id = self._named(request_id)
+        request_id, stem = self._named(request_id)
         encoded, params, cache_salt = request
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(_SEED_BITS))
         engine_params = for_engines(params)
         root = self._hasher.root(self._model_fingerprint, cache_salt)
         core = EngineCoreRequest(
-            request_id=engine_id,
+            request_id=f"{stem}.0",
+            sequence_stem=stem,
             prompt_token_ids=encoded.token_ids,
             sampling_params=engine_params,
             n=engine_params.n,

@@ -236,10 +236,8 @@ class EngineClient:
 
 
 def _sequence_ids(request: EngineCoreRequest) -> tuple[str, ...]:
-    """What the engine calls the request's sequences, also where each has parted from the first."""
-    first = request.index
-    stem = request.request_id.removesuffix(f".{first}")
-    return request.request_id, *(f"{stem}.{index}" for index in range(first + 1, first + request.n))
+    """Ids of the request's sequences in the engine."""
+    return tuple(request.sequence_id(index) for index in range(request.index, request.index + request.n))
 
 
 def _failed(stream: OutputStream, error: PdServeError) -> EngineCoreOutput:

@@ -8,9 +8,14 @@ from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.prepared_request import PreparedRequest
 
 
+def sequence_stem(request_id: str, attempt: int) -> str:
+    """`request.attempt`: a late event of one attempt never meets the next."""
+    return f"{request_id}.{attempt}"
+
+
 def engine_request_id(request_id: str, attempt: int, index: int) -> str:
-    """`request.attempt.index`: a late event of one attempt can never meet the next."""
-    return f"{request_id}.{attempt}.{index}"
+    """`request.attempt.index`, as `EngineCoreRequest.sequence_id` has it."""
+    return f"{sequence_stem(request_id, attempt)}.{index}"
 
 
 def make_engine_request(
@@ -28,6 +33,7 @@ def make_engine_request(
     index = 0 if resume is None else resume.index
     return EngineCoreRequest(
         request_id=engine_request_id(request.request_id, attempt, index),
+        sequence_stem=sequence_stem(request.request_id, attempt),
         prompt_token_ids=request.prompt_token_ids,
         sampling_params=request.sampling_params,
         pooling_params=request.pooling_params,

@@ -48,8 +48,6 @@ QUARANTINE_MAX_SHARE = 0.1
 """Above this part of the pool in quarantine nothing new is received: reads that do not end would eat the pool up."""
 DIGEST_HERE_BYTES = 4 << 20
 """Up to so many bytes are digested in the asyncio thread: half a millisecond, which is what another thread's answer costs."""
-_AGAIN = "+"
-"""Ends the id of a prefill that is computed again because its transfer was wanted only after it had ended."""
 
 
 class _Source:
@@ -62,7 +60,8 @@ class _Source:
         self.wanted_from: int | None = None
         self.first_tokens: dict[int, int] = {}
         """Sequence -> token."""
-        self.runs_again = False
+        self.rerun_id: str | None = None
+        """The engine's id of the prefill that is computed again, because the receiver was ready only after the first had ended."""
 
     @property
     def num_pinned(self) -> int:
@@ -106,6 +105,8 @@ class KvTransferManager:
         # one thread: what it is given is done in the order in which it was given
         self._block_work = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blocks")
         self._sources: dict[str, _Source] = {}
+        self._reruns: dict[str, _Source] = {}
+        """By `rerun_id`."""
         self._receivers: dict[str, _Receiver] = {}
         self._streams: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -211,17 +212,18 @@ class KvTransferManager:
             self._log.add(source_view(transfer, 0))
             self._return(source.request.request_id, source.holds)
             self.engine.apply(Revoke(source.request.request_id))
-            if source.runs_again:
-                self.engine.apply(Revoke(source.request.request_id + _AGAIN))
+            if source.rerun_id is not None:
+                del self._reruns[source.rerun_id]
+                self.engine.apply(Revoke(source.rerun_id))
 
     def _on_output(self, output: EngineCoreOutput) -> None:
-        again = output.request_id.endswith(_AGAIN)
-        source = self._sources.get(output.request_id.removesuffix(_AGAIN) if again else output.request_id)
+        rerun = self._reruns.get(output.request_id)
+        source = rerun or self._sources.get(output.request_id)
         if source is None:
             return
         if output.error_code:
             source.transfer.fail(engine_error(output))
-        elif output.new_token_ids and not again:
+        elif output.new_token_ids and rerun is None:
             source.first_tokens[output.index] = output.new_token_ids[0]
             if len(source.first_tokens) == source.request.n:
                 tokens = tuple(token_id for _, token_id in sorted(source.first_tokens.items()))
@@ -230,11 +232,12 @@ class KvTransferManager:
 
     def _prefill_again(self, source: _Source) -> None:
         """Wanted, but computed and gone before: most of it is cache. What was told of it then is not asked for again."""
-        if source.wanted_from is not None and not source.transfer.has_ended and not source.runs_again:
-            source.runs_again = True
+        if source.wanted_from is not None and not source.transfer.has_ended and source.rerun_id is None:
+            source.rerun_id = f"{source.request.request_id}+"
+            self._reruns[source.rerun_id] = source
             request = msgspec.structs.replace(
                 source.request,
-                request_id=source.request.request_id + _AGAIN,
+                request_id=source.rerun_id,
                 wanted_from=source.wanted_from,
                 sampling_params=msgspec.structs.replace(
                     source.request.sampling_params, prompt_logprobs=None, structured_outputs=None
@@ -243,7 +246,7 @@ class KvTransferManager:
             self.engine.submit_quietly(request)
 
     def _settled(self, message: Settled) -> None:
-        source = self._sources.get(message.request_id.removesuffix(_AGAIN))
+        source = self._reruns.get(message.request_id) or self._sources.get(message.request_id)
         if source is None or source.transfer.has_ended:
             self._return(message.request_id, [message.hold])
             return

@@ -32,12 +32,12 @@ class LoRARequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
-    """A prompt, and one or more sequences that an engine is asked to continue it with.
-
-    request_id is `request.attempt.index`: unique per attempt, so that a late event can never meet a later life.
-    """
+    """A prompt, and one or more sequences that an engine is asked to continue it with."""
 
     request_id: str
+    """Unique per attempt, so that a late event of one attempt never meets the next."""
+    sequence_stem: str = ""
+    """Begins the ids of the request's sequences (`sequence_id`); empty: `request_id`."""
     prompt_token_ids: list[int]
     sampling_params: SamplingParams = SamplingParams()
     """Means nothing where `pooling_params` is given."""
@@ -85,6 +85,10 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     current_wave: int = 0
     deadline: float = 0.0
     """`time.monotonic()` of this process at which the request has failed, seconds; 0: none."""
+
+    def sequence_id(self, index: int) -> str:
+        """Id of one of the request's sequences in the engine; that of the first is the request's."""
+        return self.request_id if index == self.index else f"{self.sequence_stem or self.request_id}.{index}"
 
     def verify_supported(self) -> None:
         """The last six have their place, but no engine can serve them yet. Raises: InvalidRequest when one is set."""
