@@ -139,6 +139,19 @@ def test_a_suspect_that_is_over_makes_room_for_the_next(world):
     assert woken
 
 
+def test_nothing_of_a_dead_worker_is_kept(world, monkeypatch):
+    """Its requests, and with them the workers that had died under each, stayed in memory for as long as the router."""
+    for number in range(20):
+        world.dies(world.worker(f"w{number}"), world.request())
+    assert len(world.company._stays) == 20
+    monkeypatch.setattr(poison, "LATELY_S", 0.0)
+    living = world.worker("living")
+    for _ in range(20):
+        with world.company.serving(world.request(), SimpleNamespace(prefill=None, decode=living)):
+            pass
+    assert set(world.company._stays) == {living.key}
+
+
 def test_what_a_worker_reports_of_other_routers_counts(world):
     request = world.request()
     for name in ("one", "two"):

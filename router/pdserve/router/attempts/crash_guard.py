@@ -87,6 +87,9 @@ class Company:
         """Around an attempt."""
         stay = _Stay(request, request.goes_apart)
         keys = [worker.key for worker in (placement.prefill, placement.decode) if worker is not None]
+        if self._stays:
+            # the entry used longest ago: nothing else would ever remove that of a worker that has died
+            self._forget(next(iter(self._stays)))
         for key in keys:
             self._forget(key)
             self._stays.setdefault(key, []).append(stay)
