@@ -88,7 +88,7 @@ def install(pauses: Pauses) -> None:
             if request.status is RequestStatus.WAITING:
                 pauses.reach("landed" if request.core.remote_prefill else "queued")
 
-    def after_step(scheduler: Scheduler, scheduled: Any, computed: Any) -> None:
+    def after_step(scheduler: Scheduler, scheduled: Any, computed: Any, kv_written: Any) -> None:
         for request in scheduler.running.values():
             if 0 < request.num_computed_tokens < request.num_prompt_tokens:
                 pauses.reach("computing")

@@ -91,7 +91,7 @@ async def test_a_malformed_value_is_told_once_and_written_again(
     await eventually(lambda: lines(caplog, said))
     await settled(world, router, worker)
     assert router.knows(worker)
-    assert len(lines(caplog, said, "redis_directory")) <= 2
+    assert len(lines(caplog, said, "redis_discovery")) <= 2
     assert len(lines(caplog, said, "redis_publisher")) <= 1
 
 
@@ -170,7 +170,7 @@ async def test_killed_and_started_again(
     assert source(router, worker) is FeedSource.WORKER
     own_redis.start()
     await settled(fragile, router, worker)
-    for name in ("redis_publisher", "redis_directory"):
+    for name in ("redis_publisher", "redis_discovery"):
         assert len(lines(caplog, "cannot be used (unreachable", name)) == 1
         assert len(lines(caplog, "is back after", name)) == 1
     assert router.directory.breaker.errors["unreachable"]
@@ -188,7 +188,7 @@ async def test_stopped_and_continued(own_redis: RedisServer, fragile: World, cap
     assert router.knows(worker)
     own_redis.signal(signal.SIGCONT)
     await settled(fragile, router, worker)
-    assert len(lines(caplog, "cannot be used (timeout", "redis_directory")) == 1
+    assert len(lines(caplog, "cannot be used (timeout", "redis_discovery")) == 1
 
 
 @pytest.mark.parametrize(

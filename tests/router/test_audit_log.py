@@ -96,6 +96,7 @@ async def test_grpc_and_sessions_have_lines_too(cluster, tmp_path):
         while not (await call.read()).finish_reason:
             pass
     call.cancel()
+    await lines(path, 3)
     with pytest.raises(grpc.aio.AioRpcError):
         await cluster.grpc.Generate(request, metadata=(("authorization", "Bearer nobody"),)).read()
     told = await lines(path, 4)
