@@ -9,6 +9,7 @@ Usage: python benchmarks/paced_worker.py decode --port 50052 ...
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from pdserve.cli.main import main
 from pdserve.engine.runner.model_runner import DecoderModel, ModelRunner
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.models.model_inputs import ModelInputs
 
 STEP_S = 0.025
 """A step takes so long, whatever is in it."""
@@ -33,8 +36,12 @@ class NoArithmetic:
     def hidden_size(self) -> int:
         return self._model.hidden_size
 
-    def forward(self, token_ids: Tensor, *_: object) -> Tensor:
-        return torch.zeros(len(token_ids), self.hidden_size)
+    @property
+    def attention_specs(self) -> Sequence[AttentionSpec]:
+        return ()
+
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        return torch.zeros(len(inputs.positions), self.hidden_size)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._model.compute_logits(hidden.to(torch.bfloat16))

@@ -13,6 +13,7 @@ from torch import Tensor
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Settled
+from pdserve.models.model_inputs import ModelInputs
 from tests.support.engine_harness import Harness
 
 BAD = 7
@@ -27,11 +28,12 @@ class BadToken:
     def __init__(self, decoder: Any, value: float) -> None:
         self._decoder, self._value = decoder, value
         self.hidden_size = decoder.hidden_size
+        self.attention_specs = decoder.attention_specs
         self.compute_logits = decoder.compute_logits
 
-    def forward(self, token_ids: Tensor, *rest: Any) -> Tensor:
-        hidden: Tensor = self._decoder.forward(token_ids, *rest).clone()
-        hidden[token_ids == BAD] = self._value
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        hidden: Tensor = self._decoder.forward(inputs).clone()
+        hidden[inputs.token_ids == BAD] = self._value
         return hidden
 
 

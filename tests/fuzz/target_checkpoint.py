@@ -32,8 +32,8 @@ from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.loaded_model import load_model
-from pdserve.models.config_fields import HARMLESS, READ
-from pdserve.models.family_fields import FAMILY_FIELDS
+from pdserve.models.config.config_fields import HARMLESS, READ
+from pdserve.models.config.family_fields import FAMILY_FIELDS
 from pdserve.text.tokenizer import Tokenizer
 
 MAX_CASE_S = 5.0

@@ -39,6 +39,10 @@ FLOORS = {
         {"engine_thread", "make_engine_core"}, {"engine_core"}, {"runner"}, {"sampling", "scheduler"},
         {"kv_cache", "structured_outputs"}, {"config", "heartbeat", "output_stream", "request", "scheduler_output"},
     ),
+    "models": (
+        {"loading"}, {"decoder", "read_config"}, {"registry"}, {"families"}, {"config"}, {"layers"}, {"weights"},
+        {"kv_cache", "json_object", "model_folder", "model_inputs"}, {"dtypes"},
+    ),
     "kv_transfer": (
         {"control", "make_connectors"}, {"connector_set", "local", "nixl", "host_staging_pool", "tcp"}, {"coalesce", "pull"},
         {"connector"}, {"block_digest", "event_thread", "resolver"},

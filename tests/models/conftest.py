@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_batch import AttentionBatch, PrefillChunk
+from pdserve.kernels.torch_attention import TorchAttentionBackend
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
+from tests.support.attention_batches import model_inputs, packed_batch
 from tests.support.checkpoints import ARCHITECTURES
 
 
@@ -26,6 +27,7 @@ class PagedRun:
         huge = torch.finfo(self.kv_cache.dtype).max
         poison = torch.tensor([torch.nan, torch.inf, -torch.inf, huge], dtype=self.kv_cache.dtype)
         self.kv_cache.view(-1, 4).copy_(poison)
+        self.attention = TorchAttentionBackend(self.kv_cache)
         self.free = list(range(num_blocks))
         random.Random(seed).shuffle(self.free)
         self.tables: dict[str, list[int]] = {}
@@ -45,27 +47,15 @@ class PagedRun:
             for position in range(start, self.lens[name]):
                 positions.append(position)
                 slots.append(table[position // self.block_size] * self.block_size + position % self.block_size)
-        seq_lens = [self.lens[name] for name in decodes]
-        width = max((len(self.tables[name]) for name in decodes), default=0) + 1
-        chunks = []
-        query_start = len(decodes)
-        for name, tokens in prefills.items():
-            context_len = self.lens[name] - len(tokens)
-            chunks.append(PrefillChunk(query_start, len(tokens), context_len, torch.tensor(self.tables[name])))
-            query_start += len(tokens)
-        batch = AttentionBatch(
-            positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
-            num_decodes=len(decodes),
-            block_tables=torch.tensor([self.tables[name] + [0] * (width - len(self.tables[name])) for name in decodes]),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int64),
-            max_seq_len=max(seq_lens, default=0),
-            prefills=tuple(chunks),
-        )
+        query_lens = [len(tokens) for tokens in rows.values()]
+        # one column more than any sequence has
+        tables = [[*self.tables[name], 0] for name in rows]
+        batch = packed_batch(positions, slots, query_lens, [self.lens[name] for name in rows], tables)
+        token_ids = [token for tokens in rows.values() for token in tokens]
         with torch.inference_mode():
-            token_ids = torch.tensor([token for tokens in rows.values() for token in tokens])
-            logits = self.decoder.compute_logits(self.decoder.forward(token_ids, batch, self.kv_cache))
-        return dict(zip(rows, logits.split([len(tokens) for tokens in rows.values()]), strict=True))
+            hidden = self.decoder.forward(model_inputs(self.decoder, self.attention, batch, token_ids))
+            logits = self.decoder.compute_logits(hidden)
+        return dict(zip(rows, logits.split(query_lens), strict=True))
 
 
 @pytest.fixture
@@ -80,7 +70,7 @@ def oracle_logits() -> Callable[[Path, Sequence[int]], Tensor]:
 
     def logits(folder: Path, tokens: Sequence[int]) -> Tensor:
         if folder not in models:
-            architecture = next(name for name in ARCHITECTURES if folder.name.startswith(name))
+            architecture = max((name for name in ARCHITECTURES if folder.name.startswith(name)), key=len)
             models[folder] = ARCHITECTURES[architecture][1].from_pretrained(folder, dtype="auto").eval()
         with torch.inference_mode():
             result: Tensor = models[folder](torch.tensor([list(tokens)])).logits[0].float()

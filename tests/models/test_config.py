@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
-from pdserve.models.config import ModelConfig
+from pdserve.models.config.model_config import ModelConfig
+from pdserve.models.families.qwen3 import Qwen3
+from pdserve.models.read_config import read_config
 from tests.support.checkpoints import ARCHITECTURES, edit_json, make_checkpoint
 
 FIELDS: dict[str, Any] = {
@@ -26,7 +28,7 @@ FIELDS: dict[str, Any] = {
 
 def _read(folder: Path, wanted_dtype: str = "auto", /, **fields: Any) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps({**FIELDS, **fields}))
-    return ModelConfig.from_folder(folder, wanted_dtype)
+    return read_config(folder, wanted_dtype)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -46,14 +48,14 @@ def test_defaults_are_those_of_transformers(architecture: str, tmp_path: Path) -
 
 
 def test_dimensions_and_kv_layout(tmp_path: Path) -> None:
-    config = ModelConfig.from_folder(make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", attention_bias=True))
+    config = read_config(make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", attention_bias=True))
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (True, True, False, True)
+    assert config.family == Qwen3(sliding_windows=(None, None), attention_bias=True)
     assert config.dtype == "bfloat16"
     layout = config.kv_layout(8, "ab" * 16)
     assert layout.block_shape == (2, 2, 2, 8, 16)
     assert layout.block_bytes == 2 * 2 * 2 * 8 * 16 * 2
-    assert ModelConfig.from_folder(tmp_path, "float16").kv_layout(8, "").dtype == "float16"
+    assert read_config(tmp_path, "float16").kv_layout(8, "").dtype == "float16"
 
 
 @pytest.mark.parametrize(
@@ -230,29 +232,29 @@ def test_errors_name_file_field_and_value(fields: dict[str, Any], message: str, 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere does not exist"):
-        ModelConfig.from_folder(tmp_path / "nowhere")
+        read_config(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"config\.json does not exist"):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text('{"hidden_size": 32, "hidden_size": 64}')
     with pytest.raises(ConfigError, match="the field 'hidden_size' is there twice"):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(ConfigError, match="nested too deeply"):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text(" " * (1 << 20) + "{}")
     with pytest.raises(ConfigError, match="more than 1048576 bytes"):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").unlink()
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ConfigError, match="not a regular file"):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="must hold a JSON object"):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.torch_attention import TorchAttentionBackend
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
+from tests.support.attention_batches import model_inputs, packed_batch
 
 TOKENS = [5, 300, 17, 42, 42, 8, 101, 250, 3, 77, 12, 13, 14, 200, 201, 202, 203, 9, 8, 7]
 
@@ -61,17 +62,9 @@ def test_rows_do_not_depend_on_their_neighbours(tiny_checkpoints: Any, paged_run
 def test_a_padded_row_is_finite_and_changes_nothing_but_its_slot(tiny_checkpoints: Any) -> None:
     decoder = load_decoder(tiny_checkpoints("llama"))
     kv_cache = make_kv_cache(decoder.config.kv_layout(4, "test"), 8).fill_(1.0)
-    batch = AttentionBatch(
-        positions=torch.tensor([5, 0]),
-        slot_mapping=torch.tensor([4 * 4 + 1, 0]),
-        num_decodes=2,
-        block_tables=torch.tensor([[3, 4, 0], [0, 0, 0]]),
-        seq_lens=torch.tensor([6, 0]),
-        max_seq_len=6,
-        prefills=(),
-    )
+    batch = packed_batch([5, 0], [4 * 4 + 1, 0], [1, 1], [6, 0], [[3, 4, 0], [0]])
     with torch.inference_mode():
-        hidden = decoder.forward(torch.tensor([9, 0]), batch, kv_cache)
+        hidden = decoder.forward(model_inputs(decoder, TorchAttentionBackend(kv_cache), batch, [9, 0]))
     assert hidden.isfinite().all()
     changed = (kv_cache != 1.0).flatten(1, 3).any(1).any(-1)
     assert changed.nonzero().tolist() == [[0, 0], [4, 1], [4, 2], [4, 3]]
@@ -81,27 +74,45 @@ def test_before_layer_is_called_before_each_layer(tiny_checkpoints: Any) -> None
     decoder = load_decoder(tiny_checkpoints("llama", num_hidden_layers=3))
     kv_cache = make_kv_cache(decoder.config.kv_layout(4, "test"), 2)
     written: list[int] = []
-    batch = AttentionBatch(
-        positions=torch.tensor([0]),
-        slot_mapping=torch.tensor([0]),
-        num_decodes=1,
-        block_tables=torch.tensor([[0]]),
-        seq_lens=torch.tensor([1]),
-        max_seq_len=1,
-        prefills=(),
-    )
+    batch = packed_batch([0], [0], [1], [1], [[0]])
 
     def before_layer() -> None:
         written.append(int((kv_cache != 0).flatten(2).any(-1).sum()))
 
     with torch.inference_mode():
-        decoder.forward(torch.tensor([4]), batch, kv_cache, before_layer)
+        decoder.forward(model_inputs(decoder, TorchAttentionBackend(kv_cache), batch, [4], before_layer))
     assert written == [0, 1, 2]
+
+
+def test_embeddings_take_the_place_of_token_ids(tiny_checkpoints: Any) -> None:
+    decoder = load_decoder(tiny_checkpoints("qwen2"))
+    attention = TorchAttentionBackend(make_kv_cache(decoder.config.kv_layout(16, "test"), 2))
+    batch = packed_batch(range(20), range(16, 36), [20], [20], [[1, 0]])
+    # slots 16 to 31 are block 1, slots 0 to 3 of block 0 follow
+    batch.slot_mapping[16:] -= 32
+    with torch.inference_mode():
+        expected = decoder.forward(model_inputs(decoder, attention, batch, TOKENS))
+        embeds = decoder.embed_input_ids(torch.tensor(TOKENS))
+        found = decoder.forward(model_inputs(decoder, attention, batch, None, inputs_embeds=embeds.clone()))
+        changed = decoder.forward(model_inputs(decoder, attention, batch, None, inputs_embeds=embeds.roll(1, 0)))
+        for token_ids, inputs_embeds in ((TOKENS, embeds), (None, None)):
+            inputs = model_inputs(decoder, attention, batch, token_ids, inputs_embeds=inputs_embeds)
+            with pytest.raises(ValueError, match="exactly one of token_ids and inputs_embeds"):
+                decoder.forward(inputs)
+    assert torch.equal(found, expected)
+    assert not torch.equal(changed, expected)
+
+
+def test_layers_of_one_kind_share_a_spec(tiny_checkpoints: Any) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "num_hidden_layers": 3}
+    decoder = load_decoder(tiny_checkpoints("qwen2", **windows))
+    assert [spec.window for spec in decoder.attention_specs] == [None, 9]
+    assert len(load_decoder(tiny_checkpoints("llama")).attention_specs) == 1
 
 
 def test_a_cache_of_another_shape_is_refused(tiny_checkpoints: Any, paged_run: Any) -> None:
     run = paged_run(load_decoder(tiny_checkpoints("llama")))
-    run.kv_cache = torch.zeros(4, 2, 2, 2, 16, 8)
+    run.attention = TorchAttentionBackend(torch.zeros(4, 2, 2, 2, 16, 8))
     with pytest.raises(ValueError, match="does not fit"):
         run.step({}, {"a": TOKENS})
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
-from pdserve.models import config_fields
-from pdserve.models.config import MODEL_TYPES
-from pdserve.models.family_fields import FAMILY_FIELDS
+from pdserve.models.config import config_fields
+from pdserve.models.config.family_fields import FAMILY_FIELDS
 from pdserve.models.loading import load_decoder
+from pdserve.models.registry import FAMILIES
 from tests.support.checkpoints import CONFIG_MAPPING, VOCAB_SIZE, edit_json, make_checkpoint, make_other_family
 
 with warnings.catch_warnings():
@@ -75,7 +75,7 @@ SAME_FIELDS_AND_TENSORS = ("helium", "ernie4_5")
 
 
 def _relabel(folder: Path, architecture: str) -> None:
-    edit_json(folder / "config.json", architectures=[architecture], model_type=MODEL_TYPES[architecture])
+    edit_json(folder / "config.json", architectures=[architecture], model_type=FAMILIES[architecture].model_type)
 
 
 @pytest.mark.parametrize(("family", "architecture", "options"), EQUAL)

@@ -23,7 +23,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from tests.support.hash_model import VOCAB_SIZE, HashModel, make_hash_cache
+from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
 
 KEY = DeploymentKey(b"a key for tests, 16 or more")
 
@@ -100,8 +100,9 @@ class Harness:
         self.hasher = BlockHasher(KEY, config.block_size)
         self.root = self.hasher.root("fingerprint")
         self.outbox = Outbox()
+        attention = HashAttention(kv_cache) if isinstance(model, HashModel) else None
         self.core = make_engine_core(
-            config, model, kv_cache, self.hasher, vocab_size, self.outbox, grammars, processors
+            config, model, kv_cache, self.hasher, vocab_size, self.outbox, grammars, processors, attention
         )
         self.scheduler = self.core.scheduler
         self.answers: dict[str, Answer] = {}

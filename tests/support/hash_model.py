@@ -14,6 +14,8 @@ from torch import Tensor
 
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.models.model_inputs import ModelInputs
 
 VOCAB_SIZE = 64
 _PRIME = 2**31 - 1
@@ -93,10 +95,45 @@ def make_hash_cache(num_blocks: int, block_size: int) -> Tensor:
     return torch.full((num_blocks, block_size), _UNWRITTEN, dtype=torch.int64)
 
 
+class HashAttention:
+    """An `AttentionBackend` over such a pool: a query sees the hash of its whole sequence."""
+
+    def __init__(self, kv_cache: Tensor) -> None:
+        self._cache = kv_cache.numpy()
+
+    def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> HashPlan:
+        batch.verify(self._cache.shape[1])
+        assert torch.equal(batch.seq_lens, batch.seq_lens_cpu)
+        assert torch.equal(batch.query_start_loc, batch.query_start_loc_cpu)
+        return HashPlan(batch, self._cache)
+
+
+class HashPlan:
+    """One step. Only the last query of each sequence has a hash; the others have -1."""
+
+    def __init__(self, batch: AttentionBatch, cache: NDArray[np.int64]) -> None:
+        self._batch = batch
+        self._cache = cache
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        slots = self._batch.slot_mapping.numpy()
+        assert len(set(slots.tolist())) == len(slots), "two tokens of one step share a slot"
+        self._cache.reshape(-1)[slots] = k.numpy().reshape(-1)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, block_size = self._batch, self._cache.shape[1]
+        found = np.full(len(q), -1, dtype=np.int64)
+        last_rows = (batch.query_start_loc[1:] - 1).tolist()
+        for table, last_row, length in zip(batch.block_tables.numpy(), last_rows, batch.seq_lens.tolist(), strict=True):
+            found[last_row] = _hash(self._cache[table[: -(-length // block_size)]].reshape(-1)[:length])
+        return torch.from_numpy(found).unsqueeze(-1)
+
+
 class HashModel:
     """See above. `num_tokens` counts every token computed."""
 
     hidden_size = 1
+    attention_specs = (AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0),)
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -104,35 +141,19 @@ class HashModel:
         """(decode rows, prefill rows) of each step."""
         self.before_step: Callable[[], None] | None = None
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        batch: AttentionBatch,
-        kv_cache: Tensor,
-        before_layer: Callable[[], None] | None = None,
-    ) -> Tensor:
+    def forward(self, inputs: ModelInputs) -> Tensor:
         if self.before_step is not None:
             self.before_step()
-        if before_layer is not None:
-            before_layer()
-        total = len(token_ids)
+        if inputs.before_layer is not None:
+            inputs.before_layer()
+        assert inputs.token_ids is not None
+        total = len(inputs.token_ids)
         self.num_tokens += total
-        self.batches.append((batch.num_decodes, total - batch.num_decodes))
-        cache = kv_cache.numpy()
-        block_size = cache.shape[1]
-        slots = batch.slot_mapping.numpy()
-        assert len(set(slots.tolist())) == total, "two tokens of one step share a slot"
-        cache.reshape(-1)[slots] = _stored(token_ids.numpy(), batch.positions.numpy())
-        hidden = np.full(total, -1, dtype=np.int64)
-        for row in range(batch.num_decodes):
-            length = int(batch.seq_lens[row])
-            table = batch.block_tables[row].numpy()[: -(-length // block_size)]
-            hidden[row] = _hash(cache[table].reshape(-1)[:length])
-        for chunk in batch.prefills:
-            length = chunk.context_len + chunk.num_tokens
-            last = chunk.query_start + chunk.num_tokens - 1
-            hidden[last] = _hash(cache[chunk.block_table.numpy()].reshape(-1)[:length])
-        return torch.from_numpy(hidden).unsqueeze(-1)
+        self.batches.append((inputs.batch.num_decodes, total - inputs.batch.num_decodes))
+        [plan] = inputs.plans.values()
+        stored = torch.from_numpy(_stored(inputs.token_ids.numpy(), inputs.positions.numpy())).view(-1, 1, 1)
+        plan.store(0, stored, stored)
+        return plan.attend(0, stored, stored, stored)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         hashes = hidden.squeeze(-1).numpy()

@@ -38,7 +38,7 @@ from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_outbox import EngineOutbox
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from tests.support.engine_harness import KEY
-from tests.support.hash_model import VOCAB_SIZE, HashModel, make_hash_cache
+from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
 from tests.support.signed_channel import signed
 
 BLOCK_SIZE = 4
@@ -69,7 +69,10 @@ class Node:
         pool = host_memory(self.cache) if self.staged is None else self.staged.memory
         self.connectors.serve(pool)
         outbox = EngineOutbox()
-        self.core = make_engine_core(self.config, self.model, self.cache, HASHER, VOCAB_SIZE, outbox)
+        attention = HashAttention(self.cache)
+        self.core = make_engine_core(
+            self.config, self.model, self.cache, HASHER, VOCAB_SIZE, outbox, attention=attention
+        )
         self.engine = EngineClient(self.core)
         self.adapter = KvTransferManager(self.engine, outbox, self.connectors, pool, self.staged)
         self.peer = PeerId(name, secrets.randbits(64))

@@ -27,6 +27,8 @@ class EngineConfig:
     """A sequence with more uncached tokens than this is handed back (`NeedsPrefill`, `Evicted`)."""
     run_ahead_share: float = 0.5
     """Part of the pool that transfers nobody wants yet may fill."""
+    attention_backend: str = "auto"
+    """Name of the attention back end, see `pdserve.kernels.make_attention`."""
     grammar_timeout_s: float = 10.0
     """A request whose grammar is not compiled by then has failed."""
     look_ahead: int = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import ConfigError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.heartbeat import Heartbeat
@@ -13,6 +14,8 @@ from pdserve.engine.runner.model_runner import DecoderModel, ModelRunner
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.scheduler.kv_messages import KvOutbox
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from pdserve.kernels.attention_backend import AttentionBackend
+from pdserve.kernels.make_attention import AttentionBackendError, make_attention
 
 
 def make_engine_core(
@@ -24,13 +27,20 @@ def make_engine_core(
     outbox: KvOutbox | None = None,
     grammars: GrammarCompiler | None = None,
     logits_processors: LogitsProcessors | None = None,
+    attention: AttentionBackend | None = None,
 ) -> EngineCore:
     """An engine over one model and one pool.
 
     kv_cache: `[num_blocks, L, 2, Hkv, bs, D]`. outbox: takes what the engine sends to transfers; None without transfers.
     grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors: plug-ins that
-    requests may name; default: none.
+    requests may name; default: none. attention: made over `kv_cache`; default: the one that `config.attention_backend` names.
+    Raises: ConfigError when there is no such back end.
     """
+    if attention is None:
+        try:
+            attention = make_attention(config.attention_backend, kv_cache)
+        except AttentionBackendError as error:
+            raise ConfigError(str(error)) from error
     heartbeat, processors = Heartbeat(), logits_processors or LogitsProcessors()
-    runner = ModelRunner(config, model, kv_cache, vocab_size, heartbeat.beat, processors)
+    runner = ModelRunner(config, model, attention, kv_cache, vocab_size, heartbeat.beat, processors)
     return EngineCore(config, SingleDeviceExecutor(runner), heartbeat, hasher, vocab_size, outbox, grammars, processors)

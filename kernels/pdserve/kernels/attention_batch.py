@@ -1,46 +1,112 @@
-"""What one step asks of attention: where each token stands, where its keys and values go, and what it may look at."""
+"""`AttentionBatch`: the sequences of one step, packed without padding between them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Consecutive prompt tokens of one sequence; they see the sequence's cached context and, causally, themselves."""
-
-    query_start: int
-    """First row of this sequence in the step's batch."""
-    num_tokens: int
-    """Rows."""
-    context_len: int
-    """Tokens of this sequence whose KV is in the cache before this step."""
-    block_table: Tensor
-    """`[ceil((context_len + num_tokens) / bs)]` int64, block numbers."""
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """One step: `num_decodes` rows of one token each come first, the rows of the prefill chunks follow.
+    """B sequences with T query tokens in all. Sequences with one query token come first.
 
     ```
-    row      0 ........ B-1 | B ............ | ............ T-1
-             one a sequence | prefills[0]    | prefills[1]
+    row         0 .............. num_decodes - 1 | ........... | ........... T - 1
+    sequence    one row per sequence             | num_decodes | num_decodes + 1
     ```
+
+    All tensors are int64. Lengths are known on the host: nothing reads them back from a device.
     """
 
     positions: Tensor
-    """`[T]` int64."""
+    """`[T]`, or `[3, T]` where positions have three axes."""
     slot_mapping: Tensor
-    """`[T]` int64: block_number * bs + offset, where each token's K and V go."""
-    num_decodes: int
-    """Rows `0..num_decodes-1` are one query token each."""
-    block_tables: Tensor
-    """`[B, N]` int64, B = num_decodes, padded with 0; what stands in the padding is never read as a key."""
+    """`[T]`: block_number * bs + offset, the place of each token's K and V."""
+    query_start_loc: Tensor
+    """`[B + 1]`: rows `query_start_loc[i]..query_start_loc[i + 1] - 1` belong to sequence i."""
     seq_lens: Tensor
-    """`[B]` int64, tokens including this step's; 0 marks a padded row, whose output means nothing."""
+    """`[B]`: tokens including this step's. 0 marks a padded decode row: its output has no meaning, and its K and V still
+    go to its slot."""
+    block_tables: Tensor
+    """`[B, N]`: block numbers, padded with 0; no key is read from the padding."""
+    num_decodes: int
+    """Sequences `0..num_decodes - 1` have one query token each."""
+    max_query_len: int
+    """Query tokens of the sequence that has most."""
     max_seq_len: int
-    """Largest of `seq_lens`; 0 when there are none."""
-    prefills: tuple[PrefillChunk, ...]
+    """Largest of `seq_lens`."""
+    query_start_loc_cpu: Tensor
+    """`query_start_loc` on the host."""
+    seq_lens_cpu: Tensor
+    """`seq_lens` on the host."""
+
+    @classmethod
+    def from_arrays(
+        cls,
+        *,
+        positions: NDArray[np.int64],
+        slot_mapping: NDArray[np.int64],
+        query_lens: NDArray[np.int64],
+        seq_lens: NDArray[np.int64],
+        block_tables: NDArray[np.int64],
+        device: torch.device,
+    ) -> AttentionBatch:
+        """Copy a step's arrays to the device; on a processor the tensors share the arrays' memory.
+
+        query_lens `[B]`: query tokens of each sequence. Leading sequences with one query token count as decodes.
+        """
+        starts = np.zeros(len(query_lens) + 1, np.int64)
+        np.cumsum(query_lens, out=starts[1:])
+        max_query_len = int(query_lens.max(initial=0))
+        query_start_loc_cpu, seq_lens_cpu = torch.from_numpy(starts), torch.from_numpy(seq_lens)
+
+        def placed(tensor: Tensor) -> Tensor:
+            return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+
+        return cls(
+            positions=placed(torch.from_numpy(positions)),
+            slot_mapping=placed(torch.from_numpy(slot_mapping)),
+            query_start_loc=placed(query_start_loc_cpu),
+            seq_lens=placed(seq_lens_cpu),
+            block_tables=placed(torch.from_numpy(block_tables)),
+            num_decodes=len(query_lens) if max_query_len <= 1 else int((query_lens > 1).argmax()),
+            max_query_len=max_query_len,
+            max_seq_len=int(seq_lens.max(initial=0)),
+            query_start_loc_cpu=query_start_loc_cpu,
+            seq_lens_cpu=seq_lens_cpu,
+        )
+
+    def verify(self, block_size: int) -> None:
+        """Refuse what a back end would take for something else: a slice beyond a tensor's end is silently shorter.
+
+        block_size: bs. Raises: ValueError naming the field.
+        """
+        num_tokens, num_seqs = self.positions.shape[-1], self.seq_lens_cpu.shape[0]
+        if self.slot_mapping.shape[0] != num_tokens:
+            raise ValueError(f"slot_mapping has {self.slot_mapping.shape[0]} entries for {num_tokens} positions")
+        if self.block_tables.shape[0] != num_seqs or self.query_start_loc_cpu.shape[0] != num_seqs + 1:
+            raise ValueError(
+                f"block_tables has {self.block_tables.shape[0]} rows and query_start_loc {self.query_start_loc_cpu.shape[0]} "
+                f"entries for {num_seqs} sequences"
+            )
+        starts, seq_lens = self.query_start_loc_cpu.tolist(), self.seq_lens_cpu.tolist()
+        num_decodes, max_query_len = self.num_decodes, min(self.num_decodes, 1)
+        if starts[0] != 0 or starts[-1] != num_tokens:
+            raise ValueError(f"query_start_loc covers rows {starts[0]} to {starts[-1]} of {num_tokens}")
+        if starts[: num_decodes + 1] != list(range(num_decodes + 1)):
+            raise ValueError(f"{num_decodes} decodes, but query_start_loc begins with {starts[: num_decodes + 1][:8]}")
+        for (start, stop), seq_len in zip(pairwise(starts[num_decodes:]), seq_lens[num_decodes:], strict=True):
+            if not start < stop <= start + seq_len:
+                raise ValueError(f"rows {start}..{stop - 1} belong to a sequence of {seq_len} tokens")
+            max_query_len = max(max_query_len, stop - start)
+        if max(seq_lens, default=0) != self.max_seq_len or max_query_len != self.max_query_len:
+            raise ValueError(
+                f"max_seq_len {self.max_seq_len} and max_query_len {self.max_query_len} are not those of the sequences"
+            )
+        if self.block_tables.shape[1] * block_size < self.max_seq_len:
+            raise ValueError(f"block_tables has {self.block_tables.shape[1]} columns for {self.max_seq_len} tokens")

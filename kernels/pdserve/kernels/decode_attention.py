@@ -1,4 +1,4 @@
-"""Attention of one query token a sequence over its paged context."""
+"""Attention of one query token per sequence over its paged context."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.kv_pages import GatheredKeys, KvPages
 
 _GATHER_BYTES = 32 << 20
 _DEVICE_GATHER_BYTES = 1 << 30
 """Keys and values gathered at once: more would leave the processor's caches and grow the workspace without gain."""
 _PADDING_TOKENS = 1024
-"""Padded keys that cost about as much as one more call a layer."""
+"""Padded keys that cost about as much as one more call per layer."""
 _BMM_TOKENS = 2048
 """From this many padded keys on, two half-precision batched products beat the fused kernel on a processor."""
 
@@ -28,20 +29,21 @@ class DecodeGroup:
     stop: int
     source: GatheredKeys
     mask: Tensor | None
-    """`[B, 1, 1, S]` added to the scores: 0 or -inf. None when each row sees every key."""
-    product_mask: Tensor | None
-    """The same as `[B * Hkv, 1, S]`."""
+    """Added to the scores: 0 or -inf. `[B * Hkv, 1, S]` with `by_products`, else `[B, 1, 1, S]`. None when each row sees
+    every key."""
+    by_products: bool
+    """Computed by two batched products instead of the fused kernel."""
 
 
-def plan_decode(batch: AttentionBatch, pages: KvPages, window: int | None) -> list[DecodeGroup]:
-    """Split the decode rows into groups and prepare what is the same in every layer with this `window`."""
-    if batch.num_decodes == 0:
+def plan_decode(batch: AttentionBatch, lens: list[int], pages: KvPages, spec: AttentionSpec) -> list[DecodeGroup]:
+    """Split the decode rows into groups and prepare what is the same in every layer of this spec.
+
+    lens: of `batch.seq_lens_cpu`, those of the decode rows.
+    """
+    if not lens:
         return []
-    if batch.seq_lens.is_cpu:
-        lens = [max(length, 1) for length in batch.seq_lens.tolist()]
-    else:  # reading the lengths back would wait for the device
-        lens = [batch.max_seq_len] * batch.num_decodes
-    return [_plan_group(batch, pages, window, start, stop, lens) for start, stop in _cut(lens, pages, window)]
+    lens = [max(length, 1) for length in lens]
+    return [_plan_group(batch, pages, spec, start, stop, lens) for start, stop in _cut(lens, pages, spec.window)]
 
 
 def _cut(lens: list[int], pages: KvPages, window: int | None) -> list[tuple[int, int]]:
@@ -64,22 +66,22 @@ def _cut(lens: list[int], pages: KvPages, window: int | None) -> list[tuple[int,
 
 
 def _plan_group(
-    batch: AttentionBatch, pages: KvPages, window: int | None, start: int, stop: int, lens: list[int]
+    batch: AttentionBatch, pages: KvPages, spec: AttentionSpec, start: int, stop: int, lens: list[int]
 ) -> DecodeGroup:
-    block_size, size = pages.block_size, stop - start
+    block_size, size, window = pages.block_size, stop - start, spec.window
     longest, shortest = max(lens[start:stop]), min(lens[start:stop])
-    same_length = longest == shortest and batch.seq_lens.is_cpu
     windowed = window is not None and longest > window
     tables = batch.block_tables[start:stop]
 
-    if same_length:
+    if longest == shortest:
         # Every row sees the same columns: no key is masked, so nothing stale is ever multiplied.
         first_position = longest - window if window is not None and windowed else 0
         first_block = first_position // block_size
         tables = tables[:, first_block : -(-longest // block_size)]
         offset = first_block * block_size
         source = pages.plan_gather(tables, first_position - offset, longest - offset)
-        return DecodeGroup(start, stop, source, None, None)
+        by_products = _uses_products(pages.kv_cache, spec, size * (longest - first_position))
+        return DecodeGroup(start, stop, source, None, by_products)
 
     seq_lens = batch.seq_lens[start:stop].clamp(min=1).unsqueeze(1)
     last_blocks = (seq_lens - 1) // block_size
@@ -97,41 +99,48 @@ def _plan_group(
     if window is not None and windowed:
         hidden |= positions < seq_lens - window
     mask = torch.zeros(hidden.shape, dtype=pages.kv_cache.dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-    mask = mask.view(size, 1, 1, -1)
-    product_mask = None
-    if _uses_products(pages.kv_cache, mask.numel()):
-        product_mask = mask.expand(-1, pages.num_kv_heads, -1, -1).reshape(size * pages.num_kv_heads, 1, -1)
-    return DecodeGroup(start, stop, pages.plan_gather(tables, 0, positions.shape[-1]), mask, product_mask)
+    by_products = _uses_products(pages.kv_cache, spec, mask.numel())
+    if by_products:
+        mask = mask.view(size, 1, -1).expand(-1, pages.num_kv_heads, -1).reshape(size * pages.num_kv_heads, 1, -1)
+    else:
+        mask = mask.view(size, 1, 1, -1)
+    return DecodeGroup(start, stop, pages.plan_gather(tables, 0, positions.shape[-1]), mask, by_products)
 
 
 def clear_decode_tails(batch: AttentionBatch, pages: KvPages) -> None:
-    """Make finite what lies behind the last token of each decode row, in its last block."""
-    if batch.num_decodes == 0:
+    """Make finite the slots behind the last token of each decode row, in its last block."""
+    count = batch.num_decodes
+    if count == 0:
         return
-    lengths = batch.seq_lens
-    last_columns = ((lengths - 1).clamp_(min=0) // pages.block_size).unsqueeze(1)
-    last_blocks = batch.block_tables.gather(1, last_columns).squeeze(1)
-    used = (lengths - 1).remainder_(pages.block_size).add_(1)  # a padded row, of length 0, counts as full
+    last_columns = ((batch.seq_lens[:count] - 1).clamp_(min=0) // pages.block_size).unsqueeze(1)
+    last_blocks = batch.block_tables[:count].gather(1, last_columns).squeeze(1)
+    # a padded row, of length 0, counts as full
+    used = (batch.seq_lens_cpu[:count] - 1).remainder_(pages.block_size).add_(1)
     pages.clear_tails(last_blocks, used)
 
 
-def _uses_products(like: Tensor, num_keys: int) -> bool:
-    return like.is_cpu and like.dtype is torch.bfloat16 and num_keys >= _BMM_TOKENS
+def _uses_products(like: Tensor, spec: AttentionSpec, num_keys: int) -> bool:
+    """True where two batched products are faster than the fused kernel, or compute a soft cap, which that does not have."""
+    return spec.softcap is not None or (like.is_cpu and like.dtype is torch.bfloat16 and num_keys >= _BMM_TOKENS)
 
 
-def attend_decode(q: Tensor, k: Tensor, v: Tensor, group: DecodeGroup, scale: float) -> Tensor:
-    """`softmax(scale * q k^T + mask) v`; the G query heads of a KV head are G rows of one product.
+def attend_decode(q: Tensor, k: Tensor, v: Tensor, group: DecodeGroup, spec: AttentionSpec) -> Tensor:
+    """`softmax(cap(scale * q k^T) + mask) v`; the G query heads of a KV head are G rows of one product.
 
     q `[B, Hkv, G, D]`, k and v `[B, Hkv, S, D]` -> `[B, Hkv, G, D]`.
     """
-    size, num_kv_heads, num_keys, head_dim = k.shape
-    if not _uses_products(k, size * num_keys):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+    if not group.by_products:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=spec.scale)
+    size, num_kv_heads, _, head_dim = k.shape
     q = q.reshape(size * num_kv_heads, -1, head_dim)
-    k = k.flatten(0, 1)
-    v = v.flatten(0, 1)
-    if group.product_mask is None:
-        scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=scale)
+    keys, values = k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1)
+    if spec.softcap is not None:
+        scores = torch.baddbmm(q.new_empty(1), q, keys, beta=0, alpha=spec.scale / spec.softcap)
+        scores = scores.tanh_().mul_(spec.softcap)
+        if group.mask is not None:
+            scores += group.mask
+    elif group.mask is None:
+        scores = torch.baddbmm(q.new_empty(1), q, keys, beta=0, alpha=spec.scale)
     else:
-        scores = torch.baddbmm(group.product_mask, q, k.transpose(1, 2), alpha=scale)
-    return torch.bmm(scores.softmax(-1), v).view(size, num_kv_heads, -1, head_dim)
+        scores = torch.baddbmm(group.mask, q, keys, alpha=spec.scale)
+    return torch.bmm(scores.softmax(-1), values).view(size, num_kv_heads, -1, head_dim)

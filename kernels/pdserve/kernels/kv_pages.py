@@ -47,7 +47,7 @@ class KvPages:
         """A row is one head's keys or values of one block: `[*, bs * D]`."""
         self._head_tokens = torch.arange(heads, device=kv_cache.device).mul_(self.block_size)
         self._head_blocks = torch.arange(heads, device=kv_cache.device).view(2, 1, self.num_kv_heads, 1)
-        self._offsets = torch.arange(self.block_size, device=kv_cache.device)
+        self._offsets = torch.arange(self.block_size)
         self._gathered = kv_cache.new_empty(0)
 
     def write_rows(self, slot_mapping: Tensor) -> Tensor:
@@ -80,17 +80,17 @@ class KvPages:
         return k, v
 
     def clear_tails(self, last_blocks: Tensor, num_used: Tensor) -> None:
-        """Zero the slots from `num_used[b]` on in block `last_blocks[b]`, in all layers; both `[B]`.
+        """Zero the slots from `num_used[b]` on in block `last_blocks[b]`, in all layers; both `[B]`, `num_used` on the host.
 
         A masked key has weight 0, but 0 * NaN is NaN: bytes that an earlier owner left, or a peer sent, behind a
         sequence's last token must be finite before they are multiplied. The sequence writes into this block in this
-        very step, so nobody else may be using it. `num_used[b] == bs` leaves a block alone.
+        very step, so no other sequence uses it. `num_used[b] == bs` leaves a block alone.
         """
         pages = self.kv_cache.view(self.num_blocks, -1, self.block_size, self.head_dim)
-        if pages.is_cpu:  # a strided fill a sequence takes 4 us, the indexed fill of a large model's tails 60
+        if pages.is_cpu:  # a strided fill per sequence takes 4 us, the indexed fill of a large model's tails 60
             for block, used in zip(last_blocks.tolist(), num_used.tolist(), strict=True):
                 if used < self.block_size:
                     pages[block, :, used:] = 0
             return
-        row, offset = (self._offsets >= num_used.unsqueeze(1)).nonzero(as_tuple=True)
+        row, offset = (self._offsets >= num_used.unsqueeze(1)).nonzero().t().to(pages.device)
         pages[last_blocks[row], :, offset] = 0

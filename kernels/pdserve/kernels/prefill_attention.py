@@ -1,4 +1,4 @@
-"""Causal attention of a prompt chunk over cached context and itself."""
+"""Attention of a prompt chunk over cached context and itself."""
 
 from __future__ import annotations
 
@@ -8,14 +8,33 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_batch import PrefillChunk
+from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.kv_pages import GatheredKeys, KvPages
 
 _FLOAT32_TILE = 32
 _HALF_TILE = 128
 _DEVICE_TILE = 512
-"""Query rows a tile: the scores of a tile stay in the processor's cache, and keys after its last row are not touched.
+"""Query rows per tile: the scores of a tile stay in the processor's cache, and keys after its last row are not touched.
 At 1,024 tokens these are 1.0 to 1.2 (float32) and 1.6 to 2 times (bfloat16) as fast as torch's fused kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Consecutive prompt tokens of one sequence."""
+
+    query_start: int
+    """First row of this sequence in the step's batch."""
+    num_tokens: int
+    """Rows."""
+    context_len: int
+    """Tokens of this sequence whose KV is in the cache before this step."""
+    block_table: Tensor
+    """`[N]` block numbers, at least those that hold `context_len + num_tokens` tokens."""
+
+    @classmethod
+    def of_sequence(cls, start: int, stop: int, seq_len: int, block_table: Tensor) -> PrefillChunk:
+        """Rows `start..stop-1` of the batch, the last of a sequence of `seq_len` tokens."""
+        return cls(start, stop - start, seq_len - (stop - start), block_table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +45,13 @@ class QueryTile:
     stop: int
     first_key: int
     last_key: int
-    mask: Tensor
-    """`[stop - start, n]`, 0 or -inf, added to the scores of the last n keys."""
+    mask: Tensor | None
+    """`[stop - start, n]`, 0 or -inf, added to the scores of the last n keys; None when every row sees every key."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """What is the same for one chunk in every layer with one window."""
+    """What is the same for one chunk in every layer of one spec."""
 
     chunk: PrefillChunk
     source: GatheredKeys | None
@@ -40,17 +59,17 @@ class PrefillPlan:
     tiles: list[QueryTile]
 
 
-def plan_prefill(chunk: PrefillChunk, pages: KvPages, window: int | None) -> PrefillPlan:
+def plan_prefill(chunk: PrefillChunk, pages: KvPages, spec: AttentionSpec) -> PrefillPlan:
     """Choose the blocks to gather and cut the chunk into tiles."""
-    context, end = chunk.context_len, chunk.context_len + chunk.num_tokens
+    window, context, end = spec.window, chunk.context_len, chunk.context_len + chunk.num_tokens
     first_seen = 0 if window is None else max(0, context - window + 1)
     tile = _tile_rows(pages.kv_cache)
     tiles = []
     for start in range(0, chunk.num_tokens, tile):
         stop = min(start + tile, chunk.num_tokens)
         first = first_seen if window is None else max(0, context + start - window + 1)
-        last = context + stop
-        mask = _tile_mask(context + start, last, first, window, pages.kv_cache)
+        last = context + stop if spec.causal else end
+        mask = _tile_mask(context + start, last, first, window, pages.kv_cache) if spec.causal else None
         tiles.append(QueryTile(start, stop, first - first_seen, last - first_seen, mask))
     if context == first_seen:
         return PrefillPlan(chunk, None, tiles)
@@ -83,21 +102,25 @@ def _triangle(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu_(1)
 
 
-def attend_prefill(q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, scale: float, out: Tensor) -> None:
-    """`out[i] = softmax(scale * q[i] k^T + mask[i]) v`, tile by tile.
+def attend_prefill(q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, spec: AttentionSpec, out: Tensor) -> None:
+    """`out[i] = softmax(cap(scale * q[i] k^T) + mask[i]) v`, tile by tile.
 
     q and out `[n, Hkv, G, D]`, k and v `[Hkv, S, D]`, the last key is the last query's own.
     """
     num_kv_heads, group_size, head_dim = q.shape[1:]
     q = q.permute(1, 2, 0, 3)
     unscaled = q.new_empty(1)
+    scale = spec.scale if spec.softcap is None else spec.scale / spec.softcap
     for tile in plan.tiles:
         keys = k[:, tile.first_key : tile.last_key]
         values = v[:, tile.first_key : tile.last_key]
         num_rows, num_keys = tile.stop - tile.start, tile.last_key - tile.first_key
         queries = q[:, :, tile.start : tile.stop].reshape(num_kv_heads, group_size * num_rows, head_dim)
         scores = torch.baddbmm(unscaled, queries, keys.transpose(1, 2), beta=0, alpha=scale)
-        per_head = scores.view(num_kv_heads, group_size, num_rows, num_keys)
-        per_head[..., num_keys - tile.mask.shape[1] :].add_(tile.mask)
+        if spec.softcap is not None:
+            scores.tanh_().mul_(spec.softcap)
+        if tile.mask is not None:
+            per_head = scores.view(num_kv_heads, group_size, num_rows, num_keys)
+            per_head[..., num_keys - tile.mask.shape[1] :].add_(tile.mask)
         result = torch.bmm(scores.softmax(-1), values).view(num_kv_heads, group_size, num_rows, head_dim)
         out[tile.start : tile.stop].copy_(result.permute(2, 0, 1, 3))

@@ -37,6 +37,8 @@ class EngineOptions(TypedDict, total=False):
     """Tokens computed in one step, at most."""
     num_threads: int
     """Threads that compute."""
+    attention_backend: str
+    """What computes attention; default: the fastest on the device."""
     logits_processors: Sequence[str]
     """Installed logits processors that requests may name; default: none."""
 

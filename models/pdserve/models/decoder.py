@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_batch import AttentionBatch
-from pdserve.kernels.attention_step import AttentionStep
-from pdserve.kernels.kv_pages import KvPages
+from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import rotary_phases
-from pdserve.models.config import ModelConfig
-from pdserve.models.decoder_layer import DecoderLayer
+from pdserve.models.config.model_config import ModelConfig
+from pdserve.models.layers.decoder_layer import DecoderLayer
+from pdserve.models.model_inputs import ModelInputs
 
 
 class Decoder:
-    """Token ids in, hidden states out; keys and values stay in the caller's cache.
+    """Token ids or embeddings in, hidden states out; keys and values stay in the cache of the attention plans.
 
     The caller is in `torch.inference_mode`, and no two threads are in `forward` at once.
     """
@@ -40,45 +39,34 @@ class Decoder:
         device = embedding.device
         self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
         self._magnitude = torch.full((), config.rope.attention_factor, device=device)
-        self._windows = frozenset(config.sliding_windows)
-        self._pages: KvPages | None = None
+        specs = [layer.attention.spec for layer in self._layers]
+        self.attention_specs: tuple[AttentionSpec, ...] = tuple(dict.fromkeys(specs))
+        """The different specs of the layers."""
+        self._spec_indices = [self.attention_specs.index(spec) for spec in specs]
 
     @property
     def hidden_size(self) -> int:
         """H."""
         return self.config.hidden_size
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        batch: AttentionBatch,
-        kv_cache: Tensor,
-        before_layer: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """Write this step's keys and values into the cache and return the last hidden states.
+    def embed_input_ids(self, token_ids: Tensor) -> Tensor:
+        """`[T]` int64 -> `[T, H]`."""
+        return self._embedding.index_select(0, token_ids)
 
-        token_ids `[T]` int64, kv_cache `[num_blocks, L, 2, Hkv, bs, D]` -> `[T, H]`. `before_layer` is called before
-        each layer, so that a caller can tell a long step from a dead one.
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """Write this step's keys and values into the cache and return the last hidden states `[T, H]`.
+
+        Raises: KeyError when a plan is missing, ValueError when `inputs` has token ids and embeddings, or neither.
         """
-        step = AttentionStep(batch, self._pages_of(kv_cache), self.config.num_heads, self._windows)
-        phases = rotary_phases(batch.positions, self._inverse_frequencies, self._magnitude)
-        x = self._embedding.index_select(0, token_ids)
-        for layer in self._layers:
-            if before_layer is not None:
-                before_layer()
-            x = layer.forward(x, phases, step)
+        plans = [inputs.plans[spec] for spec in self.attention_specs]
+        phases = rotary_phases(inputs.positions, self._inverse_frequencies, self._magnitude)
+        x = inputs.embedded(self.embed_input_ids)
+        for layer, spec_index in zip(self._layers, self._spec_indices, strict=True):
+            if inputs.before_layer is not None:
+                inputs.before_layer()
+            x = layer.forward(x, phases, plans[spec_index])
         return self._final_norm(x)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32."""
         return self._lm_head(hidden).float()
-
-    def _pages_of(self, kv_cache: Tensor) -> KvPages:
-        """Views of the cache, made once for the engine's one pool."""
-        if self._pages is None or self._pages.kv_cache is not kv_cache:
-            config = self.config
-            expected = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
-            if (*kv_cache.shape[1:4], *kv_cache.shape[5:]) != expected or kv_cache.dtype is not self._embedding.dtype:
-                raise ValueError(f"kv_cache {tuple(kv_cache.shape)} {kv_cache.dtype} does not fit {config}")
-            self._pages = KvPages(kv_cache)
-        return self._pages

@@ -62,10 +62,10 @@ def _text_side(folder: Path) -> tuple[Tokenizer | None, list[Finding]]:
 def _weights(folder: Path, settings: WorkerSettings, tokenizer: Tokenizer | None) -> list[Finding]:
     # torch takes seconds to import, and a router's doctor does without
     from pdserve.engine.runner.memory_needs import weight_bytes
-    from pdserve.models.config import ModelConfig
+    from pdserve.models.read_config import read_config
 
     try:
-        config = ModelConfig.from_folder(folder, settings.dtype)
+        config = read_config(folder, settings.dtype)
         num_bytes = weight_bytes(folder, settings.dtype)
     except PdServeError as error:
         return [failed(error.message, _DOWNLOAD)]

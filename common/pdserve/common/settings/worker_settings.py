@@ -60,6 +60,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Pin the worker's computing threads to this core (and the following `num_threads - 1`)."""
     logits_processors: tuple[str, ...] = ()
     """Entry points of the group `pdserve.logits_processors` that are loaded at start; no other plug-in is imported."""
+    attention_backend: str = "auto"
+    """What computes attention: `auto` chooses by the device, `torch` runs on every device; any other name is an entry point of
+    the group `pdserve.attention_backends`, imported only when this setting names it."""
     connector: Literal["auto", "nixl", "tcp"] = "auto"
     """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
     nixl_plaintext: bool = False
@@ -157,6 +160,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         for name in self.logits_processors:
             if not name.strip() or self.logits_processors.count(name) > 1:
                 raise ConfigError(f"logits_processors has {name!r}, each entry must be a name and stand there once")
+        if not self.attention_backend.strip():
+            raise ConfigError(
+                f"attention_backend is {self.attention_backend!r}, a name is needed: auto, torch, or a plug-in's"
+            )
         if self.long_prefill_token_threshold < 0:
             raise ConfigError(
                 f"long_prefill_token_threshold is {self.long_prefill_token_threshold}, at least 0 is needed"

@@ -16,7 +16,7 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
-from pdserve.models.config import ModelConfig
+from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import LoadProgress, load_decoder
@@ -67,6 +67,7 @@ class LoadedModel:
             long_prefill_token_threshold=settings.long_prefill_token_threshold,
             max_local_prefill_tokens=settings.max_local_prefill_tokens,
             run_ahead_share=settings.run_ahead_share,
+            attention_backend=settings.attention_backend,
             grammar_timeout_s=settings.grammar_timeout_s,
         )
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.runner.loaded_model import pool_size
-from pdserve.models.config import ModelConfig
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.loading import LoadProgress, load_decoder
+from pdserve.models.read_config import read_config
 
 PROCESS_BYTES = 400 << 20
 """Of a worker without model and pool: interpreter, torch, gRPC, and NIXL with its buffers (measured)."""
@@ -59,7 +59,7 @@ def weight_bytes(folder: Path, dtype: str) -> int:
 
 def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     """Raises: ConfigError, UnsupportedModel."""
-    config = ModelConfig.from_folder(folder, settings.dtype)
+    config = read_config(folder, settings.dtype)
     layout: KvLayout = config.kv_layout(settings.block_size, "")
     num_blocks, _ = pool_size(settings, layout, config)
     on_gpu = settings.device != "cpu"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +19,11 @@ from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.sampler import Sampler, SamplerOutput
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, RequestFailure, SchedulerOutput
-from pdserve.kernels.attention_batch import AttentionBatch, PrefillChunk
+from pdserve.kernels.attention_backend import AttentionBackend
+from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.block_copies import copy_blocks
+from pdserve.models.model_inputs import ModelInputs
 
 
 class DecoderModel(Protocol):
@@ -30,14 +33,12 @@ class DecoderModel(Protocol):
     def hidden_size(self) -> int:
         """H: numbers in a hidden state."""
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        batch: AttentionBatch,
-        kv_cache: Tensor,
-        before_layer: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """`[T]` -> hidden `[T, H]`; writes K and V of all T tokens into the cache."""
+    @property
+    def attention_specs(self) -> Sequence[AttentionSpec]:
+        """The different specs of its layers: `ModelInputs.plans` has a plan for each."""
+
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """Last hidden states `[T, H]`; writes K and V of all T tokens into the cache."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32."""
@@ -62,13 +63,16 @@ class ModelRunner:
         self,
         config: EngineConfig,
         model: DecoderModel,
+        attention: AttentionBackend,
         kv_cache: Tensor,
         vocab_size: int,
         before_layer: Callable[[], None] | None = None,
         logits_processors: LogitsProcessors | None = None,
     ) -> None:
+        """attention: made over `kv_cache`."""
         self._config = config
         self._model = model
+        self._attention = attention
         self._kv_cache = kv_cache
         self._device = kv_cache.device
         self._before_layer = before_layer
@@ -91,8 +95,7 @@ class ModelRunner:
             copy_blocks(self._kv_cache, scheduled.block_copies)
         self._update_batch(scheduled)
         rows, counts = self._decodes_first(scheduled)
-        token_ids, attention = self._inputs(rows, counts)
-        hidden = self._model.forward(token_ids, attention, self._kv_cache, self._before_layer)
+        hidden = self._model.forward(self._inputs(rows, counts))
         self.batch.num_computed[rows] += counts
         self.kv_written = self._device_event()
         self._step = _Step(hidden, rows, counts)
@@ -235,43 +238,32 @@ class ModelRunner:
         order = np.argsort(counts > 1, kind="stable")
         return rows[order], counts[order]
 
-    def _inputs(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[Tensor, AttentionBatch]:
-        """Token ids `[T]` and where each attends and is stored."""
+    def _inputs(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> ModelInputs:
+        """Token ids `[T]`, and an attention plan for each spec of the model."""
         batch, block_size = self.batch, self._config.block_size
         computed = batch.num_computed[rows]
         row_of_token = np.repeat(rows, counts)
         starts = np.cumsum(counts) - counts
         positions = np.arange(counts.sum()) - np.repeat(starts - computed, counts)
-        token_ids = batch.token_ids[row_of_token, positions]
         slots = batch.block_table[row_of_token, positions // block_size] * block_size + positions % block_size
 
-        num_decodes = int((counts == 1).sum())
-        seq_lens = computed[:num_decodes] + 1
-        max_seq_len = int(seq_lens.max()) if num_decodes else 0
-        tables = batch.block_table[rows[:num_decodes], : self._config.blocks_for(max_seq_len)]
+        seq_lens = computed + counts
+        tables = batch.block_table[rows, : self._config.blocks_for(int(seq_lens.max()))]
         # entries past a sequence's end may be an earlier row's: 0 is what attention expects there
         tables = np.where(np.arange(tables.shape[1]) * block_size < seq_lens[:, None], tables, 0)
-        prefills = tuple(
-            PrefillChunk(
-                query_start=int(starts[place]),
-                num_tokens=int(counts[place]),
-                context_len=int(computed[place]),
-                block_table=self._tensor(
-                    batch.block_table[
-                        rows[place], : self._config.blocks_for(int(computed[place] + counts[place]))
-                    ].copy()
-                ),
-            )
-            for place in range(num_decodes, len(rows))
+        attention_batch = AttentionBatch.from_arrays(
+            positions=positions,
+            slot_mapping=slots,
+            query_lens=counts,
+            seq_lens=seq_lens,
+            block_tables=tables,
+            device=self._device,
         )
-        return self._tensor(token_ids), AttentionBatch(
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(slots),
-            num_decodes=num_decodes,
-            block_tables=self._tensor(tables),
-            seq_lens=self._tensor(seq_lens),
-            max_seq_len=max_seq_len,
-            prefills=prefills,
+        return ModelInputs(
+            batch=attention_batch,
+            plans={spec: self._attention.plan(attention_batch, spec) for spec in self._model.attention_specs},
+            token_ids=self._tensor(batch.token_ids[row_of_token, positions]),
+            before_layer=self._before_layer,
         )
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:

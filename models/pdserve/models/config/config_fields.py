@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from pdserve.common.errors import UnsupportedModel
-from pdserve.models.family_fields import FAMILY_FIELDS, words
+from pdserve.models.config.family_fields import FAMILY_FIELDS, words
 from pdserve.models.json_object import JsonObject
 
 READ = words(
@@ -122,7 +122,7 @@ _SAME: Mapping[str, Callable[[Dimensions], float]] = {
 """Neutral where the value is this one."""
 
 
-def check_fields(config: JsonObject, architecture: str, read: Sequence[str], own: Dimensions) -> tuple[str, ...]:
+def check_fields(config: JsonObject, architecture: str, read: Collection[str], own: Dimensions) -> tuple[str, ...]:
     """Refuse what the decoder would have to compute and does not.
 
     architecture: for messages. read: fields that this architecture has beside those that all have. Returns the names

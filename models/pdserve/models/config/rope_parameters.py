@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdserve.common.errors import UnsupportedModel
-from pdserve.models.family_fields import words
+from pdserve.models.config.family_fields import words
 from pdserve.models.json_object import MAX_INTEGER, JsonObject
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,42 @@
+"""`AttentionBackend` and `AttentionPlan`: the seam between models and whatever computes attention over the paged KV cache.
+
+A back end is made once per KV cache. In each step it makes one plan per `AttentionSpec`, with everything that is the same in
+all layers of that spec; each layer then calls `store` and `attend` of its plan. `tests/kernels/attention_contract.py` is the
+contract suite.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention_spec import AttentionSpec
+
+
+class AttentionPlan(Protocol):
+    """One step's batch laid over the cache, for all layers of one spec. Valid until the next step's `plan`."""
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write this step's keys and values to their slots. Called once per layer, before `attend`.
+
+        k and v `[T, Hkv, D]`, keys rotated; both may be views with strides.
+        """
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of all T query tokens; reads pages, writes none.
+
+        q `[T, Hq, D]`, rotated; k and v are what `store` got, and may be used instead of the pages -> `[T, Hq * D]`.
+        """
+
+
+class AttentionBackend(Protocol):
+    """Attention over one KV cache. One thread calls it."""
+
+    def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> AttentionPlan:
+        """Prepare a step. Called once per step and spec, before the first `store` of the step.
+
+        May overwrite stale bytes behind a sequence's last token, in its last block. Raises: ValueError for a batch that
+        contradicts itself, or a spec that the cache or the back end does not fit.
+        """

@@ -1,0 +1,33 @@
+"""`AttentionSpec`: how one kind of layer attends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Layers with equal specs share one plan per step. Raises: ValueError for values that no layer can have."""
+
+    num_heads: int
+    """Hq, a multiple of `num_kv_heads`."""
+    num_kv_heads: int
+    """Hkv"""
+    head_dim: int
+    """D"""
+    scale: float
+    """Factor of `q k^T`; `D ** -0.5` in most models."""
+    window: int | None = None
+    """A token sees this many tokens, itself included; None: all."""
+    softcap: float | None = None
+    """Scaled scores become `softcap * tanh(score / softcap)` before the mask; None: they stay."""
+    causal: bool = True
+    """False: a token also sees the tokens of its sequence that come after it, up to the sequence's length."""
+
+    def __post_init__(self) -> None:
+        if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, and head_dim at least 1: {self}")
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise ValueError(f"a window must be at least 1, and needs causal attention: {self}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap must be above 0: {self}")

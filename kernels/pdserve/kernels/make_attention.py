@@ -1,0 +1,62 @@
+"""Chooses the attention back end of an engine, by its device and by the setting `attention_backend`.
+
+Back ends from outside are entry points of the group `pdserve.attention_backends`: a callable that takes the KV cache and makes
+an `AttentionBackend`. One is imported only when the setting names it: any installed package may bring entry points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+
+from torch import Tensor
+
+from pdserve.kernels.attention_backend import AttentionBackend
+from pdserve.kernels.torch_attention import TorchAttentionBackend
+
+ENTRY_POINT_GROUP = "pdserve.attention_backends"
+AUTO = "auto"
+_BUILT_IN: Mapping[str, Callable[[Tensor], AttentionBackend]] = {"torch": TorchAttentionBackend}
+_FASTEST: Mapping[str, str] = {"cpu": "torch", "cuda": "torch"}
+"""By device type; torch on all others."""
+
+
+class AttentionBackendError(Exception):
+    """The setting names a back end that is not there, or that cannot be made over this cache."""
+
+
+def make_attention(name: str, kv_cache: Tensor) -> AttentionBackend:
+    """The back end called `name` over one engine's cache.
+
+    name: `auto` for the fastest one of the cache's device, one that is built in, or an entry point. kv_cache:
+    `[num_blocks, L, 2, Hkv, bs, D]`. Raises: AttentionBackendError naming the setting, its value, and what there is.
+    """
+    if name == AUTO:
+        name = _FASTEST.get(kv_cache.device.type, "torch")
+    if name in _BUILT_IN:
+        return _BUILT_IN[name](kv_cache)
+    points = _installed().get(name, [])
+    if len(points) != 1:
+        there = ", ".join([AUTO, *_BUILT_IN, *sorted(_installed())])
+        found = (
+            f"is installed {len(points)} times: {', '.join(point.value for point in points)}"
+            if points
+            else "is not installed"
+        )
+        raise AttentionBackendError(f"attention_backend is {name[:200]!r}, which {found}; there are {there}")
+    [point] = points
+    try:
+        backend: AttentionBackend = point.load()(kv_cache)
+    except Exception as error:
+        raise AttentionBackendError(
+            f"attention_backend {name!r} ({point.value}) cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    return backend
+
+
+def _installed() -> dict[str, list[EntryPoint]]:
+    """Entry points by name; none is imported."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        found.setdefault(point.name, []).append(point)
+    return found

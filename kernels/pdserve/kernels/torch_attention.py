@@ -1,0 +1,93 @@
+"""Attention in torch operations: the back end of processors, and the reference for all others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.decode_attention import DecodeGroup, attend_decode, clear_decode_tails, plan_decode
+from pdserve.kernels.kv_pages import KvPages
+from pdserve.kernels.prefill_attention import PrefillChunk, attend_prefill, plan_prefill
+
+
+class TorchAttentionBackend:
+    """Implements `AttentionBackend`. Decodes are gathered in groups of like length, prefill chunks are cut into tiles."""
+
+    def __init__(self, kv_cache: Tensor) -> None:
+        """kv_cache: `[num_blocks, L, 2, Hkv, bs, D]`, contiguous. Raises: ValueError for another shape."""
+        self._pages = KvPages(kv_cache)
+        self._step: _Step | None = None
+
+    def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> TorchAttentionPlan:
+        pages = self._pages
+        if (spec.num_kv_heads, spec.head_dim) != (pages.num_kv_heads, pages.head_dim):
+            raise ValueError(f"kv_cache {tuple(pages.kv_cache.shape)} {pages.kv_cache.dtype} does not fit {spec}")
+        if self._step is None or self._step.batch is not batch:
+            self._step = _Step(batch, pages)
+        return TorchAttentionPlan(self._step, pages, spec)
+
+
+class _Step:
+    """One batch's part that is the same for all specs."""
+
+    def __init__(self, batch: AttentionBatch, pages: KvPages) -> None:
+        batch.verify(pages.block_size)
+        self.batch = batch
+        self.write_rows = pages.write_rows(batch.slot_mapping)
+        starts, seq_lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
+        self.decode_lens: list[int] = seq_lens[: batch.num_decodes]
+        self.chunks = [
+            PrefillChunk.of_sequence(starts[index], starts[index + 1], seq_lens[index], batch.block_tables[index])
+            for index in range(batch.num_decodes, len(seq_lens))
+        ]
+        self._has_clear_tails = False
+
+    def clear_tails(self, pages: KvPages) -> None:
+        """Once per batch: masked keys behind a decode row's last token become finite."""
+        if not self._has_clear_tails:
+            clear_decode_tails(self.batch, pages)
+            self._has_clear_tails = True
+
+
+class TorchAttentionPlan:
+    """Implements `AttentionPlan`."""
+
+    def __init__(self, step: _Step, pages: KvPages, spec: AttentionSpec) -> None:
+        self._pages = pages
+        self._spec = spec
+        self._num_decodes = step.batch.num_decodes
+        self._write_rows = step.write_rows
+        self._groups = plan_decode(step.batch, step.decode_lens, pages, spec)
+        self._prefills = [plan_prefill(chunk, pages, spec) for chunk in step.chunks]
+        if any(group.mask is not None for group in self._groups):
+            step.clear_tails(pages)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        # k and v are views of one projection: joined they take one copy and one indexed write, apart two of each
+        rows = torch.cat((k, v), 1).view(-1, self._pages.head_dim)
+        self._pages.token_rows[layer].index_copy_(0, self._write_rows, rows)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pages, spec = self._pages, self._spec
+        num_tokens = q.shape[0]
+        queries = q.view(num_tokens, spec.num_kv_heads, -1, spec.head_dim)
+        groups = self._groups
+        if len(groups) == 1 and self._num_decodes == num_tokens:
+            return self._attend_group(layer, queries, groups[0]).reshape(num_tokens, -1)
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        for group in groups:
+            out[group.start : group.stop] = self._attend_group(layer, queries[group.start : group.stop], group)
+        for plan in self._prefills:
+            first, stop = plan.chunk.query_start, plan.chunk.query_start + plan.chunk.num_tokens
+            if plan.source is None:
+                keys, values = k[first:stop].transpose(0, 1), v[first:stop].transpose(0, 1)
+            else:
+                keys, values = (gathered[0] for gathered in pages.gather(layer, plan.source))
+            attend_prefill(queries[first:stop], keys, values, plan, spec, out[first:stop])
+        return out.view(num_tokens, -1)
+
+    def _attend_group(self, layer: int, q: Tensor, group: DecodeGroup) -> Tensor:
+        k, v = self._pages.gather(layer, group.source)
+        return attend_decode(q, k, v, group, self._spec)

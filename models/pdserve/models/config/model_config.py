@@ -1,0 +1,97 @@
+"""`ModelConfig`: a model's dimensions and options. `ModelFamily`: how one family reads its options and builds its layers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pdserve.common.kv_layout import KvLayout
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.models.config.rope_parameters import RopeParameters
+from pdserve.models.json_object import JsonObject
+from pdserve.models.layers.decoder_layer import DecoderLayer
+from pdserve.models.weights.weight_loader import WeightLoader
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that is known of a model before its weights are read."""
+
+    architecture: str
+    family: ModelFamily
+    """With the options that only this family has."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeParameters
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    """Longest sequence that is served without `max_model_len`, prompt and answer."""
+    derived_max_model_len: int
+    """Longest sequence that `max_model_len` may ask for: what the rotary scaling was made for."""
+    dtype: str
+    """Of weights and KV blocks: `float32`, `bfloat16` or `float16`."""
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    unknown_fields: tuple[str, ...]
+    """Names in config.json that mean nothing here, and of which no list knows that they mean nothing."""
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """By layer: a token sees this many tokens, itself included; None is all."""
+        return self.family.sliding_windows
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            window=self.sliding_windows[layer],
+        )
+
+    def kv_layout(self, block_size: int, model_fingerprint: str) -> KvLayout:
+        return KvLayout(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+            dtype=self.dtype,
+            model_fingerprint=model_fingerprint,
+        )
+
+
+@dataclass(frozen=True)
+class ModelFamily(ABC):
+    """Models of one architecture. A subclass is a file of `families`, and its fields are the family's own options."""
+
+    sliding_windows: tuple[int | None, ...]
+    """By layer, see `ModelConfig.sliding_windows`."""
+
+    model_type: ClassVar[str]
+    """In config.json; transformers goes by it."""
+    own_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields of config.json that `read` knows beside those that all families have; every other one is refused by
+    `config/config_fields.py` if it names other mathematics."""
+    default_num_kv_heads: ClassVar[int | None] = None
+    """Where config.json has no `num_key_value_heads`; None: as many as heads."""
+    default_head_dim: ClassVar[int | None] = None
+    """Where config.json has no `head_dim`; None: `hidden_size / num_attention_heads`."""
+    embedding_name: ClassVar[str] = "model.embed_tokens.weight"
+    final_norm_name: ClassVar[str] = "model.norm.weight"
+    head_name: ClassVar[str] = "lm_head.weight"
+
+    @classmethod
+    @abstractmethod
+    def read(cls, config: JsonObject, num_layers: int) -> ModelFamily:
+        """The family's options from config.json. Raises: ConfigError, UnsupportedModel."""
+
+    @abstractmethod
+    def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
+        """Read the weights of layer `index` by their names in the checkpoint. Raises: ConfigError."""

@@ -1,0 +1,1 @@
+"""One file per model family; `pdserve.models.registry` lists them."""

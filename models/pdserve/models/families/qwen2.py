@@ -1,0 +1,35 @@
+"""Qwen2 and Qwen2.5."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.models.config.model_config import ModelConfig, ModelFamily
+from pdserve.models.config.sliding_windows import WINDOW_FIELDS, windows_by_layer_type
+from pdserve.models.json_object import JsonObject
+from pdserve.models.layers.decoder_layer import DecoderLayer
+from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.self_attention import SelfAttention
+from pdserve.models.weights.weight_loader import WeightLoader
+
+
+@dataclass(frozen=True)
+class Qwen2(ModelFamily):
+    """Windows in some layers; queries, keys and values always have biases, the output projection never."""
+
+    model_type = "qwen2"
+    own_fields = WINDOW_FIELDS | {"layer_types"}
+    default_num_kv_heads = 32
+
+    @classmethod
+    def read(cls, config: JsonObject, num_layers: int) -> Qwen2:
+        return cls(windows_by_layer_type(config, num_layers))
+
+    def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
+        prefix, hidden = f"model.layers.{index}", config.hidden_size
+        attention = SelfAttention.load(
+            weights, f"{prefix}.self_attn", index, config.attention_spec(index), hidden,
+            qkv_bias=True, output_bias=False,
+        )  # fmt: skip
+        mlp = GatedMlp.load(weights, f"{prefix}.mlp", hidden, config.intermediate_size, bias=False)
+        return DecoderLayer.load(weights, prefix, hidden, config.rms_norm_eps, attention, mlp)

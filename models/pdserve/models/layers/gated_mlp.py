@@ -1,0 +1,31 @@
+"""The gated MLP of Llama and its relatives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pdserve.kernels.linear import Linear, swiglu
+from pdserve.models.weights.weight_loader import WeightLoader
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """`down(silu(gate x) * up x)`."""
+
+    gate_up: Linear
+    """Gate and up side by side."""
+    down: Linear
+
+    @classmethod
+    def load(cls, weights: WeightLoader, prefix: str, hidden_size: int, inner_size: int, *, bias: bool) -> GatedMlp:
+        """Read `{prefix}.gate_proj`, `up_proj` and `down_proj`. inner_size: I. Raises: ConfigError."""
+        return cls(
+            gate_up=weights.linear([f"{prefix}.gate_proj", f"{prefix}.up_proj"], inner_size, hidden_size, bias=bias),
+            down=weights.linear([f"{prefix}.down_proj"], hidden_size, inner_size, bias=bias),
+        )
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual + mlp(x)`, both `[T, H]`. The residual may be overwritten."""
+        return self.down.add_to(residual, swiglu(self.gate_up(x)))

@@ -1,0 +1,90 @@
+"""Self-attention with rotary positions: projections, optional norms of queries and keys, and the attention plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.attention_backend import AttentionPlan
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.linear import Linear, make_linear
+from pdserve.kernels.rms_norm import HeadNorm
+from pdserve.kernels.rotary import pair_neighbours, rotate_heads
+from pdserve.models.weights.weight_loader import WeightLoader
+
+
+@dataclass(frozen=True, slots=True)
+class SelfAttention:
+    """One layer's attention."""
+
+    index: int
+    """Of the layer in the KV cache."""
+    spec: AttentionSpec
+    qkv: Linear
+    """Queries, keys and values side by side."""
+    qk_norm: HeadNorm | None
+    """Normalises each head of queries and keys before they are rotated."""
+    output: Linear
+
+    @classmethod
+    def load(
+        cls,
+        weights: WeightLoader,
+        prefix: str,
+        index: int,
+        spec: AttentionSpec,
+        hidden_size: int,
+        *,
+        qkv_bias: bool,
+        output_bias: bool,
+        qk_norm_eps: float | None = None,
+    ) -> SelfAttention:
+        """Read `{prefix}.q_proj`, `k_proj`, `v_proj`, `o_proj` and, with `qk_norm_eps`, `q_norm` and `k_norm`.
+
+        Raises: ConfigError.
+        """
+        qk_norm = None if qk_norm_eps is None else _load_qk_norm(weights, prefix, spec, qk_norm_eps)
+        return cls(
+            index=index,
+            spec=spec,
+            qkv=_load_qkv(weights, prefix, spec, hidden_size, qkv_bias),
+            qk_norm=qk_norm,
+            output=weights.linear([f"{prefix}.o_proj"], hidden_size, spec.num_heads * spec.head_dim, bias=output_bias),
+        )
+
+    def add_to(self, residual: Tensor, x: Tensor, phases: Tensor, plan: AttentionPlan) -> Tensor:
+        """`residual + attention(x)`; residual and x `[T, H]`, phases `[T, 1, D / 2]`. The residual may be overwritten."""
+        spec = self.spec
+        qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
+        # queries and keys lie side by side: they are normalised and rotated together
+        qk = qkv[:, : spec.num_heads + spec.num_kv_heads]
+        if self.qk_norm is not None:
+            self.qk_norm(qk)
+        rotate_heads(qk, phases)
+        q, k, v = qkv.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
+        plan.store(self.index, k, v)
+        return self.output.add_to(residual, plan.attend(self.index, q, k, v))
+
+
+def _load_qk_norm(weights: WeightLoader, prefix: str, spec: AttentionSpec, eps: float) -> HeadNorm:
+    q_weight, k_weight = (
+        pair_neighbours(weights.tensor(f"{prefix}.{name}.weight", spec.head_dim), spec.head_dim)
+        for name in ("q_norm", "k_norm")
+    )
+    return HeadNorm(torch.cat([q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)]), eps)
+
+
+def _load_qkv(weights: WeightLoader, prefix: str, spec: AttentionSpec, hidden_size: int, bias: bool) -> Linear:
+    matrices, biases = [], []
+    for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
+        rows = heads * spec.head_dim
+        parts = [weights.tensor(f"{prefix}.{name}_proj.weight", rows, hidden_size)]
+        if bias:
+            parts.append(weights.tensor(f"{prefix}.{name}_proj.bias", rows))
+        if name != "v":
+            parts = [pair_neighbours(part, spec.head_dim) for part in parts]
+        matrices.append(parts[0])
+        biases.extend(parts[1:])
+    return make_linear(torch.cat(matrices), torch.cat(biases) if biases else None)

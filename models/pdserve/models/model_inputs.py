@@ -1,0 +1,41 @@
+"""`ModelInputs`: what a model's forward pass gets in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pdserve.kernels.attention_backend import AttentionPlan
+from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention_spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """One step's tokens, given as ids or as embeddings."""
+
+    batch: AttentionBatch
+    plans: Mapping[AttentionSpec, AttentionPlan]
+    """A plan for each of the model's `attention_specs`."""
+    token_ids: Tensor | None = None
+    """`[T]` int64."""
+    inputs_embeds: Tensor | None = None
+    """`[T, H]`, in the dtype of the weights; may be overwritten."""
+    before_layer: Callable[[], None] | None = None
+    """Called before each layer, so that a caller can tell a long step from a dead one."""
+
+    @property
+    def positions(self) -> Tensor:
+        """`[T]` int64."""
+        return self.batch.positions
+
+    def embedded(self, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """`[T, H]`: the embeddings that were given, or `embed(token_ids)`. Raises: ValueError for both, or neither."""
+        match self.token_ids, self.inputs_embeds:
+            case Tensor() as token_ids, None:
+                return embed(token_ids)
+            case None, Tensor() as inputs_embeds:
+                return inputs_embeds
+        raise ValueError("exactly one of token_ids and inputs_embeds must be given")

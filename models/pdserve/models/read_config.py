@@ -1,0 +1,150 @@
+"""`read_config`: `config.json` and `generation_config.json` of a model folder, checked field by field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdserve.common.errors import ConfigError, UnsupportedModel
+from pdserve.models.config.config_fields import Dimensions, check_fields
+from pdserve.models.config.model_config import ModelConfig, ModelFamily
+from pdserve.models.config.rope_parameters import RopeParameters
+from pdserve.models.dtypes import TORCH_DTYPES
+from pdserve.models.json_object import JsonObject
+from pdserve.models.registry import FAMILIES
+
+_MAX_VOCAB = 1 << 24
+_MAX_WIDTH = 1 << 20
+_MAX_LAYERS = 4096
+_MAX_HEADS = 1 << 16
+_MAX_HEAD_DIM = 1 << 16
+"""Above what any model has; what is within them is held against the weights before anything is computed."""
+
+
+def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
+    """A model's dimensions and options; `generation_config.json` may name the ids that end a text.
+
+    dtype: of weights and KV blocks; `auto` is the folder's. Raises: ConfigError, UnsupportedModel naming file and field.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {folder} does not exist")
+    config = JsonObject.read(folder / "config.json")
+    architecture = _architecture(config)
+    family = FAMILIES[architecture]
+    hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
+    intermediate_size = config.integer("intermediate_size", maximum=_MAX_WIDTH)
+    num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+    num_heads = config.integer("num_attention_heads", maximum=_MAX_HEADS)
+    num_kv_heads = _num_kv_heads(config, architecture, num_heads)
+    head_dim = _head_dim(config, family.default_head_dim or hidden_size // num_heads)
+    max_positions = config.integer("max_position_embeddings")
+    rope = RopeParameters.from_config(config, head_dim, max_positions)
+    rms_norm_eps = config.number("rms_norm_eps", 1e-6)
+    options: ModelFamily = family.read(config, num_layers)
+    derived_max_model_len = rope.derived_max_positions(max_positions)
+    own = Dimensions(
+        hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim, rms_norm_eps, rope.theta,
+        derived_max_model_len, None not in options.sliding_windows,
+    )  # fmt: skip
+    unknown_fields = check_fields(config, architecture, family.own_fields, own)
+    vocab_size = config.integer("vocab_size", maximum=_MAX_VOCAB)
+    eos_token_ids, bos_token_id = _special_tokens(folder, config, vocab_size)
+    return ModelConfig(
+        architecture=architecture,
+        family=options,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate_size,
+        rms_norm_eps=rms_norm_eps,
+        rope=rope,
+        tie_word_embeddings=config.boolean("tie_word_embeddings", False),
+        max_position_embeddings=rope.max_positions(max_positions),
+        derived_max_model_len=derived_max_model_len,
+        dtype=_dtype(config, dtype),
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+        unknown_fields=unknown_fields,
+    )
+
+
+def _architecture(config: JsonObject) -> str:
+    names = config.items("architectures") or []
+    supported = ", ".join(FAMILIES)
+    if len(names) != 1 or names[0] not in FAMILIES:
+        found = ", ".join(str(name)[:80] for name in names[:8]) or "none named"
+        kind = str(names[0]).removesuffix("Model") + "ForCausalLM" if len(names) == 1 else ""
+        if kind in FAMILIES:
+            found += f", which is {kind} without its language-model head"
+        raise UnsupportedModel(f"{config.where}: architecture {found}; supported: {supported}")
+    architecture = str(names[0])
+    expected = FAMILIES[architecture].model_type
+    model_type = config.text("model_type", expected)
+    if model_type != expected:
+        # transformers goes by the type, and other families have the same tensors for other mathematics
+        raise UnsupportedModel(
+            f"{config.where}: model_type {model_type[:80]!r} is not that of {architecture} ({expected})"
+        )
+    _refuse_quantized(config)
+    activation = config.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(
+            f"{config.where}: hidden_act {activation[:80]!r}; supported: silu, by its other name swish"
+        )
+    return architecture
+
+
+def _refuse_quantized(config: JsonObject) -> None:
+    quantization = config.child("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method")
+        named = f"by {method[:80]}" if isinstance(method, str) else "by a method that it does not name (quant_method)"
+        raise UnsupportedModel(
+            f"{config.where}: weights are quantized {named} (quantization_config); no quantization method is supported, "
+            f"only weights in {', '.join(TORCH_DTYPES)}"
+        )
+
+
+def _num_kv_heads(config: JsonObject, architecture: str, num_heads: int) -> int:
+    """An explicit null means as many as heads, in every family."""
+    absent_default = FAMILIES[architecture].default_num_kv_heads or num_heads
+    default = num_heads if config.is_null("num_key_value_heads") else absent_default
+    num_kv_heads = config.integer("num_key_value_heads", default, maximum=_MAX_HEADS)
+    if num_heads % num_kv_heads != 0:
+        absent = "" if config.has("num_key_value_heads") else f", which {architecture} has where the field is absent"
+        raise config.error("num_attention_heads", f"a multiple of num_key_value_heads ({num_kv_heads}{absent})")
+    return num_kv_heads
+
+
+def _head_dim(config: JsonObject, default: int) -> int:
+    head_dim = config.integer("head_dim", default, minimum=0, maximum=_MAX_HEAD_DIM)
+    if head_dim % 2 != 0 or head_dim == 0:
+        raise ConfigError(f"{config.where}: head_dim must be even and at least 2, not {head_dim}")
+    return head_dim
+
+
+def _dtype(config: JsonObject, wanted: str) -> str:
+    if wanted == "auto":
+        name = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
+        if name not in TORCH_DTYPES:
+            raise UnsupportedModel(f"{config.where}: dtype {name!r:.80}; supported: {', '.join(TORCH_DTYPES)}")
+        return name
+    if wanted not in TORCH_DTYPES:
+        raise ConfigError(f"dtype must be auto, {', '.join(TORCH_DTYPES)}, not {wanted!r}")
+    return wanted
+
+
+def _special_tokens(folder: Path, config: JsonObject, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
+    """Ids that end a text, and the id that begins one; `generation_config.json` knows better than `config.json`.
+
+    Ids outside the vocabulary are left out: no text ends by them, since none is ever sampled.
+    """
+    sources = [config]
+    if (folder / "generation_config.json").exists():
+        sources.insert(0, JsonObject.read(folder / "generation_config.json"))
+    ends = next((ids for source in sources if (ids := source.token_ids("eos_token_id"))), ())
+    begins = next((ids for source in sources if (ids := source.token_ids("bos_token_id"))), ())
+    known = tuple(token_id for token_id in ends if token_id < vocab_size)
+    return known, begins[0] if begins and begins[0] < vocab_size else None

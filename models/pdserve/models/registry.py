@@ -1,0 +1,19 @@
+"""`FAMILIES`: the architectures that can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pdserve.models.config.model_config import ModelFamily
+from pdserve.models.families.llama import Llama
+from pdserve.models.families.mistral import Mistral
+from pdserve.models.families.qwen2 import Qwen2
+from pdserve.models.families.qwen3 import Qwen3
+
+FAMILIES: Mapping[str, type[ModelFamily]] = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Mistral,
+    "Qwen2ForCausalLM": Qwen2,
+    "Qwen3ForCausalLM": Qwen3,
+}
+"""By the one entry of `architectures` in config.json."""

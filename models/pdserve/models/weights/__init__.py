@@ -1,0 +1,1 @@
+"""Weight files of a model folder, checked and read."""

@@ -1,0 +1,87 @@
+"""`WeightLoader`: reads weights by their names in the checkpoint, in the served dtype, and counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.common.errors import ConfigError
+from pdserve.kernels.linear import Linear, make_linear
+from pdserve.kernels.rms_norm import RmsNorm
+from pdserve.models.weights.checkpoint import Checkpoint
+from pdserve.models.weights.finite_weights import verify_finite
+
+_NUM_NAMED = 8
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """Bytes of weights in place, in the dtype they are served in, and the one that was just read."""
+
+    loaded_bytes: int
+    total_bytes: int
+    name: str
+
+
+class WeightLoader:
+    """One checkpoint's weights, each read once."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        ignored: Collection[str] = (),
+        progress: Callable[[LoadProgress], None] | None = None,
+    ) -> None:
+        """ignored: names that need no place. progress: called after each weight."""
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._loaded_bytes = 0
+        self._unread = {
+            name for name in checkpoint.names if name not in ignored and not name.endswith("rotary_emb.inv_freq")
+        }
+        self._total_bytes = sum(torch.Size(checkpoint.shape(name)).numel() for name in self._unread) * dtype.itemsize
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """A copy on the device, in the served dtype.
+
+        Raises: ConfigError for a weight that is missing, has another shape or type, or has NaN or infinity.
+        """
+        source = self._checkpoint.read(name, shape)
+        tensor = source.to(self._device, self._dtype, copy=True)
+        verify_finite(tensor, source, self._checkpoint.where(name))
+        self._unread.discard(name)
+        self._loaded_bytes += tensor.nbytes
+        if self._progress is not None:
+            self._progress(LoadProgress(self._loaded_bytes, self._total_bytes, name))
+        return tensor
+
+    def linear(self, names: Sequence[str], rows: int, columns: int, *, bias: bool) -> Linear:
+        """One layer whose output is the outputs of `names` side by side, each `rows` wide."""
+        weights = [self.tensor(f"{name}.weight", rows, columns) for name in names]
+        biases = [self.tensor(f"{name}.bias", rows) for name in names] if bias else []
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return make_linear(weight, torch.cat(biases) if biases else None)
+
+    def norm(self, name: str, size: int, eps: float) -> RmsNorm:
+        return RmsNorm(self.tensor(name, size), eps)
+
+    def check_all_read(self) -> None:
+        """Raises: ConfigError for weights that nothing has read: the model is not what its config.json says."""
+        if self._unread:
+            raise ConfigError(
+                f"{self._checkpoint.folder}: {len(self._unread)} weights have no place: {few(sorted(self._unread))}"
+            )
+
+
+def few(names: Sequence[str]) -> str:
+    """The first of many names, for a message."""
+    rest = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return ", ".join(name[:80] for name in names[:_NUM_NAMED]) + rest

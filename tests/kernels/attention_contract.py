@@ -1,0 +1,216 @@
+"""The contract of every attention back end. A test class binds it: `class TestMine(AttentionContract)` with `make_backend`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels.attention_backend import AttentionBackend
+from tests.support.attention_cases import TOLERANCES, check_step, dense_attention, make_case, make_spec, run_step
+
+HEADS = [(4, 2, 16), (7, 1, 10), (3, 3, 6), (14, 2, 64)]
+
+
+class AttentionContract:
+    """Compares with the formula, written out densely in float64."""
+
+    device = "cpu"
+    """On which cache and batches are."""
+
+    def make_backend(self, kv_cache: Tensor) -> AttentionBackend:
+        raise NotImplementedError
+
+    def check(self, *, heads: tuple[int, int, int], options: dict[str, Any] | None = None, **fields: Any) -> None:
+        case = make_case(heads=heads, **fields).to(self.device)
+        check_step(self.make_backend(case.kv_cache), case, make_spec(heads, **(options or {})))
+
+    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+    @pytest.mark.parametrize("heads", HEADS, ids=str)
+    @pytest.mark.parametrize("window", [None, 1, 13])
+    @pytest.mark.parametrize("block_size", [1, 5, 16])
+    def test_mixed_step(
+        self, dtype: torch.dtype, heads: tuple[int, int, int], window: int | None, block_size: int
+    ) -> None:
+        self.check(
+            decodes=[1, 37, 16, 5],
+            prefills=[(0, 1), (0, 21), (17, 30), (16, 3)],
+            heads=heads,
+            block_size=block_size,
+            dtype=dtype,
+            options={"window": window},
+        )
+
+    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+    @pytest.mark.parametrize("window", [None, 40, 200])
+    @pytest.mark.parametrize(
+        "decodes",
+        [
+            [1],
+            [123],
+            [48],
+            [99, 99, 99],
+            [16] * 5,
+            [1500, 3, 2, 40, 7],
+            [3, 1500, 3, 1500],
+            [300, 290, 310, 301, 16, 299, 305, 310],
+            list(range(1, 130, 9)),
+        ],
+        ids=lambda lengths: f"{len(lengths)}x{max(lengths)}",
+    )
+    def test_decodes_of_like_and_unlike_lengths(
+        self, dtype: torch.dtype, window: int | None, decodes: list[int]
+    ) -> None:
+        """One length needs no mask, ragged ones do, and very ragged ones may be cut into groups."""
+        self.check(decodes=decodes, heads=(6, 2, 8), block_size=16, dtype=dtype, options={"window": window})
+
+    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+    @pytest.mark.parametrize("window", [None, 1, 60, 129, 400])
+    @pytest.mark.parametrize(("context", "new"), [(0, 128), (0, 129), (0, 300), (123, 257), (300, 1), (31, 128)])
+    def test_prefill_across_tiles(self, dtype: torch.dtype, window: int | None, context: int, new: int) -> None:
+        """Chunks that end before, at and after the edge of a tile of queries."""
+        self.check(
+            decodes=[],
+            prefills=[(context, new)],
+            heads=(2, 1, 8),
+            block_size=16,
+            dtype=dtype,
+            options={"window": window},
+        )
+
+    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+    @pytest.mark.parametrize("softcap", [0.5, 30.0])
+    @pytest.mark.parametrize("window", [None, 13])
+    @pytest.mark.parametrize("decodes", [[40, 40], [1, 37, 16, 5], [2500, 700]], ids=str)
+    def test_soft_caps(self, dtype: torch.dtype, softcap: float, window: int | None, decodes: list[int]) -> None:
+        """A cap of 0.5 bends every score, one of 30 hardly any; scores here are up to 4, and 8 with this scale."""
+        self.check(
+            decodes=decodes,
+            prefills=[(0, 40), (37, 33)],
+            heads=(4, 2, 16),
+            block_size=16,
+            dtype=dtype,
+            options={"softcap": softcap, "window": window, "scale": 0.5},
+        )
+
+    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+    def test_without_causality_a_token_sees_its_whole_sequence(self, dtype: torch.dtype) -> None:
+        for softcap in (None, 2.0):
+            self.check(
+                decodes=[9, 30],
+                prefills=[(0, 140), (20, 13), (0, 5)],
+                heads=(4, 2, 8),
+                block_size=16,
+                dtype=dtype,
+                options={"causal": False, "softcap": softcap},
+            )
+
+    def test_another_scale(self) -> None:
+        fields: dict[str, Any] = {"heads": (4, 2, 16), "block_size": 4, "dtype": torch.float32}
+        self.check(decodes=[9, 17, 9], prefills=[(3, 20)], options={"scale": 1.3}, **fields)
+
+    @pytest.mark.parametrize("window", [None, 6])
+    @pytest.mark.parametrize("decodes", [[0, 20, 9, 0], [5, 0], [0], [12, 12, 0]], ids=str)
+    def test_padded_rows_change_no_other_row(self, decodes: list[int], window: int | None) -> None:
+        """Their block is poison but for the slot that they write."""
+        for prefills in ((), ((10, 9),)):
+            self.check(
+                decodes=decodes,
+                prefills=prefills,
+                heads=(4, 2, 8),
+                block_size=4,
+                dtype=torch.float32,
+                options={"window": window},
+            )
+
+    @pytest.mark.parametrize("layer", range(3))
+    @pytest.mark.parametrize("window", [None, 6])
+    def test_layers_are_independent(self, layer: int, window: int | None) -> None:
+        self.check(
+            decodes=[20, 9],
+            prefills=[(10, 9)],
+            heads=(4, 2, 8),
+            block_size=4,
+            dtype=torch.float32,
+            num_layers=3,
+            layer=layer,
+            options={"window": window},
+        )
+
+    def test_plans_of_one_step_and_of_following_steps_are_independent(self) -> None:
+        """One back end; in each step a plan per spec, all made before the first layer."""
+        heads = (4, 2, 8)
+        specs = [make_spec(heads), make_spec(heads, window=6), make_spec(heads, softcap=1.0)]
+        shared = make_case(decodes=[3], heads=heads, block_size=4, dtype=torch.float32).to(self.device)
+        blocks = torch.full((64, *shared.kv_cache.shape[1:]), torch.nan, device=self.device)
+        backend = self.make_backend(blocks)
+        for seed, decodes in enumerate(([20, 9, 21], [20, 20], [7], [90, 3, 41])):
+            case = make_case(
+                decodes=decodes, prefills=[(10, 9)], heads=heads, block_size=4, dtype=torch.float32, seed=seed
+            ).to(self.device)
+            blocks[: len(case.kv_cache)] = case.kv_cache
+            plans = [backend.plan(case.batch, spec) for spec in specs]
+            for spec, plan in zip(specs, plans, strict=True):
+                plan.store(case.layer, case.k, case.v)
+                found = plan.attend(case.layer, case.q, case.k, case.v)
+                expected = dense_attention(case.to("cpu"), spec)
+                torch.testing.assert_close(found.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+
+    def test_attend_sees_what_store_wrote_and_writes_nothing(self) -> None:
+        heads = (4, 2, 8)
+        case = make_case(decodes=[20, 9], prefills=[(10, 9), (0, 7)], heads=heads, block_size=4, dtype=torch.float32)
+        case = case.to(self.device)
+        plan = self.make_backend(case.kv_cache).plan(case.batch, make_spec(heads))
+        plan.store(case.layer, case.k + 100, case.v + 100)
+        plan.store(case.layer, case.k, case.v)
+        before = case.kv_cache.clone()
+        first = plan.attend(case.layer, case.q, case.k, case.v)
+        expected = dense_attention(case.to("cpu"), make_spec(heads))
+        torch.testing.assert_close(first.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(plan.attend(case.layer, case.q, case.k, case.v), first)
+        assert torch.equal(case.kv_cache.nan_to_num(7.0, 8.0, 9.0), before.nan_to_num(7.0, 8.0, 9.0))
+
+    def test_q_k_and_v_need_not_be_contiguous(self) -> None:
+        """They are views of one projection; copies of them give the same."""
+        heads = (6, 2, 8)
+        fields: dict[str, Any] = {"decodes": [20, 9], "prefills": [(10, 9)], "block_size": 4, "dtype": torch.float32}
+        views = make_case(heads=heads, **fields).to(self.device)
+        assert not views.k.is_contiguous()
+        copies = replace(
+            views, q=views.q.clone(), k=views.k.clone(), v=views.v.clone(), kv_cache=views.kv_cache.clone()
+        )
+        found = [run_step(self.make_backend(case.kv_cache), case, make_spec(heads)) for case in (views, copies)]
+        assert torch.equal(*found)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"slot_mapping": torch.tensor([1, 2])}, "slot_mapping has 2 entries for 4"),
+            ({"query_start_loc_cpu": torch.tensor([0, 1, 3])}, "covers rows 0 to 3 of 4"),
+            ({"query_start_loc_cpu": torch.tensor([1, 1, 4])}, "covers rows 1 to 4 of 4"),
+            ({"query_start_loc_cpu": torch.tensor([0, 4, 4]), "num_decodes": 0}, r"rows 4..3 belong to"),
+            ({"query_start_loc_cpu": torch.tensor([0, 4])}, "query_start_loc 2 entries for 2 sequences"),
+            ({"query_start_loc_cpu": torch.tensor([0, 0, 4])}, r"1 decodes, but query_start_loc begins with \[0, 0\]"),
+            ({"num_decodes": 2}, r"2 decodes, but query_start_loc begins with \[0, 1, 4\]"),
+            ({"num_decodes": 3}, r"3 decodes, but query_start_loc begins with \[0, 1, 4\]"),
+            ({"seq_lens_cpu": torch.tensor([4, 2])}, r"rows 1..3 belong to a sequence of 2 tokens"),
+            ({"max_seq_len": 3}, "max_seq_len 3 and max_query_len 3 are not"),
+            ({"max_query_len": 1}, "max_seq_len 4 and max_query_len 1 are not"),
+            ({"block_tables": torch.zeros(2, 0, dtype=torch.int64)}, "0 columns for 4"),
+            ({"block_tables": torch.tensor([[1, 2]])}, "block_tables has 1 rows"),
+        ],
+    )
+    def test_a_batch_that_contradicts_itself_is_refused(self, changes: dict[str, Any], message: str) -> None:
+        case = make_case(decodes=[4], prefills=[(0, 3)], heads=(2, 2, 4), block_size=4, dtype=torch.float32)
+        case = case.to(self.device)
+        with pytest.raises(ValueError, match=message):
+            self.make_backend(case.kv_cache).plan(replace(case.batch, **changes), make_spec((2, 2, 4)))
+
+    @pytest.mark.parametrize("heads", [(4, 4, 4), (2, 2, 8), (2, 1, 4)], ids=str)
+    def test_a_spec_of_another_cache_is_refused(self, heads: tuple[int, int, int]) -> None:
+        case = make_case(decodes=[4], heads=(2, 2, 4), block_size=4, dtype=torch.float32).to(self.device)
+        with pytest.raises(ValueError, match="does not fit"):
+            self.make_backend(case.kv_cache).plan(case.batch, make_spec(heads))

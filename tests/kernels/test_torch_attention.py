@@ -1,0 +1,81 @@
+"""The torch back end: the contract, and what is its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels import decode_attention
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.kv_pages import KvPages
+from pdserve.kernels.torch_attention import TorchAttentionBackend
+from tests.kernels.attention_contract import AttentionContract
+from tests.support.attention_cases import check_step, make_case, make_spec
+
+
+class TestTorchAttention(AttentionContract):
+    def make_backend(self, kv_cache: Tensor) -> TorchAttentionBackend:
+        return TorchAttentionBackend(kv_cache)
+
+
+def test_large_batches_are_gathered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = (4, 2, 8)
+    block_bytes = 2 * 2 * 16 * 8 * 4
+    monkeypatch.setattr(decode_attention, "_GATHER_BYTES", 7 * block_bytes)
+    for decodes in ([48] * 5, [20, 60, 100, 48, 200, 1]):
+        case = make_case(decodes=decodes, prefills=[], heads=heads, block_size=16, dtype=torch.float32)
+        check_step(TorchAttentionBackend(case.kv_cache), case, make_spec(heads))
+        groups = decode_attention.plan_decode(case.batch, decodes, KvPages(case.kv_cache), make_spec(heads))
+        assert [group.start for group in groups] == [0, *(group.stop for group in groups[:-1])]
+        assert all(group.source.out.nbytes <= 8 * block_bytes or group.stop == group.start + 1 for group in groups)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_branches_for_accelerators(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, lengths are not read back and tails are cleared by index; the arithmetic runs anywhere."""
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda _: False))
+    heads = (6, 2, 8)
+    for decodes in ([300, 16, 17, 1], [50], [33, 33]):
+        case = make_case(decodes=decodes, prefills=[(20, 41), (0, 9)], heads=heads, block_size=16, dtype=torch.float32)
+        check_step(TorchAttentionBackend(case.kv_cache), case, make_spec(heads, window=window))
+
+
+def test_specs_share_the_part_of_a_step_that_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = (4, 2, 8)
+    num_calls = 0
+    write_rows = KvPages.write_rows
+
+    def counted(pages: KvPages, slot_mapping: Tensor) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return write_rows(pages, slot_mapping)
+
+    monkeypatch.setattr(KvPages, "write_rows", counted)
+    case = make_case(decodes=[20, 9], heads=heads, block_size=4, dtype=torch.float32)
+    backend = TorchAttentionBackend(case.kv_cache)
+    for window in (None, 6, 7):
+        backend.plan(case.batch, make_spec(heads, window=window))
+    assert num_calls == 1
+    other = make_case(decodes=[20, 9], heads=heads, block_size=4, dtype=torch.float32)
+    backend.plan(other.batch, make_spec(heads))
+    assert num_calls == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_heads": 3},
+        {"num_kv_heads": 0},
+        {"head_dim": 0},
+        {"window": 0},
+        {"window": 5, "causal": False},
+        {"softcap": 0},
+    ],
+    ids=str,
+)
+def test_specs_that_no_layer_can_have(options: dict[str, int]) -> None:
+    fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "scale": 1.0}
+    assert AttentionSpec(**fields) == AttentionSpec(**fields)
+    with pytest.raises(ValueError, match=next(iter(options))):
+        AttentionSpec(**(fields | options))
