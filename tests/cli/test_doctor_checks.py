@@ -104,7 +104,7 @@ def test_what_a_model_lacks_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_every_architecture_is_held_against_its_headers(tiny_checkpoints: Folders) -> None:
-    for architecture in ("llama", "mistral", "qwen2", "qwen3"):
+    for architecture in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"):
         findings = model(tiny_checkpoints(architecture))
         assert findings[0].verdict is Verdict.OK, findings
         assert "MiB of weights" in findings[0].what

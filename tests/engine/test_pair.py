@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.scheduler.kv_messages import Settled
-from tests.support.engine_harness import MakeEngine
+from tests.support.engine_harness import Harness, MakeEngine
 from tests.support.engine_pair import Pair
 from tests.support.hash_model import greedy_answer, sampled_answer
+from tests.support.oracle import Oracle
+from tests.support.random_prompts import prompt_of
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
 
@@ -23,6 +28,23 @@ def test_i1_a_request_through_p_and_d_gives_one_engines_answer(make_engine: Make
     for request_id, prompt in prompts.items():
         answer = pair.answer(request_id)
         assert (answer.token_ids, answer.finish_reason) == (greedy_answer(prompt, 9), FinishReason.LENGTH)
+
+
+def test_i1_a_mixture_of_experts_through_p_and_d_equals_transformers(
+    make_real_engine: Callable[..., Harness], tiny_checkpoints: Callable[..., Path]
+) -> None:
+    folder = tiny_checkpoints("qwen3_moe")
+    oracle = Oracle(folder)
+    pair = Pair(make_real_engine(folder, max_num_batched_tokens=20), make_real_engine(folder))
+    prompts = {f"r{n}": prompt_of(n) for n in (1, 15, 16, 17, 31, 70)}
+    for request_id, prompt in prompts.items():
+        pair.add(prompt, request_id, params={"max_tokens": 12})
+    pair.run()
+    for request_id, prompt in prompts.items():
+        oracle.check(prompt, pair.answer(request_id).token_ids)
+    assert {name: len(pair.transfers[name].landed) for name in prompts} == {
+        name: -(-len(prompt) // 16) for name, prompt in prompts.items()
+    }
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 40])

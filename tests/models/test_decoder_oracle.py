@@ -37,6 +37,11 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1, "attention_bias": True, "head_dim": 24}),
+    ("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
+    ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9, "num_experts": 40, "num_experts_per_tok": 8}),
 ]
 
 ROPE_PARAMETERS: list[dict[str, Any]] = [

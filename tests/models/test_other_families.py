@@ -63,6 +63,11 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("diffllama", "LlamaForCausalLM", {}, "lambda_std_dev"),
     ("hyperclovax", "LlamaForCausalLM", {}, "use_post_norm is true"),
     ("mixtral", "MistralForCausalLM", {}, "num_experts_per_tok is 2"),
+    ("mixtral", "Qwen3MoeForCausalLM", {}, "q_norm"),
+    ("qwen2_moe", "Qwen3MoeForCausalLM", {"num_experts": 4}, "shared_expert_intermediate_size is"),
+    ("olmoe", "Qwen3MoeForCausalLM", {}, "q_norm.weight has shape"),
+    ("qwen3", "Qwen3MoeForCausalLM", {}, r"mlp\.gate\.weight is in none of"),
+    ("qwen3_moe", "Qwen3ForCausalLM", {}, "decoder_sparse_step is 1, which Qwen3ForCausalLM does not compute"),
     ("olmo3", "Qwen3ForCausalLM", {}, "differ between layers|layer_types"),
     ("arcee", "LlamaForCausalLM", {}, "hidden_act 'relu2'"),
     ("arcee", "LlamaForCausalLM", {"hidden_act": "silu"}, "gate_proj"),
@@ -134,6 +139,42 @@ def test_a_type_that_is_not_the_architectures_is_refused(family: str, tmp_path: 
 def test_single_fields_of_other_mathematics(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     edit_json(make_checkpoint(tmp_path) / "config.json", **fields)
     with pytest.raises(UnsupportedModel, match=message):
+        load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor is 2.5, .* must be 1 or absent"),
+        ({"n_shared_experts": 1}, "n_shared_experts is 1, .* must be 0 or absent"),
+        ({"scoring_func": "sigmoid"}, 'scoring_func is "sigmoid"'),
+        ({"n_group": 4, "topk_group": 2}, "n_group is 4"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types is"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, not 1"),
+        ({"num_experts": 4}, "num_local_experts must be num_experts .4., not 8"),
+        ({"num_experts": 10**9}, "num_experts must be at most"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts .8., not 9"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok must be an integer of at least 1"),
+        (
+            {"moe_intermediate_size": 49},
+            r"experts\.0\.gate_proj\.weight has shape \[48, 64\], config\.json says \[49, 64\]",
+        ),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer of at least 1"),
+        ({"decoder_sparse_step": 2}, r"mlp\.gate_proj\.weight is in none of"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers must be a list of layer numbers"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers must be a list"),
+        ({"num_experts": 7, "num_local_experts": 7}, r"\[8, 64\], config\.json says \[7, 64\]"),
+    ],
+)
+def test_fields_of_a_mixture_of_experts(
+    fields: dict[str, Any], message: str, tiny_checkpoints: Any, tmp_path: Path
+) -> None:
+    source = tiny_checkpoints("qwen3_moe")
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    edit_json(tmp_path / "config.json", **fields)
+    with pytest.raises(ConfigError, match=message):
         load_decoder(tmp_path)
 
 

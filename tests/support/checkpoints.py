@@ -28,6 +28,8 @@ with warnings.catch_warnings():
         Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
     )
 
 ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
@@ -35,6 +37,7 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] =
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 VOCAB_SIZE = 320
@@ -86,6 +89,8 @@ def make_checkpoint(
     }
     if architecture == "mistral":
         fields["sliding_window"] = None
+    if architecture == "qwen3_moe":
+        fields |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
     fields.update(overrides)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

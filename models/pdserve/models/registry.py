@@ -9,11 +9,13 @@ from pdserve.models.families.llama import Llama
 from pdserve.models.families.mistral import Mistral
 from pdserve.models.families.qwen2 import Qwen2
 from pdserve.models.families.qwen3 import Qwen3
+from pdserve.models.families.qwen3_moe import Qwen3Moe
 
 FAMILIES: Mapping[str, type[ModelFamily]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
 }
 """By the one entry of `architectures` in config.json."""

@@ -14,7 +14,7 @@ from pdserve.models.weights.weight_loader import WeightLoader
 
 
 class FeedForward(Protocol):
-    """Computes each token alone."""
+    """Computes each token alone: a `GatedMlp` or a `SparseMlp`."""
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual + self(x)`, both `[T, H]`. The residual may be overwritten."""

@@ -1,0 +1,91 @@
+"""A mixture of experts: each token is computed by the few experts that its router chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.kernels.linear import make_linear, swiglu
+
+
+def route_top_k(router_logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    """The `top_k` experts with the highest softmax probability, and their weights.
+
+    router_logits `[T, E]`, normalise: the weights of a token add up to 1 -> weights `[T, k]` in the dtype of the logits,
+    experts `[T, k]` int64. Softmax and normalisation are computed in float32.
+    """
+    weights, experts = router_logits.softmax(-1, dtype=torch.float32).topk(top_k, -1)
+    if normalise:
+        weights /= weights.sum(-1, keepdim=True)
+    return weights.to(router_logits.dtype), experts
+
+
+class Experts(Protocol):
+    """E gated MLPs: `down_e(silu(gate_e x) * up_e x)`."""
+
+    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Sum over a token's k experts of weight times the expert's output.
+
+        x `[T, H]`, weights and experts `[T, k]` -> `[T, H]`. Added up in the order of a token's own experts, whatever its
+        neighbours are.
+        """
+        ...
+
+
+class LoopedExperts:
+    """Two products per expert that has a token; the others cost nothing. Reads the number of tokens per expert."""
+
+    def __init__(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> None:
+        self._gate_up = [make_linear(weight) for weight in gate_up]
+        self._down = [make_linear(weight) for weight in down]
+
+    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        order, counts = _by_expert(experts, len(self._down))
+        rows = x.index_select(0, order // experts.shape[1])
+        start = 0
+        for expert, count in enumerate(counts.tolist()):
+            if count:
+                part = rows[start : start + count]
+                part.copy_(self._down[expert](swiglu(self._gate_up[expert](part))))
+                start += count
+        return _by_token(rows, order, weights)
+
+
+class GroupedExperts:
+    """Two grouped products over all experts. Reads nothing back from the device."""
+
+    def __init__(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> None:
+        self._gate_up = torch.stack(tuple(gate_up)).transpose(1, 2)
+        self._down = torch.stack(tuple(down)).transpose(1, 2)
+
+    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        order, counts = _by_expert(experts, len(self._down))
+        ends = counts.cumsum(0, dtype=torch.int32)
+        rows = x.index_select(0, order // experts.shape[1])
+        inner = swiglu(F.grouped_mm(rows, self._gate_up, offs=ends)).contiguous()
+        return _by_token(F.grouped_mm(inner, self._down, offs=ends), order, weights)
+
+
+def _by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Assignments sorted by expert: indices `[T * k]` into `experts.flatten()`, and their number per expert `[E]`."""
+    flat = experts.flatten()
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    return flat.argsort(stable=True), counts.scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def _by_token(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums per token; rows `[T * k, H]` in the given order, weights `[T, k]` -> `[T, H]`."""
+    num_tokens, top_k = weights.shape
+    sorted_rows = torch.empty_like(rows).index_copy_(0, order, rows)
+    return sorted_rows.view(num_tokens, top_k, -1).mul_(weights.unsqueeze(-1)).sum(1)
+
+
+def make_experts(gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> Experts:
+    """The fastest layer for these weights. gate_up: per expert `[2 * I, H]`; down: per expert `[H, I]`."""
+    if len(gate_up) != len(down) or not len(down):
+        raise ValueError(f"{len(gate_up)} and {len(down)} expert weights")
+    return LoopedExperts(gate_up, down) if down[0].is_cpu else GroupedExperts(gate_up, down)

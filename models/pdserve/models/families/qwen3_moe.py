@@ -1,0 +1,95 @@
+"""Qwen3, the mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.models.config.family_fields import words
+from pdserve.models.config.model_config import ModelConfig, ModelFamily
+from pdserve.models.config.sliding_windows import WINDOW_FIELDS, window_of_all_layers
+from pdserve.models.json_object import JsonObject
+from pdserve.models.layers.decoder_layer import DecoderLayer, FeedForward
+from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.self_attention import SelfAttention
+from pdserve.models.layers.sparse_mlp import SparseMlp
+from pdserve.models.weights.weight_loader import WeightLoader
+
+_MAX_EXPERTS = 1 << 14
+_MAX_WIDTH = 1 << 20
+
+
+@dataclass(frozen=True)
+class Qwen3Moe(ModelFamily):
+    """Qwen3's attention; in most layers a mixture of experts takes the place of the MLP. With windows, all layers have one."""
+
+    model_type = "qwen3_moe"
+    own_fields = WINDOW_FIELDS | words(
+        "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step "
+        "mlp_only_layers"
+    )
+    default_num_kv_heads = 4
+
+    attention_bias: bool
+    """Of all four projections."""
+    num_experts: int
+    """0: every layer has an MLP."""
+    top_k: int
+    """Experts per token."""
+    expert_size: int
+    """I of an expert."""
+    normalise: bool
+    """The routing weights of a token add up to 1."""
+    sparse_layers: tuple[bool, ...]
+    """By layer: it has experts."""
+
+    @classmethod
+    def read(cls, config: JsonObject, num_layers: int) -> Qwen3Moe:
+        num_experts = _num_experts(config)
+        top_k = config.integer("num_experts_per_tok", 8)
+        if top_k > num_experts > 0:
+            raise config.error("num_experts_per_tok", f"at most num_experts ({num_experts})")
+        step = config.integer("decoder_sparse_step", 1)
+        dense = config.items("mlp_only_layers") or []
+        if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in dense):
+            raise config.error("mlp_only_layers", "a list of layer numbers")
+        dense_layers = set(dense)
+        has_windows = config.boolean("use_sliding_window", False)
+        return cls(
+            sliding_windows=window_of_all_layers(config, num_layers) if has_windows else (None,) * num_layers,
+            attention_bias=config.boolean("attention_bias", False),
+            num_experts=num_experts,
+            top_k=top_k,
+            expert_size=config.integer("moe_intermediate_size", 768, maximum=_MAX_WIDTH),
+            normalise=config.boolean("norm_topk_prob", False),
+            sparse_layers=tuple(
+                num_experts > 0 and layer not in dense_layers and (layer + 1) % step == 0 for layer in range(num_layers)
+            ),
+        )
+
+    def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
+        prefix, hidden = f"model.layers.{index}", config.hidden_size
+        attention = SelfAttention.load(
+            weights, f"{prefix}.self_attn", index, config.attention_spec(index), hidden,
+            qkv_bias=self.attention_bias, output_bias=self.attention_bias, qk_norm_eps=config.rms_norm_eps,
+        )  # fmt: skip
+        mlp: FeedForward
+        if self.sparse_layers[index]:
+            mlp = SparseMlp.load(
+                weights, f"{prefix}.mlp", hidden, self.expert_size,
+                num_experts=self.num_experts, top_k=self.top_k, normalise=self.normalise,
+            )  # fmt: skip
+        else:
+            mlp = GatedMlp.load(weights, f"{prefix}.mlp", hidden, config.intermediate_size, bias=False)
+        return DecoderLayer.load(weights, prefix, hidden, config.rms_norm_eps, attention, mlp)
+
+
+def _num_experts(config: JsonObject) -> int:
+    """The field has two names: transformers reads both, and writes the second."""
+    numbers = [
+        config.integer(name, minimum=0, maximum=_MAX_EXPERTS)
+        for name in ("num_experts", "num_local_experts")
+        if config.has(name)
+    ]
+    if len(set(numbers)) > 1:
+        raise config.error("num_local_experts", f"num_experts ({numbers[0]})")
+    return numbers[0] if numbers else 128

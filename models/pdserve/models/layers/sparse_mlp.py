@@ -1,0 +1,54 @@
+"""A mixture of gated MLPs, of which a router chooses a few per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.experts import Experts, make_experts, route_top_k
+from pdserve.kernels.linear import Linear
+from pdserve.models.weights.weight_loader import WeightLoader
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMlp:
+    """Sum over a token's `top_k` experts of routing weight times `down(silu(gate x) * up x)`."""
+
+    router: Linear
+    """`[T, H]` -> `[T, E]`."""
+    experts: Experts
+    top_k: int
+    normalise: bool
+    """The routing weights of a token add up to 1."""
+
+    @classmethod
+    def load(
+        cls,
+        weights: WeightLoader,
+        prefix: str,
+        hidden_size: int,
+        inner_size: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        normalise: bool,
+    ) -> SparseMlp:
+        """Read `{prefix}.gate`, and `gate_proj`, `up_proj` and `down_proj` of each `{prefix}.experts.*`.
+
+        inner_size: I of an expert. Raises: ConfigError.
+        """
+        router = weights.linear([f"{prefix}.gate"], num_experts, hidden_size, bias=False)
+        gate_up, down = [], []
+        for expert in range(num_experts):
+            name = f"{prefix}.experts.{expert}"
+            halves = [weights.tensor(f"{name}.{half}_proj.weight", inner_size, hidden_size) for half in ("gate", "up")]
+            gate_up.append(torch.cat(halves))
+            down.append(weights.tensor(f"{name}.down_proj.weight", hidden_size, inner_size))
+        return cls(router, make_experts(gate_up, down), top_k, normalise)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual + experts(x)`, both `[T, H]`. The residual may be overwritten."""
+        routing_weights, chosen = route_top_k(self.router(x), self.top_k, normalise=self.normalise)
+        return residual.add_(self.experts(x, routing_weights, chosen))
