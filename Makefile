@@ -8,7 +8,7 @@ export PYTHONSAFEPATH := 1
 INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
 
-.PHONY: up demo test test-all faults fuzz soak check proto bench lock sbom format clean
+.PHONY: up demo test test-all faults fuzz soak check proto docs-generated bench lock sbom format clean
 
 up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
 	$(BIN)/pdserve up
@@ -44,6 +44,9 @@ proto: $(VENV)/.dev  ## regenerate the code beside proto/pdserve/v1/*.proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto \
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --mypy_out=quiet:proto --mypy_grpc_out=quiet:proto proto/pdserve/v1/*.proto
+
+docs-generated: $(VENV)/.dev  ## rewrite the parts of docs/ that are made from the code
+	$(BIN)/python -m generated_docs --write
 
 # benchmarks import what lies beside them
 bench: $(VENV)/.dev  ## TTFT, TPOT and requests/s of a cluster on this machine

@@ -1,0 +1,45 @@
+"""What documents contain between markers is what `make docs-generated` writes there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from generated_docs.imported_modules import package_folders
+from generated_docs.package_drawing import all_below, direct_imports, reduced
+from generated_docs.parts import part, replace_part, texts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(("document", "name"), texts())
+def test_generated_part_is_current(document: str, name: str) -> None:
+    assert part(ROOT / document, name) == texts()[document, name], "run `make docs-generated`"
+
+
+def test_arrows_left_out_follow_from_those_drawn() -> None:
+    imports = direct_imports(ROOT)
+    drawn = reduced(imports)
+    assert set(drawn) == set(package_folders(ROOT)) >= {"router", "engine", "v1"}
+    for package in imports:
+        assert all_below(package, drawn) == all_below(package, imports)
+        for other in drawn[package]:
+            assert other not in set().union(*(all_below(third, imports) for third in imports[package] - {other}))
+
+
+def test_another_text_replaces_a_part_alone(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text("before\n<!-- made by make docs-generated: it -->\nold\n<!-- end -->\nafter\n")
+    replace_part(document, "it", r"new \1")
+    assert document.read_text() == ("before\n<!-- made by make docs-generated: it -->\nnew \\1\n<!-- end -->\nafter\n")
+    with pytest.raises(ValueError, match="has no part other"):
+        replace_part(document, "other", "new")
+
+
+def test_the_command_prints_every_part() -> None:
+    command = [sys.executable, "-m", "generated_docs"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert all(text in printed for text in texts().values())

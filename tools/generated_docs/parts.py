@@ -1,0 +1,37 @@
+"""Generated parts of documents: what is between `<!-- made by make docs-generated: NAME -->` and `<!-- end -->`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from generated_docs.package_drawing import package_drawing
+from generated_docs.tests_of_modules import tests_of_modules
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def texts() -> dict[tuple[str, str], str]:
+    """(document, name of its part) -> what should be there."""
+    return {
+        ("docs/architecture.md", "packages"): package_drawing(ROOT),
+        ("docs/tests.md", "tests"): tests_of_modules(ROOT),
+    }
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- made by make docs-generated: {re.escape(name)} -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
+
+
+def part(document: Path, name: str) -> str:
+    """What is there. Raises: ValueError when the document has no such part."""
+    found = _pattern(name).search(document.read_text())
+    if found is None:
+        raise ValueError(f"{document} has no part {name}")
+    return found[2]
+
+
+def replace_part(document: Path, name: str, text: str) -> None:
+    """Put another text there. Raises: ValueError when the document has no such part."""
+    part(document, name)
+    document.write_text(_pattern(name).sub(lambda found: f"{found[1]}{text}{found[3]}", document.read_text()))
