@@ -420,7 +420,7 @@ async def test_a_worker_that_dies_is_replaced(cluster, role, when):
     assert len(dying) == 1
 
 
-async def test_two_deaths_poison_a_prompt(cluster, monkeypatch):
+async def test_two_deaths_deny_a_prompt(cluster, monkeypatch):
     await cluster.start(prefill=0, decode=3)
     dying = []
     admitted = asyncio.Queue()

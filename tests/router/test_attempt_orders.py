@@ -34,7 +34,7 @@ class FedCall:
     def __init__(self, *args, **kwargs):
         self.events = asyncio.Queue()
         self.cancelled = False
-        self.was_heard = False
+        self.has_answered = False
         calls.append(self)
 
     def cancel(self):

@@ -1,1 +1,1 @@
-"""Placement, admission, attempts and both front ends: what clients talk to. Speaks gRPC to workers; imports no torch."""
+"""The service that clients call: both front ends, admission, placement and attempts. Calls workers by gRPC; imports no torch."""

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
 _LAST_WORDS_S = 1.0
-"""What errors at the end of a drain have to reach their clients."""
+"""Seconds in which errors at the end of a drain must reach their clients."""
 
 
 async def run_router(
@@ -48,10 +48,10 @@ async def run_router(
     ready: Callable[[str, str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until `stop` is set; then let open streams end, at most `drain_s`.
+    """Serve until SIGTERM or SIGINT, or until `stop` is set; then wait for open streams, at most `drain_s`.
 
-    ready: called once with the HTTP and the gRPC address (host:port) when both front ends listen. Workers may come
-    later. stop: when given, signals are the caller's business.
+    ready: called once with the HTTP and the gRPC address (host:port) when both front ends listen. Workers may start
+    later. stop: if given, the caller handles signals.
     Raises: ConfigError for a model folder, key or port that cannot be used.
     """
     log.info("settings: %s", describe(settings))
@@ -161,7 +161,7 @@ async def _serve(
 
 
 async def _drain(inference: Inference, drain_s: float, hurry: asyncio.Event) -> None:
-    """Nobody comes in any more; who is in may finish."""
+    """Refuse new requests; running ones may finish."""
     log.info("the router leaves; %d requests are open", inference.admission.num_requests)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(drain_s):

@@ -1,12 +1,12 @@
-"""Who may come in, and who may run: limits that hold at once, and a queue that is fair to tenants.
+"""`Admission`: decides which requests may enter and which may run, by limits and a queue that is fair to tenants.
 
-A request *enters* the router, or is refused on the spot: by the limits of its key, by its tenant's share of the queue, or
-because it would wait longer than it may. It then waits for *places*, one per sequence: there are as many as the workers can
-serve at the same time. Tenants get them by what they were served in tokens (`FairQueue`), and within a tenant the lowest
+A request *enters* the router, or is refused at once: by the limits of its key, by its tenant's share of the queue, or
+because it would wait longer than it may. It then waits for *places*, one per sequence; there are as many as the workers can
+serve at the same time. Tenants get them by the tokens that they were served (`FairQueue`); within a tenant the lowest
 `priority` value is first, then the order of arrival.
 
-Where several tenants share the fleet, none may take everything that is left: a tenant may queue as many sequences as stay
-free in the queue, and hold `PLACES_PER_FREE` places for each that stays free. A tenant that comes anew finds room in both.
+Where several tenants share the fleet, none may take everything that is left: a tenant may queue as many sequences as remain
+free in the queue, and hold `PLACES_PER_FREE` places for each free place. Another tenant then finds room in both.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ RETRY_AFTER_MAX_S = 30.0
 PLACES_PER_FREE = 8
 """Places that one tenant may hold for each that is free."""
 MAX_OVERTAKES = 8
-"""So often may others pass a request that does not fit yet; then nothing passes it."""
+"""How often others may pass a request that does not fit yet; then nothing passes it."""
 PREFILL_AHEAD_S = 0.05
-"""With several tenants, prompts go to workers only while less than so much prefill waits there: workers' own queues know no
-tenants, so a prompt waits in this one, where its turn comes."""
+"""Seconds. With several tenants, prompts go to workers only while less prefill than this waits there: workers' own queues know
+no tenants, so a prompt waits in the router's queue, which does."""
 _LOOK_AHEAD = 16
 """Requests that are looked at behind one that does not fit."""
 _LOOK_AHEAD_PER_TENANT = 4
@@ -63,13 +63,13 @@ class Admission:
         self.num_requests = 0
         """Prompts that entered and have not left."""
         self._num_sequences = 0
-        """Of these."""
+        """Their sequences."""
         self.num_running = 0
         """Places that are held."""
         self.num_sessions = 0
         """Sessions that are open."""
         self._unplaced_tokens = 0
-        """Of prompts that have their places and are on their way to a worker."""
+        """Tokens of prompts that have their places and are on their way to a worker."""
         self._running_blocks = 0
         self._running_since = 0.0
         """Sum of the moments at which those that run got their places."""
@@ -81,12 +81,12 @@ class Admission:
 
     @property
     def closed(self) -> bool:
-        """Nobody comes in any more."""
+        """Whether no request may enter any more."""
         return self._closing.is_set()
 
     @property
     def capacity(self) -> Capacity:
-        """What the workers can do at the same time, now."""
+        """What the workers can serve at the same time, now."""
         return self._capacity()
 
     @property
@@ -179,7 +179,7 @@ class Admission:
     ) -> AsyncIterator[Place]:
         """Hold a place inside the context, or several.
 
-        priority: lower goes first among the tenant's own. until_hopeless: awaited by those that have to wait, raises when
+        priority: lower goes first among the tenant's own. raise_when_no_worker: awaited while the request waits; raises when
         a place would be of no use to them; it does not return.
         Raises: Overloaded after `queue_timeout_s`, or when the tenant has spent its tokens; what `raise_when_no_worker` does.
         """
@@ -261,7 +261,7 @@ class Admission:
         return None
 
     def _is_behind_with_prefill(self, capacity: Capacity) -> bool:
-        """Whether the workers have enough prompts to go on with for now."""
+        """Whether the workers have enough waiting prompts for now."""
         if not self.num_running or self._num_tenants() <= 1 or capacity.prefill_tokens_per_s <= 0:
             return False
         ahead = capacity.waiting_tokens + self._unplaced_tokens
@@ -278,28 +278,28 @@ class Admission:
         return capacity.num_blocks is None or self._running_blocks + waiter.cost.num_blocks <= capacity.num_blocks
 
     def _is_within_share(self, tenant: str, num_places: int, capacity: Capacity) -> bool:
-        """Whether the tenant, with so many more places, leaves enough free for those that come anew."""
+        """Whether the tenant, with so many more places, leaves enough free for other tenants."""
         held = self.tenants[tenant].num_running
         if not held or self._num_tenants() <= 1:
             return True
         return held + num_places <= PLACES_PER_FREE * (capacity.num_requests - self.num_running)
 
     def estimated_wait_s(self, num_ahead: int) -> float | None:
-        """How long somebody with so many before them, themselves included, waits for a place; None: not known yet."""
+        """Seconds that the last of `num_ahead` waiting sequences waits for a place; None: not known yet."""
         mean_s = self._mean_place_s()
         if mean_s is None:
             return None
-        # what runs while others wait is what fits, whatever the count of places says
+        # while others wait, what runs is what fits, whatever the number of places
         at_once = self.num_running if self._queue else self._capacity().num_requests
-        # without a worker nobody knows
+        # unknown without a worker
         return num_ahead * mean_s / at_once if at_once else None
 
     def close(self) -> None:
-        """From now on nobody comes in."""
+        """Refuse all requests from now on."""
         self._closing.set()
 
     async def until_closed(self) -> NoReturn:
-        """For who stays in the router without a request. Raises: Draining after `close`."""
+        """For a front end that waits without a request. Raises: Draining after `close`."""
         await self._closing.wait()
         raise _leaving()
 
@@ -323,7 +323,7 @@ class Admission:
         free = 0 if self._queue else max(0, capacity - self.num_running)
         num_own = max(0, self.tenants[client.tenant].num_waiting - free)
         self._check_queue(client, num_ahead, num_own, num_more)
-        # turns are by tenant: what others have queued behind their own first ones does not come before this
+        # tenants take turns: what others queue behind their own first requests does not run before this one
         num_tenants = self._queue.num_tenants + (0 if self._queue.num_of(client.tenant) else 1)
         num_ahead = min(num_ahead, (num_own + num_more) * num_tenants)
         wait_s = self.estimated_wait_s(num_ahead)
@@ -342,10 +342,10 @@ class Admission:
             )
 
     def _check_queue(self, client: Client, num_ahead: int, num_own: int, num_more: int) -> None:
-        """num_ahead: sequences that would wait, of all tenants. num_own: of them those of this tenant before it came."""
+        """num_ahead: sequences that would wait, of all tenants. num_own: those of this tenant that arrived before it."""
         self.tenants.check_waiting(client, num_own, num_more)
         limit = self._limits.max_queued_requests
-        # those of one request may be more, or it would be refused however often it came
+        # one request may have more, or it would be refused each time
         if num_ahead > limit and num_ahead > num_more:
             raise Overloaded(
                 f"{self._num_sequences} requests are in the router, {self.num_running} of them run, and {num_more} "
@@ -365,7 +365,7 @@ class Admission:
         return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_S, wait_s))
 
     def _mean_place_s(self) -> float | None:
-        """How long a place is held; before any was given back, how long those that run have held theirs."""
+        """Mean time for which a place is held, seconds; before any was given back, how long running requests have held theirs."""
         if self._mean_s is not None or not self.num_running:
             return self._mean_s
         return max(0.0, self._clock() - self._running_since / self.num_running)

@@ -1,4 +1,4 @@
-"""What the fleet can do at the same time, and what settings say about admission."""
+"""What the fleet can serve at the same time, and the limits of settings on admission."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What may run at the same time."""
 
     num_requests: int
-    """Places: a request takes one for each of its sequences."""
+    """Places: a request takes one per sequence."""
     num_blocks: int | None = None
     """KV blocks of their prompts, together; None: no limit."""
     num_sessions: int = 0
@@ -21,11 +21,11 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What settings say about admission."""
+    """Limits of settings on admission."""
 
     max_queued_requests: int
     """Sequences that wait for a place."""
     queue_timeout_s: float = 30.0
-    """How long a request waits for one."""
+    """Seconds for which a request may wait for a place."""
     max_requests_per_key: int | None = None
     """Sequences of a tenant whose key has no limit of its own."""

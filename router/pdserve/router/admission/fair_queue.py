@@ -1,12 +1,11 @@
-"""`FairQueue`: items of several tenants, each tenant's by priority and arrival, and among tenants whose turn it is.
+"""`FairQueue`: items of several tenants, within a tenant by priority and arrival, tenants in turn by what they were served.
 
 Each tenant has a counter of what it was served, in the unit that callers charge (tokens, bytes). The tenant with the lowest
-counter is next. A tenant that comes back after a pause starts at the counter of whoever was served last, so that nobody
-saves up for a burst, and nobody pays for what it had while no other wanted it. With that the tenants that always wait are
-served alike, whatever their items cost and however many they send; one that asks for less than its share waits for one
-item at most.
+counter is next. A tenant that returns after a pause starts at the counter of the tenant served last, so that a pause neither
+saves up for a burst nor costs anything. So tenants that always wait are served equally, whatever their items cost and however
+many they send; one that asks for less than its share waits for one item at most.
 
-Deficit round robin gives the same shares where costs are known when an item is taken. Here the output of a request is
+Deficit round robin gives the same shares if costs are known when an item is taken. Here the output of a request is
 known only at its end, so costs are charged as they arise and a counter may be corrected at any time.
 """
 
@@ -21,7 +20,7 @@ from pdserve.common.priority_queue import PriorityQueue
 T = TypeVar("T")
 
 
-class _ReaderThread(Generic[T]):
+class _TenantQueue(Generic[T]):
     """One tenant's."""
 
     __slots__ = ("arrived", "items", "served")
@@ -37,8 +36,8 @@ class FairQueue(Generic[T]):
     """Items by unique keys. With t tenants that wait, looking at the first items costs O(t)."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, _ReaderThread[T]] = {}
-        self._waiting: dict[str, _ReaderThread[T]] = {}
+        self._queues: dict[str, _TenantQueue[T]] = {}
+        self._waiting: dict[str, _TenantQueue[T]] = {}
         self._tenant_of: dict[Hashable, str] = {}
         self._now = 0.0
         """Counter of the tenant that was served last, when it was; never falls."""
@@ -54,18 +53,18 @@ class FairQueue(Generic[T]):
 
     def num_of(self, tenant: str) -> int:
         """Items of one tenant."""
-        lane = self._waiting.get(tenant)
-        return len(lane.items) if lane is not None else 0
+        queue = self._waiting.get(tenant)
+        return len(queue.items) if queue is not None else 0
 
     def append(self, tenant: str, key: Hashable, item: T, priority: int = 0) -> None:
         """Behind the tenant's items of the same priority; lower priorities go first. key: not in the queue yet."""
-        lane = self._lanes.setdefault(tenant, _ReaderThread())
+        queue = self._queues.setdefault(tenant, _TenantQueue())
         if tenant not in self._waiting:
-            lane.served = max(lane.served, self._now)
+            queue.served = max(queue.served, self._now)
             self._arrivals += 1
-            lane.arrived = self._arrivals
-            self._waiting[tenant] = lane
-        lane.items.append(key, item, priority)
+            queue.arrived = self._arrivals
+            self._waiting[tenant] = queue
+        queue.items.append(key, item, priority)
         self._tenant_of[key] = tenant
 
     def remove(self, key: Hashable) -> bool:
@@ -73,36 +72,36 @@ class FairQueue(Generic[T]):
         tenant = self._tenant_of.pop(key, None)
         if tenant is None:
             return False
-        lane = self._lanes[tenant]
-        lane.items.remove(key)
-        if not lane.items:
+        queue = self._queues[tenant]
+        queue.items.remove(key)
+        if not queue.items:
             del self._waiting[tenant]
         return True
 
     def take(self, key: Hashable, cost: float) -> None:
         """Take an item out to serve it. cost: charged to its tenant."""
         tenant = self._tenant_of[key]
-        lane = self._lanes[tenant]
-        self._now = max(self._now, lane.served)
-        lane.served += cost
+        queue = self._queues[tenant]
+        self._now = max(self._now, queue.served)
+        queue.served += cost
         self._arrivals += 1
-        lane.arrived = self._arrivals
+        queue.arrived = self._arrivals
         self.remove(key)
 
     def charge(self, tenant: str, cost: float) -> None:
         """Correct what a tenant was served. cost: below 0 for what was charged and not used."""
-        if (lane := self._lanes.get(tenant)) is not None:
-            lane.served += cost
+        if (queue := self._queues.get(tenant)) is not None:
+            queue.served += cost
 
     def first(self, count: int, per_tenant: int = 1, among: Callable[[str], bool] = lambda tenant: True) -> list[T]:
         """At most `count` items in the order of their turns, at most `per_tenant` of each tenant.
 
         among: whether a tenant's items count.
         """
-        lanes = (lane for tenant, lane in self._waiting.items() if among(tenant))
+        queues = (queue for tenant, queue in self._waiting.items() if among(tenant))
         items: list[T] = []
-        for lane in heapq.nsmallest(count, lanes, key=lambda lane: (lane.served, lane.arrived)):
-            items += lane.items.first(min(per_tenant, count - len(items)))
+        for queue in heapq.nsmallest(count, queues, key=lambda queue: (queue.served, queue.arrived)):
+            items += queue.items.first(min(per_tenant, count - len(items)))
             if len(items) >= count:
                 break
         return items

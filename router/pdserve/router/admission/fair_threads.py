@@ -30,13 +30,13 @@ class FairThreads:
         return len(self._queue)
 
     def num_waiting_of(self, tenant: str) -> int:
-        """Of one tenant."""
+        """Waiting calls of one tenant."""
         return self._queue.num_of(tenant)
 
     async def run(self, tenant: str, call: Callable[[], T]) -> T:
-        """What `call` returns or raises, from one of the threads, when the tenant's turn has come.
+        """Result of `call`, from one of the threads, when it is the tenant's turn. Raises: what `call` raises.
 
-        Cancelled while it waits, it is never called. Cancelled later, it keeps its thread until it has ended.
+        A call that is cancelled while it waits is never made. Cancelled later, it keeps its thread until it has ended.
         """
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
@@ -62,7 +62,7 @@ class FairThreads:
         return result  # type: ignore[return-value]  # None is what the call has returned, then
 
     def close(self) -> None:
-        """What has not begun is never called."""
+        """Waiting calls are never made."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _timed(self, call: Callable[[], T]) -> tuple[float, T | None, BaseException | None]:

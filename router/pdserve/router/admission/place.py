@@ -12,20 +12,20 @@ from pdserve.router.tenants.tenant_account import TenantAccount
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request will ask of the workers, as far as it is known before it runs."""
+    """The cost of a request, as far as it is known before it runs."""
 
     num_blocks: int = 0
     """KV blocks of the prompt."""
     num_places: int = 1
-    """Its sequences."""
+    """Number of its sequences."""
     num_tokens: int = 1
-    """Of the prompt."""
+    """Tokens of its prompt."""
     max_tokens: int = 0
     """Output of each sequence, at most."""
 
 
 class Place:
-    """Held by a request that runs; says what it costs as it becomes known."""
+    """Held by a running request, which reports its cost as it arises."""
 
     def __init__(self, cost: Cost, account: TenantAccount, charge: Callable[[float], None]) -> None:
         self.cost = cost
@@ -49,13 +49,13 @@ class Place:
             on_placed()
 
     def produced(self, num_tokens: int) -> None:
-        """So many more output tokens went to the client."""
+        """Report output tokens that went to the client."""
         self._output += num_tokens
         if (more := self._output - self._charged_output) > 0:
             self._correct(more)
 
     def settle(self, *, has_run: bool) -> None:
-        """Nothing more comes: give back what was charged and not used."""
+        """The request has ended: give back what was charged and not used."""
         if not has_run:
             self._account.spend(-self.expected_tokens)
             return
@@ -70,29 +70,29 @@ class Place:
 
 
 class Waiter(msgspec.Struct, gc=False, eq=False):
-    """Stands in the queue until `granted` is set."""
+    """In the queue until `granted` is set."""
 
     tenant: str
     account: TenantAccount
     place: Place
     granted: asyncio.Future[None]
     num_passed: int = 0
-    """Others that came behind it and went before it."""
+    """Later requests that passed it."""
 
     @property
     def cost(self) -> Cost:
         return self.place.cost
 
 
-async def granted(waiter: Waiter, hopeless: Coroutine[Any, Any, None]) -> None:
-    """Returns when the waiter has its places. Raises: what `hopeless` does before."""
-    losing_hope = asyncio.ensure_future(hopeless)
-    # not by `first_of`: it would cancel the grant while the waiter still stands in the queue
+async def granted(waiter: Waiter, raise_when_no_worker: Coroutine[Any, Any, None]) -> None:
+    """Returns when the waiter has its places. Raises: what `raise_when_no_worker` raises first."""
+    no_worker = asyncio.ensure_future(raise_when_no_worker)
+    # not by `first_of`: it would cancel the grant while the waiter is still in the queue
     try:
-        await asyncio.wait((waiter.granted, losing_hope), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((waiter.granted, no_worker), return_when=asyncio.FIRST_COMPLETED)
         if not waiter.granted.done():
-            losing_hope.result()
+            no_worker.result()
     finally:
-        losing_hope.cancel()
+        no_worker.cancel()
         # it may have ended beside the grant: its error is not asked for
-        await asyncio.gather(losing_hope, return_exceptions=True)
+        await asyncio.gather(no_worker, return_exceptions=True)

@@ -1,1 +1,1 @@
-"""Attempts: one placement of a prompt, its calls to workers, and what their failures mean."""
+"""Attempts: one placement of a prompt, its calls to workers, and the meaning of their failures."""

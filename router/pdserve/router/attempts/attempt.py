@@ -1,6 +1,6 @@
-"""One attempt: a placement of a request, and its calls in one cancel scope.
+"""`Attempt`: a placement of a request, and its calls in one cancel scope.
 
-Whatever way an attempt ends, both of its calls have ended with it.
+When an attempt has ended, for whatever reason, both of its calls have ended.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Attempt:
         self._relay_prompt = relay_prompt
         self._transfer_id = secrets.token_bytes(TRANSFER_ID_BYTES) if self._remote else b""
         self.transfer_bytes = 0
-        """What has landed at decode, as decode says."""
+        """Bytes that have landed at decode, by its report."""
         self._computed = False
         self._landed = False
         self._early: list[Outputs] = []
@@ -169,7 +169,7 @@ class Attempt:
 
     @property
     def _decode_finished(self) -> bool:
-        """Decode has said its last word, though the first token is not known yet."""
+        """Whether decode has sent its last outputs before the first token is known."""
         num_finished = sum(outputs.finish_reason is not None for outputs in self._early)
         return num_finished == self.request.num_sequences
 
@@ -281,11 +281,11 @@ class Attempt:
         if len(self._ended_sequences) == self.request.num_sequences:
             self._end()
         elif outputs.finish_reason is None and self._decode_call is not None:
-            # its text has ended, by a stop string: decode need not go on with it
+            # its text has ended by a stop string: decode need not continue it
             self._tasks.append(asyncio.create_task(self._decode_call.end_sequence(outputs.index)))
 
     def _take_early(self) -> None:
-        """What decode said before the first token was known; what is wrong with it is not prefill's fault."""
+        """Relay what decode sent before the first token was known; errors in it are not prefill's."""
         early, self._early = self._early, []
         try:
             for outputs in early:
@@ -298,7 +298,7 @@ class Attempt:
             self._relay_prompt(logprobs)
 
     def _drop_prefill(self) -> None:
-        """Decode goes on without its source."""
+        """Decode continues without its source."""
         if self._prefill_call is not None:
             call, self._prefill_call = self._prefill_call, None
             call.cancel()
@@ -310,7 +310,7 @@ class Attempt:
         self._take_early()
 
     def _on_prefill_lost(self, worker: Worker | None, error: PdServeError, died: bool) -> None:
-        """The prefill call has no more to say. It may go when its first token and all of its blocks have come."""
+        """The prefill call has ended; this is no failure once its first token and all of its blocks have arrived."""
         if self._prefill_call is None or (self._computed and self._landed):
             return
         kv_lost = self._remote and isinstance(error, (TransferFailed, WorkerLost))
@@ -346,5 +346,5 @@ def _lost(
     in_transfer: bool = False,
 ) -> AttemptFailed:
     """The call with which the attempt was lost; None for one that was not opened yet."""
-    never_admitted = call is None or not call.was_heard
+    never_admitted = call is None or not call.has_answered
     return AttemptFailed(error, worker, died=died, never_admitted=never_admitted, in_transfer=in_transfer)

@@ -1,4 +1,4 @@
-"""How an attempt can end without having served its request."""
+"""Ways in which an attempt ends without having served its request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_DOUBLINGS = 16
 
 
 def backoff_s(num_failed: int) -> float:
-    """How long to wait before the next attempt. num_failed: attempts that failed, at least 1."""
+    """Seconds to wait before the next attempt. num_failed: failed attempts, at least 1."""
     return min(LONGEST_BACKOFF_S, BACKOFF_S * 2.0 ** min(_MAX_DOUBLINGS, num_failed - 1)) * random.uniform(0.5, 1.5)
 
 
@@ -34,11 +34,11 @@ class AttemptFailed(Exception):
         self.error = error
         self.blamed = blamed
         self.died = died
-        """The blamed worker is gone, or its connection is."""
+        """Whether the blamed worker, or its connection, is lost."""
         self.never_admitted = never_admitted
-        """It had not even admitted the request: most likely it was gone before, and died of something else."""
+        """Whether that worker had not admitted the request: most likely it was lost before, for another reason."""
         self.in_transfer = in_transfer
-        """The prompt's KV did not come across: settings say what then."""
+        """Whether the prompt's KV was not transferred: settings decide what follows."""
 
     @property
     def refused_by(self) -> Worker | None:

@@ -1,8 +1,8 @@
-"""Prompts that take workers down with them: refused for a while, so that one of them cannot kill a fleet.
+"""`CrashGuard`: refuses prompts that crash workers for a while, so that one of them cannot take down a fleet.
 
-A worker's death says little about each of the many requests that it served. It is divided among them; those that have
-met two deaths go on apart from each other, one at a worker, and only a prompt that the deaths point to is refused, to
-the client that sent it.
+A worker's death says little about each of the many requests that it served, so it is divided among them. Requests with two
+deaths continue apart from each other, one per worker, and only a prompt with enough evidence is refused, only to the client that
+sent it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pdserve.router.workers.worker import Worker
 REFUSED_S = 60.0
 DEATHS = 2
 """Workers that must have died under one request after they had admitted it."""
-DEATHS_UNHEARD = 3
-"""Or workers in all."""
+DEATHS_IN_ALL = 3
+"""Or workers that died under it, whether they had admitted it or not."""
 SUSPICION = 1.5
-"""And the least sum of the shares of their deaths: two alone, or one alone and one with one other request."""
+"""Least sum of the request's shares in these deaths: two alone, or one alone and one with one other request."""
 LATELY_S = 1.0
 """Requests that left a worker no longer ago than this may have left because it died."""
 _MAX_ENTRIES = 4096
@@ -36,7 +36,7 @@ Name = tuple[str, str, bytes]
 
 
 class DenyList:
-    """Refused prompts, each with the time until which it is refused, and whether what it is refused for still holds."""
+    """Refused prompts: name -> (`time.monotonic()` until which it is refused, callable that returns whether the reason holds)."""
 
     def __init__(self) -> None:
         self._entries: dict[Name, tuple[float, Callable[[], bool]]] = {}
@@ -75,7 +75,7 @@ class _Stay:
 
 
 class Company:
-    """Which of this router's requests are at each worker, and were lately."""
+    """Which of this router's requests are at each worker, or were recently."""
 
     def __init__(self) -> None:
         self._stays: dict[WorkerKey, list[_Stay]] = {}
@@ -101,14 +101,14 @@ class Company:
                 self.on_left()
 
     def _forget(self, key: WorkerKey) -> None:
-        """Attempts that left the worker too long ago to tell anything."""
+        """Drop attempts that left the worker longer than `LATELY_S` ago."""
         since = time.monotonic() - LATELY_S
         stays = [stay for stay in self._stays.pop(key, []) if stay.left_at is None or stay.left_at >= since]
         if stays:
             self._stays[key] = stays
 
     def lately_at(self, key: WorkerKey) -> tuple[int, int]:
-        """Requests that are at a worker or were lately: all, and those with work that may stop an engine by itself."""
+        """Requests that are at a worker or were recently: all, and those with work that may stop an engine by itself."""
         self._forget(key)
         requests = {stay.request for stay in self._stays.get(key, [])}
         return len(requests), sum(request.is_costly for request in requests)
@@ -128,18 +128,18 @@ class _Death:
 
     worker: Worker
     share: float
-    """Share of the suspicion: 1 for a request that was alone at the worker."""
+    """The request's share in the death: 1 if it was alone at the worker."""
     was_admitted: bool
     outlives_return: bool
-    """True: counts though the worker comes back, because its engine stood still and the request had work that may do that."""
+    """True: counts although the worker reconnects, because its engine stalled and the request had work that may cause that."""
 
 
 class CrashGuard:
-    """The workers that died under one request.
+    """Counts the workers that died under one request.
 
-    One that had not admitted it weighs less: where several workers go at once, for a reason of their own, a request may be
-    sent to one of them before its death is known. One that comes back in the same life had not died: a connection
-    had, or an engine that stood still. For that, requests with a grammar or plug-ins are suspected before all others.
+    A worker that had not admitted the request counts less: when several workers stop at once, a request may be sent to one of them
+    before its death is known. A worker that reconnects in the same epoch had not died: its connection had broken, or its engine had
+    stalled. A stall counts only against requests with a grammar or plug-ins, if there are any.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class CrashGuard:
 
     @property
     def workers(self) -> set[WorkerKey]:
-        """Those that have not come back."""
+        """Dead workers that have not reconnected."""
         return {key for key, death in self._deaths.items() if not self._fleet.reconnected(death.worker)}
 
     @property
@@ -177,8 +177,8 @@ class CrashGuard:
         if not failure.died or failure.blamed is None:
             return
         self._deaths[failure.blamed.key] = self._death(failure.blamed, was_admitted=not failure.never_admitted)
-        if self._is_poison():
-            self._deny_list.add(self._client, prompt_digest, self._is_poison)
+        if self._is_to_be_denied():
+            self._deny_list.add(self._client, prompt_digest, self._is_to_be_denied)
             text = f"{len(self._dead)} workers died while they served this request"
             raise WorkerLost(text).for_clients() from failure
 
@@ -195,15 +195,15 @@ class CrashGuard:
 
     @property
     def _dead(self) -> list[_Death]:
-        """Those that count."""
+        """Deaths that count."""
         return [
             death
             for death in self._deaths.values()
             if death.outlives_return or not self._fleet.reconnected(death.worker)
         ]
 
-    def _is_poison(self) -> bool:
+    def _is_to_be_denied(self) -> bool:
         dead = self._dead
         num_admitted = sum(death.was_admitted for death in dead)
-        enough = num_admitted >= DEATHS or len(dead) >= DEATHS_UNHEARD
+        enough = num_admitted >= DEATHS or len(dead) >= DEATHS_IN_ALL
         return enough and sum(death.share for death in dead) >= SUSPICION

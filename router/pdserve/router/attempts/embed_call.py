@@ -18,7 +18,7 @@ from pdserve.v1 import prefill_pb2, request_pb2
 
 
 class Embedded(msgspec.Struct):
-    """What a worker answered."""
+    """A worker's answer."""
 
     values: array[float]
     """float32, packed: a list takes eight times the memory."""

@@ -1,4 +1,4 @@
-"""`FullWorkers`: the workers that refused a request for want of room, so that it goes elsewhere."""
+"""`FullWorkers`: workers that refused a request because they were full, so that it goes elsewhere."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pdserve.router.workers.worker import Worker
 
 
 class FullWorkers:
-    """One for each request. A refusal is no failed attempt: nothing was started, and the worker lives."""
+    """One per request. A refusal is not a failed attempt: nothing was started, and the worker is alive."""
 
     def __init__(self, patience_s: float) -> None:
-        """patience_s: how long after the first refusal a request still looks for room."""
+        """patience_s: seconds after the first refusal for which a request still looks for a worker."""
         self.keys: frozenset[WorkerKey] = frozenset()
         """Workers to avoid while there is another."""
         self._patience_s = patience_s

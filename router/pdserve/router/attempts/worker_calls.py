@@ -33,7 +33,7 @@ Moments = dict[str, int]
 """name -> wall-clock nanoseconds"""
 _NO_MOMENTS: Moments = {}
 _ENDS = {number: name.lower() for name, number in prefill_pb2.Ended.How.items()}
-"""How a transfer ends; a newer worker may know further ways."""
+"""How a transfer ended; a newer worker may send other values."""
 
 
 class Admitted(msgspec.Struct, gc=False):
@@ -95,7 +95,7 @@ class Landed(msgspec.Struct, gc=False):
 
 
 class UnknownEvent(msgspec.Struct, gc=False):
-    """Something that a newer worker says."""
+    """An event of a newer worker that this router does not know."""
 
 
 PrefillCallEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
@@ -112,7 +112,7 @@ class CallFailed(Exception):
         super().__init__(error.message)
         self.error = error
         self.died = died
-        """The channel broke, so that nobody on the other side said this; or a worker said that its engine has failed."""
+        """Whether the channel broke without an answer of the worker, or the worker reported that its engine has failed."""
 
 
 class _WorkerCall(abc.ABC, Generic[M, E]):
@@ -127,11 +127,11 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
         self._call = call
         self._peer = f"worker {worker}"
         self._sampling = request.sampling_params
-        """What was asked for, by a session in its last turn. What a worker sends is counted before it is read."""
+        """Parameters of the request, or of a session's last turn; the size of events is checked against them."""
         self._num_sequences = request.num_sequences
         self._num_prompt_tokens = len(request.prompt_token_ids)
-        self.was_heard = False
-        """Whether the worker has said anything: it admits a request before it computes it."""
+        self.has_answered = False
+        """Whether the worker has sent anything: it admits a request before it computes it."""
 
     def cancel(self) -> None:
         """Ends the call at both ends; goes out in this turn of the event loop."""
@@ -143,7 +143,7 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
             message: Any = await self._call.read()
         except grpc.aio.AioRpcError as error:
             failure = call_failed(error)
-            self.was_heard |= _said_by_worker(error) and not isinstance(failure.error, WrongWorker)
+            self.has_answered |= _said_by_worker(error) and not isinstance(failure.error, WrongWorker)
             raise failure from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -152,7 +152,7 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
             raise CallFailed(WorkerLost("the call was cancelled, but not by this router"), died=True) from None
         except grpc.aio.UsageError as error:
             raise CallFailed(InternalError(f"the call cannot be read: {error}"), died=False) from error
-        self.was_heard = True
+        self.has_answered = True
         if message is grpc.aio.EOF:
             return None
         try:
@@ -283,7 +283,7 @@ class DecodeCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         prefill_here: bool,
         local_prefill_tokens: int | None,
     ) -> None:
-        """Opens the call. source: where the KV blocks come from; None to prefill at `worker`."""
+        """Opens the call. source: the worker that sends the KV blocks; None to prefill at `worker`."""
         self._channel = worker.channel
         self._of_sequences = decode_pb2.EndSequencesRequest(request_id=request.request_id, attempt=number)
         message = decode_pb2.DecodeRequest(
@@ -305,7 +305,7 @@ class DecodeCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         )
 
     async def end_sequence(self, index: int) -> None:
-        """Decode goes on without this sequence. Not more than a wish: what it still sends of it is dropped."""
+        """Ask decode to end this sequence. Outputs that it still sends for it are dropped."""
         request = decode_pb2.EndSequencesRequest(indexes=[index])
         request.MergeFrom(self._of_sequences)
         with contextlib.suppress(grpc.aio.AioRpcError):
@@ -349,7 +349,7 @@ class SessionCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         # a call that is cancelled before it could connect never ends its write
         async with first_of(writing, asyncio.ensure_future(self._cancelled.wait())):
             if writing.done():
-                # of a call that has ended, `next` knows why
+                # the call has ended; `next` raises the cause
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     writing.result()
 
@@ -367,11 +367,11 @@ def call_failed(rpc_error: grpc.aio.AioRpcError) -> CallFailed:
     error = from_rpc_error(rpc_error)
     if _said_by_worker(rpc_error):
         if isinstance(error, WrongWorker):
-            # another life answers there
+            # another epoch of the worker answers there
             return CallFailed(error, died=True)
-        # a worker says this of itself alone: its engine has failed, and its process follows
+        # a worker reports this only about itself: its engine has failed, and its process exits
         return CallFailed(error, died=isinstance(error, WorkerLost))
     if isinstance(error, Cancelled):
-        # a server that stops cancels its calls; nobody here did
+        # a stopping server cancels its calls; this side did not
         error = WorkerLost(f"the worker ended the call: {error.message}")
     return CallFailed(error, died=isinstance(error, WorkerLost))

@@ -24,7 +24,7 @@ class BodyThread:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, num_bytes: int, call: Callable[[], T]) -> T:
-        """What `call` returns or raises; in the thread where there are more than `ON_LOOP_BYTES`."""
+        """Result of `call`, made in the thread if `num_bytes` is above `ON_LOOP_BYTES`. Raises: what `call` raises."""
         if num_bytes <= ON_LOOP_BYTES:
             return call()
         outcome = await asyncio.get_running_loop().run_in_executor(self._thread, _outcome, call)

@@ -19,7 +19,7 @@ from pdserve.router.bodies.unknown_fields import refuse_unknown_fields
 T = TypeVar("T")
 _BASE_BYTES = 1 << 20
 _TOKEN_BYTES = 8
-"""A token id with its comma and blank, or about the text of one and a half tokens."""
+"""Bytes of a token id with its comma and blank, or of the text of about one and a half tokens."""
 _UNKNOWN_MODEL_LEN = 131_072
 _MIN_BUDGET_BYTES = 64 << 20
 _MIN_BODIES = 16
@@ -45,7 +45,7 @@ class ClientBodies:
         self._thread.close()
 
     async def in_background_pool(self, num_bytes: int, call: Callable[[], T]) -> T:
-        """What `call` returns or raises, which is linear in `num_bytes`; in a thread where those are many."""
+        """Result of `call`, whose time is linear in `num_bytes`; in a thread if these are many. Raises: what `call` raises."""
         return await self._thread.run(num_bytes, call)
 
     async def message(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
@@ -70,7 +70,7 @@ def _message(data: bytes, parse: Callable[[bytes], Any]) -> Any:
 
 
 def model_len_of(model_folder: Path) -> int:
-    """Tokens that a model takes at most, as its `config.json` says; 131072 where it does not."""
+    """The model's length in tokens by its `config.json`; 131072 if it has none."""
     try:
         config = msgspec.json.decode((model_folder / "config.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""How many values a JSON text holds, counted before any of them is made."""
+"""Counts the values of a JSON text before any of them is built."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ESCAPES = ((rb"\\", b""), (rb"\"", b""))
 
 
 def verify_num_values(data: bytes, num_tokens: int) -> None:
-    """Raises: InvalidRequest for more objects, arrays or values than any request has.
+    """Raises: InvalidRequest for more objects, arrays or values than a valid request has.
 
-    num_tokens: the model's length; a prompt may be a list of so many numbers. Costs three passes of a byte search, and
-    only for a text with very many such characters, in strings or not, one pass of a tokenizer that ends at the limit.
+    num_tokens: the model's length; a prompt may be a list of so many numbers. Takes three byte searches over the text and, only
+    for a text with very many such characters, in strings or not, one pass of a tokenizer that stops at the limit.
     """
     max_values = _MIN_VALUES + num_tokens
     containers = data.count(b"{") + data.count(b"[")

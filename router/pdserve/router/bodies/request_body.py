@@ -1,4 +1,4 @@
-"""A request's body: read within its limit, decoded, and every fault named by its field."""
+"""A request's body: read within its limit and decoded; every error names its field."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _MAX_MESSAGE_CHARS = 400
 
 
 async def read_body(request: Request, kind: type[B], bodies: ClientBodies, build: Callable[[B], T]) -> T:
-    """What `build` makes of the body. It is called where the body is decoded: in a thread, if that is large.
+    """Result of `build` for the body. It is called where the body is decoded: in a thread, if the body is large.
 
     Raises: InvalidRequest naming the field that is wrong; BodyTooLarge, UnsupportedMediaType; Overloaded when too many
-    bodies are being read; DeadlineExceeded when the body did not come within `request_timeout_s`; Cancelled when the
-    client left meanwhile; what `build` raises.
+    bodies are being read; DeadlineExceeded when the body did not arrive within `request_timeout_s`; Cancelled when the
+    client disconnected meanwhile; what `build` raises.
     """
     declared = request.headers.get("content-type", "")
     if declared and not _JSON_TYPE.fullmatch(declared.partition(";")[0].strip().lower()):
@@ -123,7 +123,7 @@ def _named(message: str) -> InvalidRequest:
 
 
 def _not_finite(data: bytes) -> str | None:
-    """JSON knows no NaN and no infinity, yet clients send them: the first field that holds one, if that is the fault."""
+    """Error text naming the first field that holds NaN or infinity, which JSON does not have; None without any."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError):

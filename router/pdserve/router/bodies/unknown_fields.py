@@ -1,4 +1,4 @@
-"""Fields of a client's message that this router does not know: a newer client's wish must not be dropped in silence."""
+"""Refuses fields of a client's message that this router does not know, so that no option of a newer client is ignored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def refuse_unknown_fields(message: Message) -> None:
 
 
 def _refuse(message: Message, known: Message, place: str) -> None:
-    """known: the same message without the fields that are looked for. place: where it lies."""
+    """known: the same message without unknown fields. place: path of the message, for errors."""
     rest = _copy(message)
     for descriptor, _ in message.ListFields():
         rest.ClearField(descriptor.name)

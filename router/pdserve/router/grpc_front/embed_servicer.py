@@ -106,9 +106,9 @@ class EmbedServicer(InferenceServiceServicer):
 
 
 def _serialized(vectors: list[array[float]], response: inference_pb2.EmbedResponse) -> bytes:
-    """The message with the vectors, which may have 16 MiB: each is freed when its part of the message is made.
+    """The serialized message with the vectors, up to 16 MiB: each vector is freed when its part of the message is made.
 
-    Messages that stand one after the other are read as one, with the entries of all.
+    Concatenated messages are parsed as one, with the entries of all.
     """
     parts = [response.SerializeToString()]
     vectors.reverse()

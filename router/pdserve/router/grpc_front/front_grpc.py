@@ -45,11 +45,11 @@ from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 SERVICE_NAME = "pdserve.v1.InferenceService"
 _ABSENT_MAX_TOKENS = 2**31
-"""Stands for the prompt's default until its length is known; above any `min_tokens` that can be served."""
+"""Placeholder for the prompt's default until its length is known; above any `min_tokens` that can be served."""
 _TOKENS_ON_LOOP = 128
-"""Of a message that is made in the event loop."""
+"""Bytes of a message that is made in the event loop."""
 _TOKEN_BYTES = 1024
-"""What making a message costs for each token, with log-probabilities, as bytes of a body would."""
+"""Cost of making a message per token with log-probabilities, as bytes of a body."""
 _FINISH = {str(reason): finish_reason_to_wire(reason) for reason in FinishReason}
 
 
@@ -70,7 +70,7 @@ class InferenceServicer(EmbedServicer):
             client_request = await self._built(request, metadata, context)
             generation = self._inference.generation([client_request], stream=_streams(request), client=client)
         generation.on_stalled = lambda error: self._hang_up(context, error)
-        # a cancelled call ends the calls at once, wherever this generator stands
+        # a cancelled call ends the worker calls at once, wherever this generator is suspended
         context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
         async with generation:
             async for response in self._answer(generation, request, context):
@@ -243,7 +243,7 @@ _FIRST_TURN_ONLY = ("chat", "cache_salt", "client_request_id", "priority")
 def _verify_turn(request: inference_pb2.GenerateRequest, goes_on: bool) -> None:
     """Raises: InvalidRequest for what a session's turn cannot have."""
     if request.sampling.stop:
-        # the engine has the sequence, and cannot tell where in it a string has ended the text
+        # the engine has the sequence, and does not know where a string ended the text
         raise InvalidRequest(
             "sampling.stop is not supported in a session; use sampling.stop_token_ids", "sampling.stop"
         )
@@ -371,7 +371,7 @@ class GrpcFront:
         await self.server.start()
 
     def leave(self) -> None:
-        """Say that nothing new is taken; calls go on."""
+        """Refuse new calls; running ones continue."""
         self._health.leave()
 
     async def stop(self, grace_s: float) -> None:

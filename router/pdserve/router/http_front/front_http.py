@@ -90,7 +90,7 @@ class HttpFront:
         return probe_response(self._inference.healthy)
 
     async def debug_routing(self, request: Request) -> Response:
-        """The last placements, newest first, and why they came out so."""
+        """The last placements, newest first, with their reasons."""
         client, inference = await self._authenticate(request), self._inference
         view = routing_view(client, inference.settings, inference.admission, inference.selector)
         # 128 placements, with a candidate for each worker of a fleet
@@ -182,7 +182,7 @@ class HttpFront:
 
 
 def _client_request_id(request: Request) -> str:
-    """What the client, or a proxy before it, calls the request; empty if nothing. Raises: InvalidRequest."""
+    """The id of the request by the client, or a proxy before it; empty without one. Raises: InvalidRequest."""
     client_request_id = request.headers.get(REQUEST_ID_HEADER, "")
     verify_client_request_id(client_request_id, REQUEST_ID_HEADER)
     return client_request_id

@@ -19,7 +19,7 @@ from pdserve.text.request_output import CompletionOutput
 
 JSON = "application/json"
 REQUEST_ID_HEADER = "x-request-id"
-"""Of an answer: what this service calls the request; of a request: what its client does."""
+"""In a response this service's id of the request, in a request the client's."""
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -45,10 +45,10 @@ async def until_disconnect(receive: Receive) -> None:
         pass
 
 
-async def cancel_on_disconnect(visit: RequestScope[Any], receive: Receive) -> None:
+async def cancel_on_disconnect(scope: RequestScope[Any], receive: Receive) -> None:
     """Ends the request when its client leaves; to be cancelled when it has ended by itself."""
     await until_disconnect(receive)
-    visit.cancel()
+    scope.cancel()
 
 
 class GenerationResponse(Response):

@@ -1,4 +1,4 @@
-"""`MetricsHttp`: the router's metrics, where Prometheus reads them and no client comes."""
+"""`MetricsHttp`: serves the router's metrics at a port of its own, for Prometheus."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ _TEXT_BYTES_PER_TOKEN = 5
 MAX_TOKENS = 5 << 17
 """To detokenize, unless the model takes more: the library holds the text of each, some 60 bytes, for a moment."""
 MAX_TOKEN_STRS = 1 << 18
-"""A string takes more than 50 bytes of memory where a token's id takes 8."""
+"""Most tokens for which strings are returned: a string takes more than 50 bytes of memory, a token's id 8."""
 
 
 def max_text_bytes(model_len: int) -> int:
-    """Of a text to tokenize. It may be longer than the model takes, for a client that asks by how much; but each byte may
+    """Bytes of a text to tokenize. It may be longer than the model's length, for a client that asks by how much; but each byte may
     be a token, which takes hundreds of bytes of memory for a moment.
     """
     return max(_MIN_TEXT_BYTES, _TEXT_BYTES_PER_TOKEN * model_len)
@@ -45,7 +45,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    """Default: true for a prompt; false for messages, whose template writes them."""
+    """Default: true for a prompt; false for messages, whose template adds them."""
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
@@ -160,7 +160,7 @@ class TokenizationHttp:
         return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     async def _aside(self, request: Request, client: Client, answer: Callable[[], Response]) -> Response:
-        """What `answer` returns or raises. Raises: Overloaded; DeadlineExceeded; Cancelled when the client left."""
+        """Result of `answer`. Raises: what `answer` does; Overloaded; DeadlineExceeded; Cancelled when the client disconnected."""
         timeout_s = self._inference.settings.request_timeout_s
         answering = asyncio.ensure_future(self._inference.preparation.in_background_pool(answer, client))
         leaving = asyncio.ensure_future(until_disconnect(request.receive))
@@ -173,7 +173,7 @@ class TokenizationHttp:
 
 
 def _any_number(num_tokens: int) -> None:
-    """Of tokens is counted: a client asks by how much a text is too long."""
+    """Accept any number of tokens: a client may ask by how much a text is too long."""
 
 
 def _verify_length(text: str, max_bytes: int, field: str) -> None:

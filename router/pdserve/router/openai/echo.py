@@ -23,7 +23,7 @@ class Echo:
         self._said: dict[int, str] = {}
 
     def before(self, choice: int) -> str:
-        """What comes before the next text of a choice: its prompt, once. Token ids have been verified by then."""
+        """The text before the next text of a choice: its prompt, once. Its token ids have been verified."""
         if choice in self._said:
             return ""
         match self._prompts[choice // self._choices_each]:

@@ -7,11 +7,11 @@ from typing import Any
 from pdserve.text.request_output import CompletionOutput, Logprob
 
 LEAST_LOGPROB = -9999.0
-"""Stands for everything below it: JSON has no infinity."""
+"""Written for every lower value: JSON has no infinity."""
 
 
 def chat_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any]:
-    """Of a chat choice: the sampled token and the `num_top` most likely, best first."""
+    """Log-probabilities of a chat choice: the sampled token and the `num_top` most likely, best first."""
     content = []
     for token_id, candidates in zip(output.token_ids, output.logprobs or (), strict=True):
         top = [_chat_entry(candidate) for candidate in most_likely(candidates, num_top)]
@@ -20,7 +20,7 @@ def chat_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any]:
 
 
 def completion_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any]:
-    """Of a completion's choice: up to `num_top` + 1 candidates a token, because the sampled one is always there."""
+    """Log-probabilities of a completion's choice: up to `num_top` + 1 candidates per token, the sampled one included."""
     sampled, top = [], []
     for token_id, candidates in zip(output.token_ids, output.logprobs or (), strict=True):
         sampled.append(candidates[token_id])
@@ -34,7 +34,7 @@ def completion_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any
 
 
 def named_candidates(token_id: int, candidates: dict[int, Logprob], num_top: int) -> dict[str, float]:
-    """Text -> log-probability, of the token that came and the most likely ones."""
+    """Text -> log-probability, of the sampled token and the most likely ones."""
     named: dict[str, float] = {}
     for candidate in (candidates[token_id], *most_likely(candidates, num_top)):
         # pieces of characters all look the same; the likelier one counts
@@ -74,5 +74,5 @@ def _chat_entry(candidate: Logprob) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """As JSON can say it."""
+    """The value, or the lowest one that JSON output uses."""
     return max(logprob, LEAST_LOGPROB)

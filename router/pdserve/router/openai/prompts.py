@@ -9,7 +9,7 @@ OpenAIPrompts = str | list[int | str | list[int]]
 
 
 def num_prompts(given: OpenAIPrompts, field: str, limit: int) -> int:
-    """How many prompts these are. Raises: InvalidRequest for more than `limit`, before anything is made of them."""
+    """The number of prompts. Raises: InvalidRequest for more than `limit`, before any is built."""
     num = 1 if isinstance(given, str) or not given or isinstance(given[0], int) else len(given)
     if num > limit:
         raise InvalidRequest(f"{field} has {num} entries, 1 to {limit} are allowed", field)

@@ -1,4 +1,4 @@
-"""What OpenAI clients may send, and what it means here. Unknown fields, wrong types and NaN are refused by name."""
+"""Bodies of OpenAI clients and their meaning here. Unknown fields, wrong types and NaN are refused by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What completions and chat completions have in common."""
+    """Fields that completions and chat completions have in common."""
 
     model: str | None = None
     stream: bool | None = None
@@ -157,7 +157,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         trace_headers: dict[str, str],
         client_request_id: str,
     ) -> list[ClientRequest]:
-        """What is the same for all prompts is made and verified once."""
+        """One `ClientRequest` per prompt; what is equal for all prompts is built and verified once."""
         self.verify()
         form.verify()
         sampling = self.sampling(defaults, form)
@@ -261,7 +261,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         return msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
 
     def _form(self, forced: StructuredOutputsParams | None) -> OutputConstraint:
-        """What the answer must look like. forced: by the tools. Raises: InvalidRequest."""
+        """The form of the output. forced: the form required by tools. Raises: InvalidRequest."""
         form = output_form(self.response_format, self.structured_outputs)
         if forced is None:
             return form

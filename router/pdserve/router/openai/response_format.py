@@ -1,4 +1,4 @@
-"""The form that an answer must have, as OpenAI's `response_format` and vLLM's `structured_outputs` say it."""
+"""The form of an output, from OpenAI's `response_format` or vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class StructuredOutputsBody(StructuredOutputsFields, frozen=True, kw_only=True, 
 
 
 class OutputConstraint(NamedTuple):
-    """What an answer must look like."""
+    """The form of an output."""
 
     params: StructuredOutputsParams | None = None
     """None for any form."""
     field: str = "structured_outputs"
-    """What the client calls it, for messages."""
+    """The client's name of the field, for error messages."""
 
     def verify(self) -> None:
-        """Size and shape of the form; what compiles, an engine says. Raises: InvalidRequest in the client's words."""
+        """Check size and shape; an engine checks whether it compiles. Raises: InvalidRequest naming the client's field."""
         if self.params is None:
             return
         try:

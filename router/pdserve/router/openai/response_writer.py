@@ -1,4 +1,4 @@
-"""What OpenAI clients get: whole answers, chunks of a stream, and errors."""
+"""`CompletionResponseWriter`: whole responses, chunks of a stream, and errors in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ERROR_TYPES = {
 
 
 class CompletionResponseWriter:
-    """Writes one request's answer, in one of OpenAI's two shapes.
+    """Writes one request's response, in one of OpenAI's two shapes.
 
     The parts of a chunk that never change are encoded once: a token costs one encoded string and two joins.
     """
@@ -52,10 +52,10 @@ class CompletionResponseWriter:
         num_prompt_logprobs: int | None = None,
         echo: Echo | None = None,
     ) -> None:
-        """num_logprobs: most likely tokens to name with each; None for no log-probabilities. num_prompt_logprobs: likewise
-        with each prompt token, in a whole answer.
+        """num_logprobs: most likely tokens to report per token; None for no log-probabilities. num_prompt_logprobs: the same
+        per prompt token, in a whole response.
 
-        continuous_usage: every chunk tells the usage so far. echo: each choice begins with its prompt.
+        continuous_usage: every chunk has the usage so far. echo: each choice begins with its prompt.
         """
         self._chat = chat
         self._num_logprobs = num_logprobs

@@ -15,7 +15,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ToolResponseWriter(CompletionResponseWriter):
-    """Like `CompletionResponseWriter`, but calls of tools stand in `tool_calls`, not in the text."""
+    """A `CompletionResponseWriter` that writes calls of tools as `tool_calls` instead of text."""
 
     def __init__(self, *, max_calls: int | None, **fields: Any) -> None:
         """max_calls: further calls of an answer are dropped. fields: those of `CompletionResponseWriter`."""

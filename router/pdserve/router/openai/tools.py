@@ -48,12 +48,12 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ToolUse(NamedTuple):
-    """What a chat's tools come to."""
+    """The effect of a chat's tools on prompt and output."""
 
     tools: list[dict[str, Any]]
-    """For the prompt; empty: the model hears of none, and no calls are looked for."""
+    """Tools for the prompt; empty: the prompt has none, and calls are not looked for."""
     form: StructuredOutputsParams | None = None
-    """What the answer must look like; None where the model may choose."""
+    """The form of the output; None if the model may choose."""
     max_calls: int | None = None
 
 

@@ -1,1 +1,1 @@
-"""Placement: which prefill and decode worker serve a prompt, and why."""
+"""Placement: chooses the prefill and decode worker of a prompt, and records why."""

@@ -1,30 +1,30 @@
-"""Where the calls of an attempt run: pure functions over the workers as they stand.
+"""`place`: chooses the workers of an attempt, by pure functions over the state of the workers.
 
 Decode is chosen first, then prefill among the workers whose blocks decode can read. Costs are in blocks of 16 tokens,
-whatever a worker's own blocks are, so that generations of a model can be compared:
+whatever a worker's own block size is, so that workers of one model can be compared:
 
     load  = prompt tokens still to compute there + 1/4 * tokens in the blocks that its running requests hold
     cost  = load + 2 * tokens of this prompt that are not cached there
 
-This prompt's own tokens count twice, because they are waited for by it and by whoever comes next. A held block costs its
-worker some reading a step, which is less than computing one; were it to count in full, one running request would outweigh
+This prompt's own tokens count twice, because this request and the next ones wait for them. A held block costs its
+worker some reading per step, which is less than computing it. If it counted in full, one running request would outweigh
 the prefix that it shares with the next, and prefixes would scatter over all workers.
 
     kv_aware       lowest cost         least_loaded   lowest load         round_robin    the next in turn
 
 Of equal workers the one that this router has used least is taken.
 
-Decode prefills itself, though a prefill worker could, when that is expected to be sooner. With u tokens of the prompt
-uncached at decode, rates in prompt tokens a second as the workers measure them:
+Decode prefills although a prefill worker could, when that is faster by estimate. With u tokens of the prompt
+uncached at decode, and rates in prompt tokens per second as the workers measure them:
 
     local(u)  = (waiting at D + u * (2 + requests at D)) / rate of D
     remote(u) = (waiting at P + uncached at P) / rate of P + u * bytes of a token / bandwidth
 
-What a step costs beside its prompt tokens is in neither: both have to make one.
+Neither contains a step's cost beside its prompt tokens: both need a step.
 
-Every request at D stands still while D prefills, so those seconds count once for each of them, once for the prompt
-itself, and once for whoever comes meanwhile: an idle D and an idle P of one kind prefill at P. The u at which both are
-equal goes out with the attempt, and decode compares it with its real cache. Without both rates only a rest of at most
+While D prefills, every request at D stalls, so those seconds count once for each of them, once for the prompt
+itself, and once for requests that arrive meanwhile: an idle D and an idle P of one kind prefill at P. The attempt carries the u at
+which both are equal, and decode compares it with its real cache. Without both rates only a rest of at most
 one block is prefilled at D, and only if D has the blocks before it.
 """
 
@@ -50,17 +50,17 @@ COST_BLOCK_TOKENS = 16
 HELD_WEIGHT = 0.25
 UNCACHED_WEIGHT = 2.0
 _DECODE_GROWTH_BLOCKS = 1
-"""What a request is expected to add at decode before the next report tells."""
+"""Expected load that a request adds at decode before the next report."""
 
 
 class PlacementHint(enum.Enum):
-    """What the request's history asks of its next placement."""
+    """Restricts the next placement by the history of the request."""
 
     ANY = "any"
     LOCAL = "local"
     """Decode prefills: a transfer failed before."""
     REMOTE = "remote"
-    """Through a prefill worker: decode said that it needs one, or evicted the request."""
+    """Use a prefill worker: decode requires one, or evicted the request."""
     SESSION = "session"
     """Decode prefills whatever the length: the KV of a session never moves."""
 
@@ -70,7 +70,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: Worker
     num_tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     overlap_blocks: int = 0
     """Blocks of the prompt's longest prefix that it has, or will have: what was just routed there counts."""
     confirmed_blocks: int = 0
@@ -87,7 +87,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unconfirmed_tokens(self) -> int:
-        """The same, if only what the worker has reported is there."""
+        """Uncached tokens, counting only blocks that the worker has reported."""
         return max(1, self.num_tokens - self.confirmed_blocks * self.block_size)
 
     @property
@@ -104,7 +104,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.num_tokens // self.block_size)
 
     def share(self, *, prefills: bool, grows: bool) -> LoadEstimate:
-        """What this prompt adds to the worker. prefills: it is computed here. grows: it is decoded here."""
+        """Load that this prompt adds to the worker. prefills: it is computed here. grows: it is decoded here."""
         growth = _DECODE_GROWTH_BLOCKS if grows else 0
         return LoadEstimate(
             calls=1,
@@ -124,7 +124,7 @@ def kv_aware(candidates: Sequence[Candidate], turn: int) -> Candidate:
 
 
 def least_loaded(candidates: Sequence[Candidate], turn: int) -> Candidate:
-    """The one of lowest load, whatever it has cached."""
+    """The candidate with the lowest load, whatever it has cached."""
     return min(candidates, key=lambda candidate: (candidate.load_blocks, candidate.worker.num_placed))
 
 
@@ -141,7 +141,7 @@ POLICIES: Mapping[PolicyName, Policy] = {
 
 
 class Estimates(msgspec.Struct, frozen=True, kw_only=True):
-    """What prefilling at decode and at prefill would take; see the module's formulas."""
+    """Expected time of prefilling at decode and at prefill, seconds; see the module's formulas."""
 
     local_s: float | None = None
     """None while decode's rate is unknown."""
@@ -159,11 +159,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     prefill_share: LoadEstimate = LoadEstimate(calls=1)
     decode_share: LoadEstimate = LoadEstimate(calls=1)
     prefill_here: bool = False
-    """No prefill worker lives, so decode must not ask for one."""
+    """No prefill worker is live, so decode must not require one."""
     local_prefill_tokens: int | None = None
-    """Uncached tokens up to which decode, by its own cache, should prefill; None: the choice made here stands."""
+    """Uncached tokens up to which decode, by its own cache, should prefill; None: this choice is final."""
     estimates: Estimates | None = None
-    """Where two ways were compared."""
+    """Both estimates, if two ways were compared."""
 
     @property
     def kind(self) -> str:
@@ -174,17 +174,17 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layout(self) -> KvLayout:
-        """Of the workers' blocks; they have the same."""
+        """Layout of the workers' blocks; both have the same."""
         return self._last.identity.layout
 
     @property
     def sampler_version(self) -> int:
-        """Of the worker that samples the last token."""
+        """Sampler version of the worker that samples the last token."""
         return self._last.identity.sampler_version
 
     @property
     def sampler_versions(self) -> set[int]:
-        """Of all workers that sample: prefill the first token, decode the others."""
+        """Sampler versions of all workers that sample: prefill the first token, decode the others."""
         return {worker.identity.sampler_version for worker in (self.prefill, self.decode) if worker is not None}
 
     @property
@@ -196,7 +196,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for a placement beside the workers."""
+    """Rules of a placement beside the state of the workers."""
 
     policy: PolicyName = "kv_aware"
     local_prefill: LocalPrefill = "auto"
@@ -204,7 +204,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     blamed: Collection[WorkerKey] = ()
     """Workers to avoid while there is another way."""
     sampler_version: int | None = None
-    """Workers with this one go first, before the policy: they go on with a sampled text as it began; None: all are alike."""
+    """Prefer workers with this sampler version, so that a sampled text continues as it began; None: no preference."""
     turns: Mapping[WorkerRole, int] = {}
     """How often a worker of each role was chosen before."""
     bytes_per_s: float = 1e9
@@ -214,9 +214,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 def place(
     max_tokens: int, *, prefill: Sequence[Candidate], decode: Sequence[Candidate], rules: Rules
 ) -> Placement | None:
-    """Workers for a prompt, or None while there are none that may serve it.
+    """Workers for a prompt, or None while none can serve it.
 
-    prefill, decode: workers that live.
+    prefill, decode: live workers.
     """
     if rules.hint is PlacementHint.SESSION:
         if rules.local_prefill == "never":
@@ -255,7 +255,7 @@ def place(
 
 
 def place_prefill(prefill: Sequence[Candidate], rules: Rules, *, strict: bool = False) -> Placement | None:
-    """A prefill worker alone, whatever `local_prefill` says: for what has no token to decode. None: there is none."""
+    """Only a prefill worker, whatever `local_prefill` is, for a request without tokens to decode. None: there is none."""
     chosen = choose(prefill, WorkerRole.PREFILL, rules, strict=strict)
     if chosen is None:
         return None

@@ -1,7 +1,7 @@
-"""`PrefixIndex`: which worker holds which blocks, and how long a prefix of a prompt each of them has.
+"""`PrefixIndex`: the workers that hold each block, and the length of a prompt's prefix that each worker has.
 
-One entry a block hash: a bit mask over workers. A lookup walks the prompt's hashes and narrows the mask, so it costs one
-dictionary access a block however many workers there are, and stops where nobody is left.
+One entry per block hash: a bit mask over workers. A lookup walks the prompt's hashes and narrows the mask, so it costs one
+dictionary access per block for any number of workers, and stops when the mask is empty.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 WorkerKey = tuple[str, int]
 
 SPECULATIVE_S = 2.0
-"""How long what was just routed counts as held, until the worker's own word has come."""
+"""Seconds for which the blocks of a routed prompt count as held, until the worker reports them."""
 
 
 class PrefixIndex:
@@ -53,7 +53,7 @@ class PrefixIndex:
                 self._narrow(block_hash, keep)
 
     def cleared(self, worker: WorkerKey) -> None:
-        """The worker begins anew, or is gone."""
+        """The worker starts again without blocks, or is lost."""
         held = self._held.pop(worker, set())
         self._speculative.pop(worker, None)
         bit = self._bits.pop(worker, None)
@@ -62,7 +62,7 @@ class PrefixIndex:
                 self._narrow(block_hash, ~(1 << bit))
 
     def routed(self, worker: WorkerKey, hashes: Sequence[bytes], now_s: float) -> None:
-        """A prompt was just sent there: count its blocks as held for `SPECULATIVE_S`."""
+        """Count the blocks of a prompt that was just routed there as held for `SPECULATIVE_S`."""
         if hashes:
             self._speculative.setdefault(worker, _Speculation()).add(hashes, now_s + SPECULATIVE_S)
 
@@ -71,7 +71,7 @@ class PrefixIndex:
         return self.expect(hashes, self.reported(hashes, workers), now_s)
 
     def reported(self, hashes: Sequence[bytes], workers: Iterable[WorkerKey]) -> dict[WorkerKey, int]:
-        """worker -> blocks of the prompt's longest prefix that it has said to hold, 0 included."""
+        """worker -> blocks of the prompt's longest prefix that it has reported, 0 included."""
         bits = {worker: self._bits.get(worker) for worker in workers}
         lengths = dict.fromkeys(bits, 0)
         alive = sum(1 << bit for bit in bits.values() if bit is not None)
@@ -90,7 +90,7 @@ class PrefixIndex:
         return lengths
 
     def expect(self, hashes: Sequence[bytes], reported: Mapping[WorkerKey, int], now_s: float) -> dict[WorkerKey, int]:
-        """What `reported` returned, with what was routed lately counted as well."""
+        """Result of `reported`, plus blocks of prompts that were routed recently."""
         return {worker: self._expected(worker, hashes, length, now_s) for worker, length in reported.items()}
 
     def _expected(self, worker: WorkerKey, hashes: Sequence[bytes], known: int, now_s: float) -> int:

@@ -27,9 +27,9 @@ class CandidateView(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str
     """Hexadecimal: a reader of JSON may round a number of 64 bits."""
     overlap_blocks: int
-    """Of the prompt, expected there."""
+    """Blocks of the prompt expected there."""
     confirmed_blocks: int
-    """Of the prompt, reported by the worker."""
+    """Blocks of the prompt reported by the worker."""
     cost_blocks: float
     load_blocks: float
     waiting_tokens: int
@@ -58,7 +58,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     worker: str
-    """Its id, or its address where none is known."""
+    """Its id, or its address if the id is unknown."""
     why: str
 
 

@@ -8,16 +8,16 @@ from pdserve.common.timeline import Timeline
 DEFAULT_BYTES_PER_S = 1e9
 """Until something was measured: what any network between servers moves."""
 _KEPT = 0.9
-"""Part of the past that stays with each new transfer."""
+"""Weight of the past with each new transfer."""
 _SHORTEST_S = 1e-4
 """Moments of two machines' clocks are not more exact than this."""
 
 
 class TransferBandwidth:
-    """Bytes a second of the time by which transfers outlast what they wait for.
+    """Bytes per second of the time by which transfers outlast what they wait for.
 
-    Blocks move while later chunks of the prompt still compute, so a transfer's own length says little. What it adds to
-    a request is the time from the last of (prompt computed, room reserved) to everything landed. The estimate is the
+    Blocks move while later chunks of the prompt still compute, so a transfer's own duration says little. It adds to
+    a request the time from the last of (prompt computed, room reserved) to everything landed. The estimate is the
     bytes moved over that time, both as decaying sums: large transfers weigh more.
     """
 
@@ -30,7 +30,7 @@ class TransferBandwidth:
         return self._bytes / self._seconds if self._seconds else DEFAULT_BYTES_PER_S
 
     def landed(self, transfer_bytes: int, timeline: Timeline) -> None:
-        """One transfer is complete; without its moments, or without bytes, it says nothing."""
+        """Add a complete transfer; one without its moments or bytes is ignored."""
         known = timeline.moments_unix_ns
         if transfer_bytes <= 0 or any(
             name not in known for name in (moments.KV_RESERVED, moments.KV_LANDED, moments.PREFILL_COMPUTED)

@@ -55,8 +55,8 @@ class WorkerSelector:
     ) -> RoutingDecision | None:
         """Workers for one attempt, or None while none can serve it.
 
-        tenant: whose request it is. num_tokens: of the prompt. dead: workers that died under this request and have not come back.
-        sampler_version: preferred; None where all are alike. embeds: an embedding is wanted, which a prefill worker
+        tenant: the owner. num_tokens: length of the prompt. dead: workers that died under this request and have not reconnected.
+        sampler_version: preferred; None for no preference. embeds: for an embedding, which a prefill worker
         computes alone.
         """
         live = {role: self._fleet.workers(role) for role in WorkerRole}
@@ -103,9 +103,9 @@ class WorkerSelector:
         return decision
 
     def has_workers(self, *, one_token: bool = False, embeds: bool = False) -> bool:
-        """Whether workers are there that could serve a prompt, as far as their roles tell.
+        """Whether workers are live whose roles can serve a prompt.
 
-        one_token: no more is wanted of it. embeds: as in `place`.
+        one_token: only one token is requested. embeds: as in `place`.
         """
         prefill, local_prefill = self._fleet.workers(WorkerRole.PREFILL), self._settings.local_prefill
         if embeds:

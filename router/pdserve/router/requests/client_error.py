@@ -1,8 +1,8 @@
-"""`as_client_sees`: what a client is given of an error. The router's log has the rest.
+"""`as_client_sees`: the form of an error that a client may see. The router's log has the original.
 
-Errors of workers and channels name addresses, epochs, paths and gRPC's connection texts. None of that is a client's
-business, so an error's own message goes out only where its class speaks about the request, or where the router wrote the
-message for clients. Everything else goes out as one fixed sentence per class, with the code unchanged.
+Errors of workers and channels name addresses, epochs, paths and gRPC's connection texts, which clients must not see. So an
+error's own message is sent only if its class describes the request, or if the router wrote the message for clients. Every other
+error is sent as one fixed sentence per class, with its code unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LONGEST_CHARS = 2000
 
 
 def as_client_sees(error: PdServeError, request_id: str) -> PdServeError:
-    """The error that goes out. Logs the original under `request_id` where its message stays here."""
+    """Return the error to send. Logs the original under `request_id` if its message is not sent."""
     if error.is_for_clients or isinstance(error, _ABOUT_THE_REQUEST):
         return error
     log.warning("request %s ends with %s: %.*s", request_id, error.code, _LONGEST_CHARS, error.message)

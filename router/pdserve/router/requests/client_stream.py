@@ -1,4 +1,4 @@
-"""What one client has not read yet: outputs of all its choices, merged while they wait."""
+"""`ClientStream`: buffers what one client has not read, outputs of all its choices, merged while they wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOKEN_BYTES = 4
 _MERGED_AT_ONCE = 1024
 """Outputs that wait, before they are made one per choice: an output of one token takes hundreds of bytes."""
 _LOGPROB_BYTES = 64
-"""About what one entry of a token's log-probabilities takes in a stream."""
+"""Approximate size of one entry of a token's log-probabilities in a stream, bytes."""
 _KEPT_LOGPROB_BYTES = 256
 """About what one takes in memory, until a whole answer is written."""
 
@@ -23,18 +23,18 @@ class ClientStream:
     """Runs push, one front end takes. Bounded in bytes, not in messages: what waits is merged."""
 
     def __init__(self, num_runs: int, max_bytes: int, *, whole: bool = False) -> None:
-        """max_bytes: of what waits. whole: the client wants everything at once, so that all of it waits."""
+        """max_bytes: limit for unread output. whole: the client wants everything at once, so all output waits."""
         self._open_runs = num_runs
         self._max_bytes = max_bytes
         self._whole = whole
         self._logprob_bytes = _KEPT_LOGPROB_BYTES if whole else _LOGPROB_BYTES
         self._unread: list[CompletionOutput] = []
         self._num_merged = 0
-        """Of the first of these, which hold many outputs each."""
+        """Length of the beginning of `_unread` that holds merged outputs."""
         self.num_bytes = 0
-        """Of what waits, about as they will be written."""
+        """Approximate size of the unread outputs when written, bytes."""
         self.error: PdServeError | None = None
-        """What the whole request ends with, where it failed."""
+        """The error with which the whole request ends, if it failed."""
         self._reader: asyncio.Future[None] | None = None
         self._taken_at = time.monotonic()
 
@@ -53,7 +53,7 @@ class ClientStream:
         self._wake()
 
     def expect_prompt_logprobs(self, num_entries: int) -> None:
-        """A prompt's log-probabilities will come. Raises: InvalidRequest, before any is computed, when they are too many."""
+        """Announce a prompt's log-probabilities. Raises: InvalidRequest, before any is computed, when they are too many."""
         self._add(self._logprob_bytes * num_entries, "prompt_logprobs")
 
     def _add(self, num_bytes: int, field: str | None = None) -> None:
@@ -86,13 +86,13 @@ class ClientStream:
         return self.error is not None or not self._open_runs
 
     def unread_for_s(self) -> float:
-        """How long the front end has been busy with what it took; 0 while it waits for more."""
+        """Seconds for which the front end has been busy with the output that it took; 0 while it waits for more."""
         return 0.0 if self._reader is not None else time.monotonic() - self._taken_at
 
     async def take(self) -> list[CompletionOutput]:
-        """What is new, at most one output a choice; empty at the end.
+        """New output, at most one per choice; empty at the end.
 
-        Raises: PdServeError, once everything before it was taken.
+        Raises: PdServeError, after everything before it was taken.
         """
         while not self._unread and not self.ended:
             await self._wait()

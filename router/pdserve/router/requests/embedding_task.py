@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddingInput:
-    """One input of a request for embeddings, for as long as the request lives: small, since there may be thousands."""
+    """One input of an embeddings request, kept as long as the request lives: small, since there may be thousands."""
 
     __slots__ = ("record", "request", "request_id", "timeline", "usage")
     num_sequences = 1
@@ -46,7 +46,7 @@ class EmbeddingInput:
 
     @property
     def timeout_s(self) -> float:
-        """Within which the client wants it done."""
+        """The client's deadline, seconds from the start of the request."""
         return self.request.timeout_s
 
 
@@ -185,14 +185,14 @@ class EmbeddingTask:
         return decision
 
     async def _raise_when_no_worker(self) -> None:
-        """While it waits for a place. Raises: WorkerLost when no place would help; does not return."""
+        """Runs while the request waits for a place. Never returns. Raises: WorkerLost when no worker could serve it."""
         await self._services.fleet.wait_until_absent(
             lambda: self._services.selector.has_workers(embeds=True), self._patience_s
         )
         raise self._no_worker()
 
     def _known_hashes(self, request: TokenizedRequest, layout: KvLayout) -> list[bytes]:
-        """What of the prompt a cache may serve: nothing of a mean."""
+        """Block hashes that may be served from cache; none for mean pooling, which needs every hidden state."""
         return self._hashed(request, layout).placement_hashes if self._request.pooling.reads_prefix_cache else []
 
     def _hashed(self, request: TokenizedRequest, layout: KvLayout) -> PreparedRequest:
@@ -206,7 +206,7 @@ class EmbeddingTask:
 
     @property
     def _patience_s(self) -> float:
-        """How long to wait for a worker: not at all in a fleet that has none of the kind."""
+        """How long to wait for a worker, seconds: 0 in a fleet without prefill workers."""
         return WAIT_FOR_WORKER_S if self._services.fleet.counts()[WorkerRole.PREFILL.value]["addresses"] else 0.0
 
     def _num_blocks(self, num_tokens: int) -> int:

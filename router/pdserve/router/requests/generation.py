@@ -1,4 +1,4 @@
-"""One client's request in the router: a run a prompt, one stream, and the scope that ends them all."""
+"""`Generation`: one client's request in the router: one task per prompt, one stream, and the scope that ends them all."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pdserve.router.tenants.client import ANYBODY, Client
 log = logging.getLogger(__name__)
 
 UNREAD_S = 60.0
-"""So long may a client leave unread what was sent to it."""
+"""Seconds for which a client may leave sent output unread."""
 
 
 class Generation(RequestScope[PromptTask]):
-    """Use as an async context: what was started inside has ended when it is left, in whatever way."""
+    """Use as an async context: when it is left, for whatever reason, everything that was started inside has ended."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Generation(RequestScope[PromptTask]):
         self.stalled = False
         """The client did not read, so the task inside the context was cancelled."""
         self.on_stalled: Callable[[PdServeError], None] | None = None
-        """Called just before that, for a front end whose cancelled task cannot tell its client."""
+        """Called just before that cancellation, for a front end whose cancelled task cannot report the error."""
         self._tasks: list[asyncio.Task[None]] = []
         self._owner: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -63,7 +63,7 @@ class Generation(RequestScope[PromptTask]):
             self._leave()
 
     def _run_ended(self, _: asyncio.Task[None]) -> None:
-        """A prompt that failed ends the others, whether the client reads or not."""
+        """End the other prompts when one has failed, whether the client reads or not."""
         if (error := self.stream.error) is not None:
             self._record.abort(error)
             for task in self._tasks:

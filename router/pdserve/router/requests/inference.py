@@ -1,4 +1,4 @@
-"""What both front ends serve: the model, and generations over the fleet."""
+"""`Inference`: what both front ends serve: the model, and generations over the fleet."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Inference:
         index: PrefixIndex,
         bodies: ClientBodies,
     ) -> None:
-        """index: is told elsewhere which blocks the workers hold."""
+        """index: is informed of the blocks that workers hold."""
         self.model = model
         self.settings = settings
         self.bodies = bodies
@@ -96,7 +96,7 @@ class Inference:
         return Limits.of(worker for role in WorkerRole for worker in self.fleet.workers(role))
 
     def model_fingerprint(self) -> str:
-        """Of the first live worker; empty until one is known."""
+        """The first live worker's model fingerprint; empty until one is known."""
         workers = [worker for role in WorkerRole for worker in self.fleet.workers(role)]
         return workers[0].identity.layout.model_fingerprint if workers else ""
 
@@ -125,17 +125,17 @@ class Inference:
         )
 
     def _cache_group(self, client: Client) -> CacheGroup:
-        """Whose cached prefixes the client's requests may meet."""
+        """The group of tenants whose cached prefixes the client's requests may use."""
         if not client.tenant:
             return CacheGroup()
         group = self._cache_groups.get(client.tenant) or self._cache_groups.get("*")
         return CacheGroup(client.tenant) if group is None else CacheGroup(group, is_shared=group != client.tenant)
 
     def generation(self, requests: Sequence[ClientRequest], *, stream: bool, client: Client = ANYBODY) -> Generation:
-        """A generation with n choices a request; it starts when its context is entered.
+        """A generation with n choices per request; it starts when its context is entered.
 
-        client: whose it is, for limits per API key.
-        stream: whether the client reads as it goes; otherwise what is unread has no limit but `max_tokens`.
+        client: the owner, for limits per API key. stream: whether the client reads incrementally; otherwise only
+        `max_tokens` bounds unread output.
         Raises: InvalidRequest for too many prompts or sequences.
         """
         if not 0 < len(requests) <= MAX_PROMPTS:

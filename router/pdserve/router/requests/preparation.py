@@ -47,14 +47,14 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: Prompt
     field: str
-    """What the client calls the prompt: for messages."""
+    """The client's name of the prompt field, for error messages."""
     sampling: SamplingParams
-    """Its `max_tokens` does not count."""
+    """Its `max_tokens` is ignored in favour of the field below."""
     max_tokens: int | None = None
     """None: the default of the prompt's kind."""
     max_tokens_field: str = "max_tokens"
     constraint_field: str = "structured_outputs"
-    """What the client calls the form that it asks for."""
+    """The client's name of the field that asks for a form, for error messages."""
     max_tool_calls: int | None = None
     """Calls in an answer at most, where tools are given; None for no limit."""
     cache_salt: str | None = None
@@ -73,7 +73,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: Prompt
     field: str
-    """What the client calls the input: for messages."""
+    """The client's name of the input field, for error messages."""
     pooling: PoolingParams
     cache_salt: str | None = None
     timeout_s: float
@@ -85,7 +85,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What every live worker can serve."""
+    """Limits that every live worker can serve."""
 
     max_model_len: int
     vocab_size: int
@@ -114,7 +114,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None
     cache: CacheGroup
     tenant: bytes
-    """As workers know it; see `PreparedRequest`."""
+    """The request as workers get it; see `PreparedRequest`."""
     priority: int
     deadline: float
     trace_headers: dict[str, str]
@@ -127,7 +127,7 @@ class Preparation:
     """Holds the tokenizer and its threads; `close` it."""
 
     def __init__(self, tokenizer: Tokenizer, deployment_key: DeploymentKey, model_len: int) -> None:
-        """model_len: tokens that the model takes, which bounds texts while no worker is there."""
+        """model_len: the model's length in tokens, which bounds texts before a worker is known."""
         self.tokenizer = tokenizer
         self._model_len = model_len
         self._key = deployment_key
@@ -139,10 +139,10 @@ class Preparation:
             threads.close()
 
     async def in_background_pool(self, call: Callable[[], T], client: Client = ANYBODY) -> T:
-        """What `call` returns or raises, from a thread that no generation waits for: one call after the other.
+        """Result of `call`, from a thread that no generation waits for; calls run one after the other.
 
-        Cancelled while it waits, it is never called. Raises: Overloaded, when too many wait, or as many of one tenant as
-        others could still have.
+        A call that is cancelled while it waits is never made. Raises: what `call` raises; Overloaded when too
+        many wait, or as many of one tenant as others could still have.
         """
         num_waiting, num_own = self._aside.num_waiting, self._aside.num_waiting_of(client.tenant)
         if num_waiting >= MAX_ASIDE or (client.tenant and num_own >= MAX_ASIDE - num_waiting):
@@ -170,7 +170,7 @@ class Preparation:
         return encoded.token_ids
 
     async def bad_words(self, request: ClientRequest) -> tuple[tuple[int, ...], ...]:
-        """Token sequences that stand for the client's `bad_words`. Raises: InvalidRequest."""
+        """Token sequences for the client's `bad_words`. Raises: InvalidRequest."""
         words = request.sampling.bad_words
         if not words:
             return ()
@@ -188,7 +188,7 @@ class Preparation:
     ) -> TokenizedRequest:
         """Fill in what the client left open. Raises: InvalidRequest naming the field, its value and its limit.
 
-        num_before: tokens of a session that come before these.
+        num_before: tokens of a session that precede these.
         """
         verify_prompt_tokens(self.tokenizer, request.prompt, token_ids, limits.vocab_size, request.field)
         verify_cache_salt(request.cache_salt)
@@ -246,7 +246,7 @@ class Preparation:
         )
 
     def hashed(self, request: TokenizedRequest, layout: KvLayout, resume: ResumeState | None = None) -> PreparedRequest:
-        """The request for workers with these blocks; or one sequence of it, from where it stands."""
+        """The request for workers with blocks of this layout, or for one sequence of it, resumed after its last token."""
         hasher = BlockHasher(self._key, layout.block_size)
         root = hasher.root(layout.model_fingerprint, request.cache_salt, tenant=request.cache.name)
         token_ids = request.token_ids if resume is None else request.token_ids + resume.output_token_ids

@@ -43,14 +43,14 @@ from pdserve.text.request_output import CompletionOutput
 log = logging.getLogger(__name__)
 
 WAIT_FOR_WORKER_S = 5.0
-"""So long a request waits for a worker that may serve it."""
+"""Seconds for which a request waits for a worker that may serve it."""
 
 MAX_EVICTIONS = 16
-"""Of one request that do not count as failed attempts: each let other sequences go on."""
+"""Evictions of one request that do not count as failed attempts: each let other sequences continue."""
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """What the client is told about cost, from the router's own ledger."""
+    """Token counts that the client gets, from the router's own count."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -115,7 +115,7 @@ class PromptTask:
         self._stream.fail(as_client_sees(error, self.request_id))
 
     def _in_the_clients_words(self, error: PdServeError) -> PdServeError:
-        """Workers know the form of an output as `structured_outputs`, by whatever field it was asked for."""
+        """The parameters with the form as `structured_outputs`, by whatever field the client asked for it."""
         field = self._request.constraint_field
         if isinstance(error, InvalidRequest) and error.field == STRUCTURED_OUTPUTS != field:
             return type(error)(f"{field}: {error.message}", field)
@@ -123,7 +123,7 @@ class PromptTask:
 
     @property
     def timeout_s(self) -> float:
-        """Within which the client wants it done."""
+        """The client's deadline, seconds from the start of the request."""
         return self._request.timeout_s
 
     async def _serve(self) -> None:
@@ -166,11 +166,11 @@ class PromptTask:
 
     @property
     def _token_ids_before(self) -> list[int]:
-        """What the prompt goes on with; the caller must not change it."""
+        """The output so far, which the next attempt continues; the caller must not change it."""
         return []
 
     async def _attempts(self, request: TokenizedRequest, processor: OutputProcessor, retry_state: RetryState) -> None:
-        """Attempt after attempt until one serves the request, each from where the client's text stands.
+        """Run attempts until one serves the request, each from the end of the client's text.
 
         Raises: PdServeError.
         """
@@ -234,7 +234,7 @@ class PromptTask:
     async def _go_on_apart(
         self, request: TokenizedRequest, processor: OutputProcessor, retry_state: RetryState
     ) -> None:
-        """The sequences have come to differ: each that has not ended goes on in attempts of its own."""
+        """Continue each unfinished sequence in attempts of its own, since the sequences now differ."""
         try:
             async with asyncio.TaskGroup() as group:
                 for index in processor.unfinished_indices:
@@ -254,14 +254,14 @@ class PromptTask:
             raise
 
     def _resume_state(self, processor: OutputProcessor, retry_state: RetryState) -> ResumeState | None:
-        """What the client has of the one sequence that is served; None for a request that begins."""
+        """The client's tokens of the one sequence that is served; None for a new request."""
         if retry_state.index is None and (self.num_sequences > 1 or not processor.num_output_tokens):
             return None
         index = retry_state.index or 0
         return ResumeState(index=index, output_token_ids=list(processor.output_token_ids(index)))
 
     def _after(self, failure: AttemptFailed, prompt_digest: bytes, num_counted: int) -> PlacementHint:
-        """What the next attempt should be. Raises the failure's error when there is none."""
+        """Parameters of the next attempt. Raises the failure's error when there is none."""
         error = failure.error
         self._crash_guard.count(failure, prompt_digest)
         if (
@@ -364,14 +364,14 @@ class PromptTask:
         return decision
 
     async def _raise_when_no_worker(self, *, one_token: bool) -> None:
-        """While it waits for a place. Raises: what it ends with when no place would help; does not return."""
+        """Runs while the request waits for a place. Never returns; raises WorkerLost when no worker could serve it for 5 s."""
         await self._services.fleet.wait_until_absent(
             lambda: self._services.selector.has_workers(one_token=one_token), WAIT_FOR_WORKER_S
         )
         raise self._no_worker()
 
     def _num_blocks(self, num_tokens: int) -> int:
-        """KV blocks of a prompt, in the largest number that a worker would need."""
+        """KV blocks of a prompt, by the smallest block size among the workers."""
         fleet = self._services.fleet
         sizes = [worker.identity.layout.block_size for role in WorkerRole for worker in fleet.workers(role)]
         return -(-num_tokens // min(sizes)) if sizes else 0

@@ -1,4 +1,4 @@
-"""How many entries one client request may have, where the number is the front ends' own and not of the sampler."""
+"""Limits on the number of entries in one client request that belong to the front ends, not to the sampler."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pdserve.router.tenants.client import Client
 
 
 class Run(Protocol):
-    """What serves one prompt, or input, of a request."""
+    """Serves one prompt, or input, of a request."""
 
     usage: Usage
     timeline: Timeline
@@ -23,14 +23,14 @@ class Run(Protocol):
 
     @property
     def timeout_s(self) -> float:
-        """Within which the client wants it done."""
+        """The client's deadline, seconds from the start of the request."""
 
 
 R = TypeVar("R", bound=Run)
 
 
 class RequestScope(abc.ABC, Generic[R]):
-    """Its runs count as requests from `_enter` to `_leave`, and it is told when the router cannot wait for their end."""
+    """Counts its tasks as requests from `_enter` to `_leave`; admission may cancel it when the router stops."""
 
     def __init__(
         self, request_id: str, runs: list[R], admission: Admission, record: RequestTrace, client: Client
@@ -58,7 +58,7 @@ class RequestScope(abc.ABC, Generic[R]):
 
     @property
     def timeline(self) -> Timeline:
-        """Of the first run."""
+        """The timeline of the first task."""
         return self._runs[0].timeline
 
     def _enter(self) -> None:

@@ -1,4 +1,4 @@
-"""`RequestServices`: the parts of a router that every run of a request works with."""
+"""`RequestServices`: the parts of a router that every task of a request uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RetryState`: what the attempts at the same sequences know of one another."""
+"""`RetryState`: what the next attempt needs to know of earlier attempts at the same sequences."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pdserve.router.placement.placement import PlacementHint, WorkerKey
 
 
 class RetryState(msgspec.Struct, kw_only=True):
-    """Attempts at the same sequences, one after the other: what the next one knows of those before."""
+    """State of the attempts at the same sequences, which follow one another."""
 
     index: int | None = None
     """The one sequence that they serve; None: all of the request's."""
     hint: PlacementHint = PlacementHint.ANY
     blamed: frozenset[WorkerKey] = frozenset()
     num_counted: int = 0
-    """That failed."""
+    """Failed attempts."""
     num_uncounted: int = 0
-    """That decode refused before it did anything."""
+    """Attempts that decode refused before it did anything."""
     num_evictions: int = 0
     """Attempts that ended because other sequences needed the blocks: no failure of a worker."""
     sampler_version: int | None = None
-    """Of the worker that sampled the last token; None before the first, and for a greedy request, where it does not matter."""
+    """Version of the sampler of the last token; None before the first, and for a greedy request, where it does not matter."""
 
     @property
     def sampler_versions(self) -> set[int]:
-        """That version, if there is one."""
+        """That version as a set; empty without one."""
         return set() if self.sampler_version is None else {self.sampler_version}

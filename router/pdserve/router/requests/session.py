@@ -1,6 +1,6 @@
-"""`StreamingSession`: a client's turns on one sequence of one decode worker, whose KV stays from turn to turn.
+"""`StreamingSession`: a client's turns on one sequence of one decode worker, whose KV remains from turn to turn.
 
-Each turn is a `SessionPromptTask`, a run of its own `Generation`: limits, admission, metrics and spans are those of a request.
+Each turn is a `SessionPromptTask` of its own `Generation`: limits, admission, metrics and spans are those of a request.
 Between turns a session has no place; it counts for `max_sessions` of its key and of its worker until it is closed.
 """
 
@@ -25,7 +25,7 @@ from pdserve.text.output_processor import OutputProcessor
 
 
 class StreamingSession:
-    """Lives as long as the client's call; `close` it. No turn may begin before the last one has ended."""
+    """Open as long as the client's call; `close` it. A turn may begin only after the last one has ended."""
 
     def __init__(self, session_id: str = "", on_close: Callable[[], None] = lambda: None) -> None:
         """session_id: for the log. on_close: called by each `close`."""
@@ -35,14 +35,14 @@ class StreamingSession:
         """Everything so far, prompts and answers."""
         self.worker: Worker | None = None
         self.client_request_id = ""
-        """What the client calls the session."""
+        """The client's id of the session."""
         self._call: SessionCall | None = None
         self._events: asyncio.Queue[DecodeCallEvent | PdServeError] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], None] | None = None
 
     def open(self, worker: Worker, call: SessionCall) -> None:
-        """It has found its worker."""
+        """Attach the session to its worker and call."""
         self.worker, self._call = worker, call
         self._reader = asyncio.create_task(self._read(worker, call))
         self._unsubscribe = worker.subscribe_lost(self._on_lost)
@@ -55,7 +55,7 @@ class StreamingSession:
         return self._call
 
     async def next(self) -> DecodeCallEvent:
-        """What the worker says next. Raises: what ended the session."""
+        """The worker's next event. Raises: the error that ended the session."""
         event = await self._events.get()
         if isinstance(event, PdServeError):
             self._events.put_nowait(event)  # there is nothing after it
@@ -112,7 +112,7 @@ class StreamingSession:
 
 
 class SessionPromptTask(PromptTask):
-    """One turn. The first finds a worker; none is ever tried again elsewhere, for the KV is there."""
+    """One turn. The first one chooses a worker; none is ever tried again elsewhere, since the KV is there."""
 
     def __init__(self, session: StreamingSession, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -10,7 +10,7 @@ from prometheus_client import Counter
 from pdserve.router.workers.worker import Worker, WorkerState
 
 KEPT_S = 600.0
-"""So long after its last call a dead worker's series stays: some scrapes see the last of it."""
+"""Seconds for which a dead worker's series remains after its last call, so that some scrapes see its last value."""
 
 
 class PlacedCalls:
@@ -20,7 +20,7 @@ class PlacedCalls:
         self._counter = counter
         self._clock = clock
         self._last: dict[tuple[str, str], tuple[Worker, float]] = {}
-        """The series: which life of the worker had a call last, and when."""
+        """Series -> the epoch of the worker that had its last call, and the time of that call."""
 
     def add(self, role: str, worker: Worker) -> None:
         """A call was placed there."""

@@ -1,8 +1,8 @@
-"""What became of a client's request in this router, for metrics and spans; both come from the request's `Timeline`.
+"""Traces of a client's request in this router, for metrics and spans; both come from the request's `Timeline`.
 
-RequestRecord   one HTTP or gRPC request        span `request`
-RunRecord       one of its prompts              spans `tokenize`, `route`
-AttemptRecord   one placement of a prompt       span `attempt`, under which the workers hang theirs
+RequestTrace   one HTTP or gRPC request        span `request`
+PromptTrace    one of its prompts              spans `tokenize`, `route`
+AttemptTrace   one placement of a prompt       span `attempt`, the parent of the workers' spans
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOO_LATE = DeadlineExceeded("the request's deadline passed")
 
 
 class RequestTrace:
-    """Ends when the client's request does, in whatever way."""
+    """Ends with the client's request, for whatever reason."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RequestTrace:
         return run
 
     def abort(self, error: PdServeError) -> None:
-        """Whatever of it still runs ends with this; the first cause counts."""
+        """End all parts that still run with this cause; the first cause counts."""
         for run in self._runs:
             run.error = run.error or error
 
@@ -84,7 +84,7 @@ class RequestTrace:
         self._on_end(self)
 
     def _count(self, first: int, now: int) -> None:
-        """Thousands of inputs take 0.1 s to count: others come in between."""
+        """Count the inputs with pauses for other tasks: thousands of them take 0.1 s."""
         for run in self._runs[first : first + _COUNTED_AT_ONCE]:
             run.count(now)
         if first + _COUNTED_AT_ONCE < len(self._runs):
@@ -115,7 +115,7 @@ class PromptTrace:
         self.timeline = timeline
         self.error: PdServeError | None = None
         self.deadline: asyncio.Timeout | None = None
-        """What cuts it short if nothing else does."""
+        """The reason of an abort if nothing else ends it."""
         self.finish_reason: str | None = None
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -128,7 +128,7 @@ class PromptTrace:
 
     @property
     def cause(self) -> PdServeError | None:
-        """Why it did not come to its own end; None if it did."""
+        """The reason for which it was aborted; None if it ended regularly."""
         return None if self.finish_reason is not None else self.abort_reason
 
     @property
@@ -143,7 +143,7 @@ class PromptTrace:
         return self.error or (_TOO_LATE if late else _LEFT)
 
     def end_unix_ns(self, now: int) -> int:
-        """Its last token's moment, or now for one that was cut short."""
+        """The moment of its last token, or now for an aborted one."""
         return self.timeline.moments_unix_ns.get(moments.FINISHED, now)
 
     def tokenized(self, num_prompt_tokens: int) -> None:
@@ -218,12 +218,12 @@ class PromptTrace:
         self.num_output_tokens += num_tokens
 
     def embedded(self, num_cached_tokens: int) -> None:
-        """The prompt's embedding came: it ends without a token."""
+        """The prompt's embedding has arrived: it ends without a token."""
         self.num_cached_tokens = num_cached_tokens
         self.finish_reason = str(FinishReason.STOP)
 
     def count(self, now: int) -> None:
-        """Over: what the metrics want to know."""
+        """Record the metrics of an ended prompt."""
         metrics, cause = self._metrics, self.cause
         metrics.requests.labels(self.outcome).inc()
         metrics.output_tokens.inc(self.num_output_tokens)

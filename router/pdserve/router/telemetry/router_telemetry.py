@@ -102,7 +102,7 @@ class RouterTelemetry:
 
     @contextlib.contextmanager
     def count_rejections(self) -> Iterator[None]:
-        """Counts the error of a request that is refused before it has a record, in the task that serves it."""
+        """Count the error of a request that is refused before it has a trace, in the task that serves it."""
         started = time.monotonic()
         ASKING.set(None)
         try:
@@ -137,7 +137,7 @@ class RouterTelemetry:
     def _refused(self, error: PdServeError, duration_s: float) -> None:
         client = ASKING.get()
         if client is None:
-            # not authenticated: a line of its own says so
+            # not authenticated: this has a line of its own
             return
         self.key_metrics.ended(client, error.code)
         self.audit.request(
@@ -146,15 +146,15 @@ class RouterTelemetry:
         )  # fmt: skip
 
     def watch_redis(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
-        """Have metrics say how this service gets on with Redis; see `RedisCollector`."""
+        """Export metrics about this service's use of Redis; see `RedisCollector`."""
         self._registry.register(RedisCollector(breaker, events))
 
     def watch_tls(self, expiries: Callable[[], Mapping[PeerKind, float]]) -> None:
-        """Have metrics say how long certificates are valid; see `TlsCollector`."""
+        """Export the expiry of certificates; see `TlsCollector`."""
         self._registry.register(TlsCollector(expiries))
 
     async def exposition(self, *, by_key: bool = False) -> bytes:
-        """The metrics as they stand. by_key: with those that name API keys, which are for operators."""
+        """The metrics now. by_key: include those that name API keys, which are for operators."""
         return await (self._all_metrics if by_key else self._plain_metrics).text()
 
     async def close(self) -> None:
@@ -178,5 +178,5 @@ class AuditCollector(Collector):
 
 
 def new_trace_headers() -> dict[str, str]:
-    """A trace context for a request without one, so that its logs and its workers share an id though nothing is traced."""
+    """A trace context for a request without one, so that its logs and its workers share an id although nothing is traced."""
     return {TRACEPARENT: f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"}

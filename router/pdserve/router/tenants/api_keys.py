@@ -27,7 +27,7 @@ def _utc_now() -> datetime.datetime:
 
 
 class ApiKeys:
-    """One for both front ends. Without any key everybody may come in."""
+    """Checks API keys for both front ends. Without any key all clients are served."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class ApiKeys:
         failures: FailedAttempts | None = None,
         now: Callable[[], datetime.datetime] = _utc_now,
     ) -> None:
-        """keys: by their SHA-256, 64 hexadecimal digits; None asks for no key. file: where they came from.
+        """keys: by their SHA-256, 64 hexadecimal digits; None requires no key. file: their source.
 
-        stamp: what the file was before it was read; None: read it again at the first look.
-        now: the wall clock, with an offset, for `expires`.
+        stamp: state of the file before it was read; None: read it again at the first check. now: the wall clock, with an offset,
+        for `expires`.
         """
         self._keys = keys
         self.num_tenants = _num_tenants(keys)
@@ -83,16 +83,16 @@ class ApiKeys:
         return list((self._keys or {}).values())
 
     def check(self, authorization: str | None, address: str = "") -> Client:
-        """The client that a header's value stands for. authorization: None: there is none. address: of the peer.
+        """The client of an authorization header. authorization: None if absent. address: of the peer.
 
-        Raises: Unauthenticated, whose `hold_back_s` says how long the answer should be held back.
+        Raises: Unauthenticated, whose `hold_back_s` is the time by which the response should be delayed, seconds.
         """
         if self._keys is None:
             return ANYBODY if not address else Client(role="operator", address=address)
         scheme, _, given = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             raise self._failed("an API key is needed: send the header 'Authorization: Bearer <key>'", address)
-        # the lookup is by the hash, of which a caller cannot choose a part: its time says nothing of a key
+        # the lookup is by the hash, no part of which a caller can choose, so its time reveals nothing about a key
         sha256 = key_hash(given.strip())
         entry = self._keys.get(sha256)
         if entry is None or not hmac.compare_digest(sha256, entry.sha256):
@@ -119,11 +119,11 @@ class ApiKeys:
             self._take(await asyncio.to_thread(self._changed))
 
     def look(self) -> None:
-        """Read the file again if it is another than before. A file that cannot be used is logged once; the keys stay."""
+        """Read the file again if it has changed. A file that cannot be used is logged once; the keys remain."""
         self._take(self._changed())
 
     def _changed(self) -> tuple[_Stamp, dict[str, KeyEntry] | ConfigError] | None:
-        """What the file holds now; None if it is the one that was read last."""
+        """The keys of the file now; None if it is unchanged since it was last read."""
         if self._file is None:
             return None
         stamp = _stamp_of(self._file)

@@ -54,7 +54,7 @@ class _Queue(logging.handlers.QueueHandler):
 
 
 class _Writer(logging.handlers.QueueListener):
-    """Its thread ends with the process, if the disk does not let it end before."""
+    """The thread ends with the process if the disk does not let it end earlier."""
 
     def __init__(self, lines: queue.Queue[Any], handler: logging.Handler) -> None:
         super().__init__(lines, handler)
@@ -65,7 +65,7 @@ class _Writer(logging.handlers.QueueListener):
             self._lines.put(None, timeout=CLOSE_S)
 
     def stop(self) -> None:
-        """Bounded, unlike what it overrides. The thread stays where it has not come to the end of the queue."""
+        """Waits a bounded time, unlike the overridden method; the thread continues if it has not written the whole queue."""
         self.enqueue_sentinel()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
@@ -78,7 +78,7 @@ class _Writer(logging.handlers.QueueListener):
 
 
 class _File(logging.handlers.WatchedFileHandler):
-    """Opens the file anew when a rotation has moved it; others cannot read it."""
+    """Opens the file again when a rotation has moved it, with mode 600."""
 
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600))
@@ -129,10 +129,10 @@ class AuditLog:
         status: int,
         duration_s: float,
     ) -> None:
-        """A client's request has ended. request_id: "" for one that was refused before it had any.
+        """Log the end of a client's request. request_id: "" for one that was refused before it had an id.
 
-        operation: what OpenTelemetry calls its kind. outcome: a finish reason, or the code of an error. status: as HTTP
-        has it, also for gRPC. num_cached_tokens: as the workers know it, whatever the client is shown.
+        operation: OpenTelemetry's name of its kind. outcome: a finish reason, or the code of an error. status: the HTTP status,
+        also for gRPC. num_cached_tokens: as workers report it, even if the client gets 0.
         """
         self._write(
             "request",
@@ -150,7 +150,7 @@ class AuditLog:
         )
 
     def failed_authentication(self, address: str, cause: str) -> None:
-        """Somebody showed no key, or none that is valid. At a bounded rate."""
+        """Log a missing or invalid key, at a bounded rate."""
         second = int(self._clock())
         if second != self._second:
             self._second, self._num_failures = second, 0

@@ -1,4 +1,4 @@
-"""`Client`: on whose behalf a request is served, as its API key says."""
+"""`Client`: the owner of a request, identified by its API key."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pdserve.common.settings.api_key_file import UNLIMITED, KeyLimits, Role
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks: the API key's name, its tenant, and what both may do."""
+    """The API key's name, its tenant, and their rights."""
 
     key_name: str = ""
-    """Of the API key; "" where none is needed."""
+    """Name of the API key; "" if none is required."""
     tenant: str = ""
     """Whose prefix cache, limits and fair share hold; "" where no key is needed: then all clients are one tenant."""
     role: Role = "user"
     limits: KeyLimits = UNLIMITED
     address: str = ""
-    """IP address that the request came from; "" where it is not known."""
+    """IP address of the peer; "" if it is not known."""
 
     @property
     def sees_all(self) -> bool:
@@ -29,9 +29,9 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
         return self.role == "operator"
 
     def allowed_priority(self, priority: int) -> int:
-        """The priority that a request has: 0, which is also the default, becomes the nearest one that is allowed.
+        """The priority of a request: 0, the default, becomes the nearest allowed value.
 
-        Raises: InvalidRequest for another value outside of the key's range.
+        Raises: InvalidRequest for another value outside the key's range.
         """
         verify_priority(priority)
         low, high = self.limits.min_priority, self.limits.max_priority
@@ -41,12 +41,12 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheGroup(msgspec.Struct, frozen=True):
-    """Tenants whose requests may meet each other's cached prefixes."""
+    """Tenants whose requests may use each other's cached prefixes."""
 
     name: str = ""
-    """Enters the root of the block hashes: requests of two groups never share a block."""
+    """Part of the root of the block hashes: requests of two groups never share a block."""
     is_shared: bool = False
-    """Several tenants are in it: a count of cached tokens would tell what others have asked, so none is shown."""
+    """Whether several tenants are in it: a count of cached tokens would reveal their prompts to each other, so clients get 0."""
 
 
 ANYBODY = Client(role="operator")

@@ -19,7 +19,7 @@ FIRST_DELAY_S = 0.1
 """Delay of the next one; doubles with each further one."""
 LONGEST_DELAY_S = 2.0
 FORGET_S = 60.0
-"""Without a failure for so long an address begins anew."""
+"""Seconds without a failure after which an address starts again from zero."""
 LOG_EVERY_S = 10.0
 """Between two log lines about one address."""
 MAX_LINES_PER_MINUTE = 60
@@ -27,7 +27,7 @@ MAX_LINES_PER_MINUTE = 60
 MAX_ADDRESSES = 4096
 """Remembered; the one that failed longest ago is forgotten first."""
 MAX_DELAYED = 256
-"""Answers that are held back at once; further ones go out without a delay, because each holds a connection."""
+"""Responses that are delayed at once; further ones are not, because each holds a connection."""
 
 
 class _Failures(msgspec.Struct):
@@ -87,7 +87,7 @@ class FailedAttempts:
 
 
 def network_of(address: str) -> str:
-    """What is counted as one: an IPv4 address, or the /64 of an IPv6 address, of which one host has as many as it likes."""
+    """The unit of counting: an IPv4 address, or the /64 of an IPv6 address, since one host may have many of these."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

@@ -1,14 +1,14 @@
-"""`FleetUsage`: what each tenant has in all routers of a fleet, told through Redis, so that limits hold for the fleet.
+"""`FleetUsage`: shares each tenant's use among the routers of a fleet through Redis, so that limits apply to the fleet.
 
-    {ns}:routers        sorted set   router ids, by when they were last refreshed
-    {ns}:usage:<id>     hash         field `usage`: one router's numbers; gone after `LEASE_S` without a refresh
+    {ns}:routers        sorted set   router ids, by their last refresh
+    {ns}:usage:<id>     hash         field `usage`: one router's numbers; expires `LEASE_S` after the last refresh
 
-Each router tells its own numbers and reads those of the others, in one round trip each `BEAT_S`; no request waits for it. A
-number that has not been refreshed for `LEASE_S`, by the reader's own clock, counts no more, so a router that died holds
-nothing for longer. Values carry a MAC under a sub-key of the deployment key: whoever else can write to Redis can neither
-exhaust a tenant's limits nor raise them, beyond keeping numbers back. Tenants are named by digests.
+Each router writes its own numbers and reads those of the others, in one round trip every `BEAT_S`; no request waits for it. A
+number that has not been refreshed for `LEASE_S`, by the reader's own clock, no longer counts, so a dead router holds
+nothing for longer. Values carry a MAC under a sub-key of the deployment key: other clients of Redis can neither
+exhaust a tenant's limits nor raise them, beyond withholding numbers. Tenants are named by digests.
 
-While Redis is away each router holds tenants to their limits by itself.
+While Redis is unreachable each router applies the limits by itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 BEAT_S = 0.25
 LEASE_S = 3.0
 MAX_ROUTERS = 64
-"""That are read, those refreshed last."""
+"""Routers that are read, the most recently refreshed first."""
 MAX_TENANTS = 8192
 """In one router's numbers."""
 MAX_BYTES = 1 << 20
@@ -54,7 +54,7 @@ _ID_BYTES = 16
 
 
 class _Numbers(msgspec.Struct, array_like=True):
-    """Of one tenant in one router."""
+    """Use of one tenant in one router."""
 
     num_sequences: int
     num_waiting: int
@@ -64,16 +64,16 @@ class _Numbers(msgspec.Struct, array_like=True):
 
 
 class _Told(msgspec.Struct):
-    """What one router tells."""
+    """The numbers of one router."""
 
     beat: int
-    """1, 2, 3 in its life: a value that was kept back and written again later is not new."""
+    """1, 2, 3 within one run of a router: an older value that is written again later is not new."""
     tenants: dict[str, _Numbers]
     """By their digests, hexadecimal."""
 
 
 class _Peer(msgspec.Struct):
-    """Another router, as far as this one knows."""
+    """Another router's state, as far as this one has read it."""
 
     told: _Told
     at_s: float
@@ -93,7 +93,7 @@ class FleetUsage:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """where: names the server, for the log. accounts: of this router; told of the others. clock: monotonic."""
+        """where: names the server, for the log. accounts: of this router, published to others. clock: monotonic, seconds."""
         self.breaker = CircuitBreaker(
             f"Redis at {where}, for limits of tenants,", "limits hold for each router by itself; it is tried again", log
         )
@@ -111,11 +111,11 @@ class FleetUsage:
         accounts.elsewhere = self.elsewhere
 
     def elsewhere(self, tenant: str) -> UsedElsewhere:
-        """What a tenant has in the other routers, together."""
+        """Use of a tenant in the other routers, summed."""
         return self._elsewhere.get(self._digest(tenant), NOWHERE) if self._elsewhere else NOWHERE
 
     async def run(self) -> None:
-        """Tell and read until cancelled, then take this router's numbers away."""
+        """Write and read until cancelled, then remove this router's numbers."""
         try:
             while True:
                 if self.breaker.allows:

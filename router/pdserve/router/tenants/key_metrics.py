@@ -10,7 +10,7 @@ from pdserve.router.tenants.client import Client
 
 
 class KeyMetrics:
-    """Labels come from the file of keys, which bounds them; series of keys that are gone are dropped."""
+    """Labels come from the file of keys, which bounds them; the series of removed keys are dropped."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -25,11 +25,11 @@ class KeyMetrics:
         self._series: dict[str, set[tuple[Counter, tuple[str, ...]]]] = {}
 
     def ended(self, client: Client, outcome: str) -> None:
-        """A prompt has ended. outcome: a finish reason, or the code of an error."""
+        """Count the end of a prompt. outcome: a finish reason, or the code of an error."""
         self._count(self.requests, client, outcome, 1)
 
     def used(self, client: Client, *, prompt: int, cached: int, output: int) -> None:
-        """Tokens of a prompt whose answer began."""
+        """Count the tokens of a prompt whose output began."""
         for kind, number in (("prompt", prompt), ("cached", cached), ("output", output)):
             if number:
                 self._count(self.tokens, client, kind, number)

@@ -13,15 +13,15 @@ from pdserve.router.tenants.token_bucket import TokenBucket
 
 RETRY_AFTER_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
-"""A bucket of tokens per minute is full after so long."""
+"""Seconds in which an empty bucket of tokens per minute fills."""
 FIRST_OUTPUT_TOKENS = 128.0
-"""Expected output of a sequence whose tenant has had none yet."""
+"""Expected output tokens of a sequence whose tenant has had none yet."""
 _KEPT = 0.9
 """Part of the past in the mean output of a tenant's sequences, with each one that ends."""
 
 
 class UsedElsewhere(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant has in the other routers of the fleet, together, as far as they have told."""
+    """Use of a tenant in the other routers of the fleet, summed, as far as they have published it."""
 
     num_sequences: int = 0
     num_waiting: int = 0
@@ -49,7 +49,7 @@ class TenantAccount:
         """Prompt and output tokens since the account was opened; what is given back is taken off."""
         self.bucket: TokenBucket | None = None
         self.mean_output: float | None = None
-        """Output tokens of a sequence, lately; None: not known yet."""
+        """Decaying mean of output tokens per sequence; None: not known yet."""
 
     @property
     def num_waiting(self) -> int:
@@ -57,12 +57,12 @@ class TenantAccount:
         return self.num_sequences - self.num_running
 
     def expected_output(self, max_tokens: int, num_sequences: int) -> float:
-        """Output tokens that a request will have, as far as can be known before."""
+        """Expected output tokens of a request."""
         mean = FIRST_OUTPUT_TOKENS if self.mean_output is None else self.mean_output
         return num_sequences * min(float(max_tokens), mean)
 
     def learn(self, num_tokens: int, num_sequences: int) -> None:
-        """A request has ended with so much output."""
+        """Record the output tokens of an ended request."""
         mean = num_tokens / num_sequences
         self.mean_output = mean if self.mean_output is None else _KEPT * self.mean_output + (1 - _KEPT) * mean
 
@@ -86,13 +86,13 @@ class TenantAccounts:
         self._clock = clock
         self._accounts: dict[str, TenantAccount] = {}
         self.elsewhere: Callable[[str], UsedElsewhere] = lambda tenant: NOWHERE
-        """What a tenant has in other routers; asked at each check, so it must not wait for anything."""
+        """Returns the use of a tenant in other routers; called at each check, so it must not block."""
 
     def __getitem__(self, tenant: str) -> TenantAccount:
         return self._accounts.setdefault(tenant, TenantAccount())
 
     def items(self) -> list[tuple[str, TenantAccount]]:
-        """Every tenant that has or lately had something here."""
+        """Every tenant that has, or recently had, something here."""
         return list(self._accounts.items())
 
     def check_sequences(self, client: Client, num_sequences: int) -> None:
@@ -118,7 +118,7 @@ class TenantAccounts:
         if limit is None:
             return
         used = num_waiting + self.elsewhere(client.tenant).num_waiting
-        # those of one request may be more, or it would be refused however often it came
+        # one request may have more, or it would be refused each time
         if used + num_more > limit and (used or not limit):
             raise Overloaded(
                 f"{used} sequences of tenant {client.tenant} wait and {num_more} more came; max_queued_requests of this "
@@ -138,9 +138,9 @@ class TenantAccounts:
         )
 
     def check_sessions(self, client: Client, num_open: int, num_possible: int, *, is_shared: bool) -> None:
-        """num_open: sessions of all tenants here. num_possible: that the workers take together; 0: not known.
+        """num_open: sessions of all tenants here. num_possible: sessions that the workers accept together; 0: not known.
 
-        is_shared: the fleet has several tenants: no tenant may have more than what stays free for others.
+        is_shared: whether the fleet has several tenants: then no tenant may have more sessions than remain free for others.
         Raises: Overloaded.
         """
         limit = client.limits.max_sessions

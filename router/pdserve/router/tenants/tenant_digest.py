@@ -1,4 +1,4 @@
-"""What other processes know a tenant by: enough to tell tenants apart, and nothing of their names."""
+"""Digests by which other processes distinguish tenants without learning their names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TENANT_DIGEST_BYTES = 8
 
 
 def tenant_digest(key: DeploymentKey, tenant: str) -> bytes:
-    """Of `TENANT_DIGEST_BYTES`; b"" for the one tenant of a router without keys."""
+    """`TENANT_DIGEST_BYTES` bytes; b"" for the one tenant of a router without keys."""
     if not tenant:
         return b""
     return hashlib.blake2b(tenant.encode(), key=key.derive(TENANTS), digest_size=TENANT_DIGEST_BYTES).digest()

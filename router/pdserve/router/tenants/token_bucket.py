@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class TokenBucket:
-    """May go into debt: what a request has begun is charged as it comes."""
+    """The level may become negative: a running request is charged as its tokens arrive."""
 
     def __init__(self, tokens_per_minute: int, clock: Callable[[], float]) -> None:
         """clock: seconds, monotonic."""
@@ -38,9 +38,9 @@ class TokenBucket:
         self._level = min(float(self._size), self._level - tokens)
 
     def wait_s(self, tokens: float) -> float:
-        """Seconds until so many tokens are there, or the bucket is full where it does not hold so many; 0: now."""
+        """Seconds until the bucket has so many tokens, or is full if it cannot hold them; 0: now."""
         missing = min(max(tokens, 1.0), self._size) - self.level
-        # a full bucket must count as full, whatever rounding has done to it
+        # a full bucket must count as full despite rounding
         return missing * 60.0 / self._size if missing > 1e-6 else 0.0
 
     def _fill(self) -> None:

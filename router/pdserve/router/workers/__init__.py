@@ -1,1 +1,1 @@
-"""Workers as the router knows them: discovery, watches, load, and cached blocks."""
+"""The router's view of workers: discovery, watches, load, and cached blocks."""

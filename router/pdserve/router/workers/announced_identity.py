@@ -11,7 +11,7 @@ from pdserve.common.registry.registry import MAX_BLOCKS, is_worker_id
 from pdserve.router.workers.worker import WorkerIdentity
 
 MAX_TOKENS = 1 << 24
-"""Of a model's length and of a vocabulary."""
+"""Tokens of a model's length, or of a vocabulary, at most."""
 MAX_SEQS = 1 << 16
 MAX_HIDDEN_SIZE = 1 << 20
 MAX_CONNECTORS = 16

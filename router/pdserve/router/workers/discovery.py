@@ -1,7 +1,7 @@
-"""The interface of what introduces workers to a router and tells it which blocks they hold.
+"""`Discovery` and `Directory`: the interface by which a directory announces workers and their blocks to a router.
 
-Without one, addresses come from settings and blocks over each worker's watch; `RedisDirectory` is the other way. Both
-pass one contract suite.
+Without a directory, addresses come from settings and blocks over each worker's watch; `RedisDirectory` is a directory. Both
+ways pass one contract suite.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pdserve.router.workers.worker import Worker, WorkerRole
 
 
 class Discovery(Protocol):
-    """What a directory tells and asks: the router's `Fleet`."""
+    """The operations that a directory uses: the router's `Fleet`."""
 
     def register(self, address: str, role: WorkerRole) -> None:
         """A worker can be found there. Idempotent; an address from settings, or with a living worker, keeps its role."""
 
     def forget(self, missing: Collection[str]) -> None:
-        """Of these addresses nobody speaks any more: those without a living worker are given up."""
+        """Records no longer name these addresses: forget those without a live worker."""
 
     def introduced(self) -> Sequence[str]:
         """The addresses that are here by introduction alone."""
 
     def lives(self) -> Sequence[Worker]:
-        """Every worker whose watch is up, one entry a life."""
+        """Every worker whose watch is up, one entry per epoch."""
 
 
 class Directory(Protocol):

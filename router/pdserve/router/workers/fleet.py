@@ -1,4 +1,4 @@
-"""The workers that this router knows, from the addresses it was given and those that a directory finds."""
+"""`Fleet`: the workers of this router, from the addresses in settings and those that a directory finds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """Watches every address, in whatever order they start; use as an async context."""
+    """Watches every address; services may start in any order. Use as an async context."""
 
     def __init__(
         self,
@@ -39,15 +39,15 @@ class Fleet:
         *,
         insecure: bool = False,
     ) -> None:
-        """held: is told which blocks the workers hold; by the directory, where there is one.
+        """held: is informed of the blocks that workers hold; by the directory, if there is one.
 
-        insecure: without TLS, addresses beyond loopback that the directory brings are connected to all the same.
+        insecure: connect without TLS even to addresses beyond loopback that the directory found.
         """
         self._expected = expected
         self._tls = tls
         self._may_leave_machine = insecure or tls is not None
         self._passed_over: set[str] = set()
-        """Addresses that the log has named because nothing goes there in the clear; bounded."""
+        """Addresses that were logged because they would need an unencrypted connection; bounded."""
         self._held = held if directory is None else None
         self._directory = directory
         self._watched = [
@@ -56,7 +56,7 @@ class Fleet:
             for address in dict.fromkeys(addresses)
         ]
         self._introduced: dict[str, asyncio.Task[None]] = {}
-        """The addresses that the directory brought, and who watches them."""
+        """Address that the directory found -> task that watches it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiters: set[asyncio.Future[None]] = set()
         self._met: set[tuple[str, int]] = set()
@@ -79,11 +79,11 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def workers(self, role: WorkerRole) -> list[Worker]:
-        """Those that may be given work, in the order of their addresses."""
+        """Workers that may get work, in the order of their addresses."""
         return [worker for worker in self.lives(role) if worker.state is WorkerState.LIVE]
 
     def lives(self, role: WorkerRole | None = None) -> list[Worker]:
-        """Those whose watch is up, draining ones included; one entry a life, whatever names its address has."""
+        """Workers whose watch is up, draining ones included; one entry per epoch, however many names its address has."""
         found = {
             watched.worker.key: watched.worker
             for watched in reversed(self._watched)
@@ -107,7 +107,7 @@ class Fleet:
         if known is not None:
             if known.role is role or known.worker is not None or address not in self._introduced:
                 return
-            # somebody else had the address before
+            # another worker had the address before
             self._give_up(known)
         watched = self._watch_address(address, role, found=True)
         self._watched.append(watched)
@@ -127,7 +127,7 @@ class Fleet:
         return list(self._introduced)
 
     def forget(self, missing: Collection[str]) -> None:
-        """Of these addresses nobody speaks any more: those without a living worker are given up."""
+        """Records no longer name these addresses: forget those without a live worker."""
         for watched in list(self._watched):
             if watched.address in missing and watched.address in self._introduced and watched.worker is None:
                 self._give_up(watched)
@@ -155,7 +155,7 @@ class Fleet:
         return {role.value: self._count([w for w in self._watched if w.role is role]) for role in WorkerRole}
 
     def describe(self, role: WorkerRole) -> str:
-        """For messages: how the addresses of a role stand."""
+        """The state of a role's addresses, for messages."""
         count = self.counts()[role.value]
         if not count["addresses"]:
             return f"no {role.value} address {'was given' if self._directory is None else 'is known'}"
@@ -165,7 +165,7 @@ class Fleet:
         )
 
     async def wait_for(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
-        """What `look` returns, as soon as that is not None; it is asked now and after every change. None: timed out."""
+        """The first result of `look` that is not None; it is called now and after every change. None: timed out."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while (found := look()) is None:
@@ -187,7 +187,7 @@ class Fleet:
                 waiter.set_result(None)
 
     async def wait_until_absent(self, is_there: Callable[[], bool], for_s: float) -> None:
-        """Returns when `is_there` has been false for so long; it is asked now and after every change."""
+        """Returns when `is_there` has been false for `for_s` seconds; it is called now and after every change."""
         while True:
             await self.wait_for(lambda: None if is_there() else True, _FOR_EVER_S)
             if await self.wait_for(lambda: is_there() or None, for_s) is None:

@@ -16,15 +16,15 @@ SCAN_COUNT = 1000
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a set held while it was read, and where in the stream the reading began."""
+    """The content of a set while it was read, and the stream's position when the reading began."""
 
     reader: ChangeReader
-    """Stands at the last entry before the reading: what it reads next makes good what the scan has missed."""
+    """Positioned at the last entry before the scan: the entries that follow correct what the scan has missed."""
     hashes: frozenset[bytes]
 
 
 class ChangeReader:
-    """Where a router stands in one stream."""
+    """A router's position in one stream."""
 
     def __init__(self, position: str, seq: int) -> None:
         self.position = position

@@ -25,7 +25,7 @@ from pdserve.router.workers.worker import Worker, WorkerIdentity
 log = logging.getLogger(__name__)
 
 ASK_AFTER_S = 3.0
-"""When Redis has said nothing usable about a worker's blocks for so long, the worker is asked itself."""
+"""Seconds without usable values in Redis about a worker's blocks after which the worker is asked."""
 ASK_AGAIN_S = 0.5
 
 
@@ -39,7 +39,7 @@ class FeedSource(enum.Enum):
 
 
 class KvEventSubscription:
-    """Of one life of one worker, from its first report to its end."""
+    """The blocks of one epoch of one worker, from its first report to its end."""
 
     def __init__(
         self, worker: Worker, held: KvEventSink, key: DeploymentKey, counts: Counter[str], now_s: float
@@ -48,12 +48,12 @@ class KvEventSubscription:
         self.worker = worker
         self.source = FeedSource.NONE
         self.reader: ChangeReader | None = None
-        """Where it stands in the stream, while the source is REDIS."""
+        """Position in the stream, while the source is REDIS."""
         self._held, self._counts, self._key = held, counts, key
-        self._vouched_at = now_s
+        self._confirmed_at = now_s
         self._snapshot_task: asyncio.Task[None] | None = None
         self._watch_task: asyncio.Task[None] | None = None
-        self._last_complaint = ""
+        self._last_warning = ""
 
     def load(self, snapshot: Callable[[], Coroutine[None, None, Snapshot | None]]) -> None:
         """Begin with what Redis holds, unless that is under way or done."""
@@ -79,26 +79,26 @@ class KvEventSubscription:
         return True
 
     def confirm(self, seq: int, now_s: float) -> None:
-        """The worker's record says that `seq` changes were made, and all entries up to now were taken."""
+        """The worker's record counts `seq` changes, and all entries up to now were taken."""
         if self.source is FeedSource.REDIS and self.reader is not None:
             if self.reader.seq < seq:
                 self.invalidate(f"{seq} changes were made, the stream ends at {self.reader.seq}")
             else:
-                self._vouched_at = now_s
-                self._last_complaint = ""
+                self._confirmed_at = now_s
+                self._last_warning = ""
 
     def invalidate(self, cause: str) -> None:
-        """What Redis said cannot be trusted: nothing is known of this worker until a source begins anew."""
+        """Values in Redis cannot be trusted: forget this worker's blocks until a source starts again."""
         if self.source is FeedSource.REDIS:
             self.source, self.reader = FeedSource.NONE, None
             self._held.cleared(self.worker.key)
         self.warn_once(cause)
 
     def warn_once(self, cause: str) -> None:
-        """Count it, and log it unless it was the last complaint too."""
+        """Count it, and log it unless it was the last warning, too."""
         self._counts["blocks"] += 1
-        if cause != self._last_complaint:
-            self._last_complaint = cause
+        if cause != self._last_warning:
+            self._last_warning = cause
             log.warning("what Redis holds of worker %s's blocks is read anew: %s", self.worker, cause)
 
     def poll(self, now_s: float) -> None:
@@ -106,7 +106,7 @@ class KvEventSubscription:
         if self.source is FeedSource.WORKER:
             if self._watch_task is None or self._watch_task.done():
                 self._watch_task = asyncio.create_task(self._watch())
-        elif now_s - self._vouched_at > ASK_AFTER_S and not self._is_loading:
+        elif now_s - self._confirmed_at > ASK_AFTER_S and not self._is_loading:
             self._counts["asked_worker"] += 1
             log.warning(
                 "Redis has said nothing usable about worker %s's blocks for %g s: the worker tells them itself",
@@ -116,7 +116,7 @@ class KvEventSubscription:
             self._watch_task = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """The worker's life is over, or the router leaves."""
+        """The worker is lost, or the router stops."""
         self.source, self.reader = FeedSource.NONE, None
         tasks = [task for task in (self._snapshot_task, self._watch_task) if task is not None]
         for task in tasks:
@@ -142,14 +142,14 @@ class KvEventSubscription:
         self._held.cleared(key)
         while piece := tuple(islice(rest, MAX_HASHES)):
             self._held.stored(key, piece)
-            # requests come first
+            # requests have precedence
             await asyncio.sleep(0)
         self.source, self.reader = FeedSource.REDIS, found.reader
-        self._vouched_at = asyncio.get_running_loop().time()
+        self._confirmed_at = asyncio.get_running_loop().time()
         log.info("worker %s: %d blocks read from Redis", self.worker, len(found.hashes))
 
     async def _watch(self) -> None:
-        """Everything the worker tells of its blocks, until the stream breaks."""
+        """Apply all block events of the worker's watch until the stream breaks."""
         events = watch(self.worker.channel.channel, self._key, str(self.worker), blocks=True)
         try:
             async for event in events:

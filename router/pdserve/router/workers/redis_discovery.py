@@ -1,6 +1,6 @@
 """`RedisDirectory`: finds workers through Redis, and follows what they publish about their blocks.
 
-Redis introduces workers and never buries them. One look is one or two round trips, several times a second; no request
+Redis adds workers and never removes them. One look is one or two round trips, several times a second; no request
 waits for one. While Redis is away the index keeps what it has, until the workers are asked themselves.
 """
 
@@ -49,25 +49,25 @@ LOOK_EVERY_S = 0.1
 FIND_EVERY_S = 0.5
 """For workers."""
 FORGET_AFTER_S = 10.0
-"""An address that is in no record for so long, and has no living worker, is given up."""
+"""Seconds after which an address without a record and without a live worker is forgotten."""
 SNAPSHOTS_AT_ONCE = 4
 """One after another is warm sooner than all at once; and connections are few."""
 MAX_NEW_ADDRESSES = 64
-"""That one look into Redis makes this router connect to; the next look goes on."""
+"""New addresses to which one look connects; the next look continues."""
 ENTRIES_AT_ONCE = 64
-"""Of one stream, in one look."""
+"""Entries of one stream in one look."""
 
 
 class RedisDirectory:
     """Runs beside the fleet. Owns the client."""
 
     def __init__(self, redis: Redis, where: str, namespace: str, held: KvEventSink, key: DeploymentKey) -> None:
-        """where: names the server, for the log. held: is told which blocks the workers hold. key: signs records."""
+        """where: names the server, for the log. held: is informed of the blocks that workers hold. key: signs records."""
         self.breaker = CircuitBreaker(
             f"Redis at {where}", "the router goes on with the workers it knows; it is tried again", log
         )
         self.counts: Counter[str] = Counter(record=0, workers=0, blocks=0, asked_worker=0)
-        """What was unusable, by kind: record, workers, blocks; and asked_worker, when a worker was asked instead."""
+        """Unusable values by kind: record, workers, blocks; and asked_worker, when a worker was asked instead."""
         self._redis = redis
         self._keys = Keys(namespace)
         self._held = held
@@ -78,7 +78,7 @@ class RedisDirectory:
         self._seen_at: dict[str, float] = {}
         self._find_at = 0.0
         self._snapshots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
-        self._complaints: dict[str, str] = {}
+        self._warnings: dict[str, str] = {}
 
     async def run(self, fleet: Discovery) -> None:
         loop = asyncio.get_running_loop()
@@ -95,7 +95,7 @@ class RedisDirectory:
                     else:
                         self.breaker.succeeded()
                     raise_if_cancelled()
-                await self._mind_feeds(fleet.lives(), loop.time())
+                await self._poll_subscriptions(fleet.lives(), loop.time())
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:
             await asyncio.gather(*(feed.close() for feed in self._feeds.values()))
@@ -123,7 +123,7 @@ class RedisDirectory:
             self._find_at = now_s + FIND_EVERY_S
             self._take_records(worker_ids, results, now_s)
             self._tell(fleet, now_s)
-            self._vouch(caught_up, now_s)
+            self._confirm(caught_up, now_s)
 
     async def _worker_ids(self) -> list[str]:
         try:
@@ -136,7 +136,7 @@ class RedisDirectory:
             try:
                 worker_ids.append(read_worker_id(member))
             except InvalidRequest as error:
-                self._complain("workers", repr(member), f"an id in {self._keys.workers}: {error.message}")
+                self._warn_once("workers", repr(member), f"an id in {self._keys.workers}: {error.message}")
         return worker_ids
 
     def _take_records(self, worker_ids: Sequence[str], results: Sequence[object], now_s: float) -> None:
@@ -149,9 +149,9 @@ class RedisDirectory:
                     self._signer.verify(record)
                     self._records[worker_id] = record
                     self._seen_at[record.address] = now_s
-                    self._complaints.pop(f"record {worker_id}", None)
+                    self._warnings.pop(f"record {worker_id}", None)
             except InvalidRequest as error:
-                self._complain("record", worker_id, f"the record of worker {worker_id}: {error.message}")
+                self._warn_once("record", worker_id, f"the record of worker {worker_id}: {error.message}")
 
     async def _take_entries(self, following: Mapping[bytes, KvEventSubscription], result: object) -> set[WorkerKey]:
         """The workers whose streams were read to their end."""
@@ -190,7 +190,7 @@ class RedisDirectory:
         self._seen_at = {address: self._seen_at.get(address, now_s) for address in introduced}
         fleet.forget({address for address, at in self._seen_at.items() if now_s - at > FORGET_AFTER_S})
 
-    def _vouch(self, caught_up: set[WorkerKey], now_s: float) -> None:
+    def _confirm(self, caught_up: set[WorkerKey], now_s: float) -> None:
         for key, feed in self._feeds.items():
             record = self._records.get(key[0])
             if record is None or record.epoch != key[1]:
@@ -207,10 +207,10 @@ class RedisDirectory:
         except REDIS_ERRORS as error:
             if concerns_keys(error_kind(error)):
                 raise InvalidRequest(error_text(error), "blocks") from error
-            # the next look meets it too, and counts it
+            # the next look finds it again, and counts it
             return None
 
-    async def _mind_feeds(self, lives: Sequence[Worker], now_s: float) -> None:
+    async def _poll_subscriptions(self, lives: Sequence[Worker], now_s: float) -> None:
         alive = {worker.key: worker for worker in lives}
         for key in [key for key, feed in self._feeds.items() if alive.get(key) is not feed.worker]:
             await self._feeds.pop(key).close()
@@ -222,18 +222,18 @@ class RedisDirectory:
             self._feeds[key].poll(now_s)
 
     def _unusable(self, kind: str, key: str, error: Exception) -> None:
-        """A foreign value under a key of ours is a complaint; anything else is Redis' own failure, and raised."""
+        """A foreign value under a key of ours is a warning; anything else is Redis' own failure, and raised."""
         if not concerns_keys(error_kind(error)):
             raise error
-        self._complain(kind, key, f"{kind} {key} in Redis is unusable: {error_text(error)}")
+        self._warn_once(kind, key, f"{kind} {key} in Redis is unusable: {error_text(error)}")
 
-    def _complain(self, kind: str, key: str, message: str) -> None:
-        """Count it, and log it unless it was said before."""
+    def _warn_once(self, kind: str, key: str, message: str) -> None:
+        """Count it, and log it unless it is the last message of its key."""
         self.counts[kind] += 1
-        if len(self._complaints) > MAX_WORKERS:
-            self._complaints.clear()
-        if self._complaints.get(f"{kind} {key}") != message:
-            self._complaints[f"{kind} {key}"] = message
+        if len(self._warnings) > MAX_WORKERS:
+            self._warnings.clear()
+        if self._warnings.get(f"{kind} {key}") != message:
+            self._warnings[f"{kind} {key}"] = message
             log.warning("%s", message)
 
 

@@ -1,4 +1,4 @@
-"""The router's side of `WorkerService`: a worker's watch stream as plain values, and introductions."""
+"""The router's side of `WorkerService`: a worker's watch stream as plain values, and `Meet`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _Call = grpc.aio.StreamStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchEvent
 async def watch(
     channel: grpc.aio.Channel, key: DeploymentKey, where: str, *, blocks: bool = False
 ) -> AsyncGenerator[WorkerIdentity | WorkerLoad | KvCacheEvents, None]:
-    """Who the worker at the other end is, once it has proved it, and what it reports until its stream ends or breaks.
+    """The identity of the worker at the other end, after it has authenticated, then its reports until the stream ends or breaks.
 
-    This router proves itself when it is asked for the second value. where: names the worker in warnings.
-    blocks: ask for the blocks it holds as well.
+    The router authenticates when the second value is requested. where: names the worker in warnings. blocks: also request block
+    events.
     Raises: KeyMismatch, ClockSkew, ProtocolMismatch, InvalidRequest for an identity that cannot be used, PeerError for
-    a message that cannot be read, and other PdServeErrors when the stream breaks or contradicts itself. Closing the
+    a message that cannot be decoded, and other PdServeErrors when the stream breaks or contradicts itself. Closing the
     iterator ends the call.
     """
     challenge = WatchChallenge(key, blocks=blocks)
@@ -115,7 +115,7 @@ def _identity(message: worker_pb2.Identity) -> WorkerIdentity:
             message.max_local_prefill_tokens if message.HasField("max_local_prefill_tokens") else None
         ),
         hidden_size=message.hidden_size,
-        sampler_version=message.sampler_version or 1,  # workers of protocol version 2 do not say it
+        sampler_version=message.sampler_version or 1,  # workers of protocol version 2 do not send it
         **({"max_num_seqs": message.max_num_seqs} if message.max_num_seqs else {}),
     )
 
@@ -145,7 +145,7 @@ def _load(message: worker_pb2.Load) -> WorkerLoad:
 
 
 def _blocks(blocks: worker_pb2.Blocks, sequence: int) -> KvCacheEvents:
-    """Raises: WorkerLost when a change is missing or malformed: what was told before cannot be trusted."""
+    """Raises: WorkerLost when a change is missing or malformed: earlier events can then not be trusted."""
     if blocks.sequence != sequence:
         raise WorkerLost(f"its change of blocks {blocks.sequence} came where {sequence} was expected")
     return KvCacheEvents(cleared=blocks.cleared, stored=_hashes(blocks.stored), removed=_hashes(blocks.removed))

@@ -1,4 +1,4 @@
-"""A worker as the router sees it: who it is, how it does, whether it lives, and what this router has given it."""
+"""`Worker`: the router's view of a worker: identity, state, load, and the calls that this router has open there."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.service_channel import ServiceChannel
 
 REPORT_LAG_S = 0.25
-"""A load report may be so old when it comes: what ended within this time before may still be in it."""
+"""Greatest age of a load report on arrival, seconds: calls that ended within it may still be counted there."""
 
 
 class WorkerRole(enum.Enum):
-    """What a worker is for."""
+    """The role of a worker."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -29,7 +29,7 @@ class WorkerRole(enum.Enum):
 
 
 class WorkerState(enum.Enum):
-    """LIVE may be given work; DRAINING keeps what it has; DEAD is final for this life of the worker."""
+    """LIVE may get work; DRAINING keeps what it has; DEAD is final for this epoch of the worker."""
 
     LIVE = "live"
     DRAINING = "draining"
@@ -37,7 +37,7 @@ class WorkerState(enum.Enum):
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker said about itself in the first message of its watch."""
+    """A worker's own description, the first message of its watch."""
 
     worker_id: str
     epoch: int
@@ -62,7 +62,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says each second."""
+    """A worker's report, every second."""
 
     engine_tick: int = 0
     draining: bool = False
@@ -77,11 +77,11 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_sessions: int = 0
     """Streaming sessions, also between turns."""
     max_sessions: int = 0
-    """At most; 0: not told, or none."""
+    """Sessions at most; 0: not reported, or none."""
     max_waiting: int = 0
-    """Requests that may wait there, those for remote KV included; 0: not told."""
+    """Requests that may wait there, those for remote KV included; 0: not reported."""
     prefill_tokens_per_s: float = 0.0
-    """Without what a step costs anyway; 0: unknown."""
+    """Tokens per second beyond a step's constant cost; 0: unknown."""
 
 
 class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,8 +113,8 @@ class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Worker:
-    """One life of one worker, as long as this router has it in sight: a restart makes another `Worker`, and so does a
-    connection that broke and was made again."""
+    """One connection to one epoch of a worker. A restart makes another `Worker`, and so does a connection that was broken and made
+    again."""
 
     def __init__(self, identity: WorkerIdentity, channel: ServiceChannel, load: WorkerLoad | None = None) -> None:
         self.identity = identity
@@ -123,7 +123,7 @@ class Worker:
         self.state = WorkerState.DRAINING if self.load.draining else WorkerState.LIVE
         self.cause_of_death = ""
         self.stalled = False
-        """It is dead because its engine made no progress, and not because its connection broke."""
+        """Whether it is DEAD because its engine made no progress, and not because its connection broke."""
         self.joined_at = time.monotonic()
         self.died_at = math.inf
         self.num_in_flight = 0
@@ -131,7 +131,7 @@ class Worker:
         self.num_placed = 0
         """Calls that this router has ever opened here."""
         self._own = LoadEstimate()
-        """What the calls that this router has open here hold and still compute."""
+        """Load of the calls that this router has open here: blocks held and tokens to compute."""
         self._own_reported = LoadEstimate()
         """The same, as far as the last report may have counted it."""
         self._ended_lately: deque[tuple[float, LoadEstimate]] = deque()
@@ -142,7 +142,7 @@ class Worker:
 
     @property
     def key(self) -> tuple[str, int]:
-        """(worker_id, epoch): names this life."""
+        """(worker_id, epoch)."""
         return self.identity.worker_id, self.identity.epoch
 
     @property
@@ -158,7 +158,7 @@ class Worker:
 
     @property
     def has_full_queue(self) -> bool:
-        """Whether it would refuse a request, as its last report shows it."""
+        """Whether it would refuse a request, by its last report."""
         load = self.load
         return 0 < load.max_waiting <= load.num_waiting + load.num_remote_kv
 
@@ -181,12 +181,12 @@ class Worker:
             self.state = WorkerState.DRAINING if load.draining else WorkerState.LIVE
 
     def refuse_more(self) -> None:
-        """The worker said that it drains, before its next load did."""
+        """The worker has reported that it drains, before its next load report."""
         if self.state is WorkerState.LIVE:
             self.state = WorkerState.DRAINING
 
     def mark_lost(self, cause: str, *, stalled: bool = False) -> None:
-        """The end of this life, as far as can be seen: whoever has a call here is told, at once and once."""
+        """Set DEAD and call all subscribers, once. stalled: the engine made no progress; the connection works."""
         if self.state is WorkerState.DEAD:
             return
         self.state, self.cause_of_death = WorkerState.DEAD, cause
@@ -196,12 +196,12 @@ class Worker:
             tell(self)
 
     def subscribe_lost(self, tell: Callable[[Worker], None]) -> Callable[[], None]:
-        """Have `tell` called when the worker dies; the returned function ends that."""
+        """Call `tell` when the worker is lost; the returned function unsubscribes."""
         self._on_lost.add(tell)
         return lambda: self._on_lost.discard(tell)
 
     def reserve(self, share: LoadEstimate) -> LoadReservation:
-        """Count one call until the booking ends."""
+        """Count one call until the returned reservation ends."""
         return LoadReservation(self, share)
 
     def _open(self, share: LoadEstimate) -> None:
@@ -231,7 +231,7 @@ class LoadReservation:
         worker._open(share)
 
     def computed(self) -> None:
-        """The prompt is prefilled; its blocks stay."""
+        """The prompt is prefilled; its blocks remain held."""
         if self._share is not None and self._share.tokens:
             tokens = LoadEstimate(tokens=self._share.tokens)
             self._share -= tokens

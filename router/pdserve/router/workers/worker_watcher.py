@@ -1,4 +1,4 @@
-"""One address of the fleet: a channel and a watch stream that is opened again for ever."""
+"""`WorkerWatcher`: one address of the fleet, with a channel and a watch stream that is opened again whenever it ends."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _REFUSALS = (KeyMismatch, ProtocolMismatch, InvalidRequest)
 """With these a watch ends where the worker answers, but cannot be used."""
 FIRST_MESSAGE_TIMEOUT_S = 5.0
 TICK_STILL_S = 3.0
-"""So long may an engine_tick stand still."""
+"""Seconds after which an engine_tick that does not move means that the engine stalls."""
 
 
 class CompatibilityCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker must agree with to be used by this router."""
+    """The values in which a worker must agree with this router."""
 
     key: DeploymentKey
     """Which the worker has proved to have before it is asked for anything."""
@@ -51,7 +51,7 @@ class CompatibilityCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerWatcher:
-    """Keeps `worker`, the life that is now behind this address, or None."""
+    """Keeps `worker`, the current epoch at this address, or None."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class WorkerWatcher:
         found: bool = False,
     ) -> None:
         """changed: called after `worker`, its state or `refused` changed.
-        held: is told which blocks the worker holds; None when somebody else tells it.
-        found: the address comes from a directory. The worker there must name it as its own: others could pass on what a
-        worker elsewhere answers.
+
+        held: is informed of the worker's blocks; None when the directory does that. found: the address comes from a directory.
+        The worker there must name it as its own: otherwise a process could relay the answers of a worker elsewhere.
         """
         self.address = address
         self.role = role
@@ -116,7 +116,7 @@ class WorkerWatcher:
         elif self.worker is None and failed_to_shake_hands(cause):
             self.refused = cause
             if before is None:
-                # it would otherwise look like a worker that is still to come
+                # otherwise it would look like a worker that has not started yet
                 self._warn(
                     f"no {self.role.value} worker is reached at {self.address}: {cause}; do both sides have TLS, "
                     "certificates of one CA, and there one made out to this host or to tls_server_name?"
@@ -125,12 +125,12 @@ class WorkerWatcher:
             self._changed(self)
 
     def check_tick(self, still_since: float) -> None:
-        """Bury a worker whose tick has not moved since `still_since`, loop time; it lives again when the tick moves."""
+        """Mark the worker lost when its tick has not moved since `still_since`, loop time; it is live again when the tick moves."""
         if self.worker is not None and self._tick_moved_at < still_since:
             self._mark_lost(f"its engine_tick has stood still for {TICK_STILL_S:g} s", stalled=True)
 
     def extend_deadline(self, seconds: float) -> None:
-        """This router itself slept so long; no worker is to blame for it."""
+        """The router itself was suspended for so many seconds: do not count them against the worker."""
         self._tick_moved_at += seconds
 
     async def _watch_once(self, channel: grpc.aio.Channel) -> None:

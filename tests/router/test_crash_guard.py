@@ -10,7 +10,7 @@ import pytest
 from pdserve.common.errors import WorkerLost
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
-from pdserve.router.attempts import crash_guard as poison
+from pdserve.router.attempts import crash_guard
 from pdserve.router.attempts.attempt_failure import AttemptFailed
 from pdserve.router.attempts.crash_guard import Company, CrashGuard, DenyList
 from pdserve.router.tenants.client import Client
@@ -26,14 +26,14 @@ class World:
 
     def __init__(self) -> None:
         self.back: list[object] = []
-        self.poison, self.company = DenyList(), Company()
+        self.deny_list, self.company = DenyList(), Company()
         self.fleet = SimpleNamespace(reconnected=lambda worker: worker in self.back)
 
     def worker(self, name: str, *, stalled: bool = False, num_running: int = 0) -> SimpleNamespace:
         return SimpleNamespace(key=(name, 1), stalled=stalled, load=WorkerLoad(num_running=num_running))
 
     def request(self, client: Client = ALICE, sampling: SamplingParams | None = None) -> CrashGuard:
-        return CrashGuard(self.poison, self.fleet, self.company, client, sampling)
+        return CrashGuard(self.deny_list, self.fleet, self.company, client, sampling)
 
     def dies(
         self, worker: SimpleNamespace, *requests: CrashGuard, digest: bytes = b"a", never_admitted: bool = False
@@ -54,7 +54,7 @@ class World:
 
     def is_refused(self, client: Client, digest: bytes = b"a") -> bool:
         try:
-            self.poison.check(client, digest)
+            self.deny_list.check(client, digest)
         except WorkerLost:
             return True
         return False
@@ -65,10 +65,10 @@ def world() -> World:
     return World()
 
 
-def test_poison_wears_off_and_is_bounded(monkeypatch):
+def test_crash_guard_wears_off_and_is_bounded(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(poison.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(poison, "_MAX_ENTRIES", 2)
+    monkeypatch.setattr(crash_guard.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(crash_guard, "_MAX_ENTRIES", 2)
     refused = DenyList()
     refused.check(ALICE, b"a")
     for digest in (b"a", b"b", b"c"):
@@ -81,7 +81,7 @@ def test_poison_wears_off_and_is_bounded(monkeypatch):
     refused.check(ALICE, b"c")
 
 
-def test_poison_is_forgiven_when_it_turns_out_to_be_none():
+def test_crash_guard_is_forgiven_when_it_turns_out_to_be_none():
     guilty = True
     refused = DenyList()
     refused.add(ALICE, b"a", lambda: guilty)
@@ -144,7 +144,7 @@ def test_nothing_of_a_dead_worker_is_kept(world, monkeypatch):
     for number in range(20):
         world.dies(world.worker(f"w{number}"), world.request())
     assert len(world.company._stays) == 20
-    monkeypatch.setattr(poison, "LATELY_S", 0.0)
+    monkeypatch.setattr(crash_guard, "LATELY_S", 0.0)
     living = world.worker("living")
     for _ in range(20):
         with world.company.serving(world.request(), SimpleNamespace(prefill=None, decode=living)):
