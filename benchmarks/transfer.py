@@ -8,7 +8,7 @@ the ratio to the best bare socket for `tcp` and to raw NIXL for `nixl` (where it
 (`scattered`) anywhere on both sides, as in a pool that has been in use for a while; bare sockets know no blocks, and get
 theirs always in order.
 
-pdserve verifies every block. Only here, for comparison, the check is taken out of the lanes that receive (`unverified`).
+pdserve verifies every block. Only here, for comparison, the check is taken out of the threads that read (`unverified`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pdserve.kv_transfer.block_digest import KEY_BYTES, XXH3, BlockDigest, Gmac
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, PoolMemory, ReadOutcome
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
-from pdserve.kv_transfer.pull import peer_connections as lanes
+from pdserve.kv_transfer.pull import peer_connections
 from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
@@ -132,8 +132,8 @@ def serve(block_bytes: int, folder: Path, with_tls: bool) -> None:
 
 @contextmanager
 def unverified() -> Iterator[None]:
-    """Lanes take every block for the right one. pdserve has no such setting, and must not."""
-    with mock.patch.object(lanes, "matching", lambda pool, blocks, digest: [True] * len(blocks)):
+    """Readers take every block for the right one. pdserve has no such setting, and must not."""
+    with mock.patch.object(peer_connections, "matching", lambda pool, blocks, digest: [True] * len(blocks)):
         yield
 
 

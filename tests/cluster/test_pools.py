@@ -77,7 +77,7 @@ async def test_reservations_do_not_wait_for_each_other(model: Path, tmp_path: Pa
         for prompt, answer in ((long_running, first), (ninety, answer_ninety), (fifteen, answer_fifteen)):
             oracle.check(prompt, answer.token_ids)
         computed = cluster.load(source).prompt_tokens_computed
-        # a short prompt can be done before the receiver's wish arrives: then its last block is computed once more
+        # a short prompt can be done before the receiver's `Want` arrives: then its last block is computed once more
         assert computed <= len(long_running) + len(ninety) + len(fifteen) + 16
         assert cluster.load(sink).prompt_tokens_computed == 0
         cluster.check_pools()

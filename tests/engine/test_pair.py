@@ -1,4 +1,4 @@
-"""Two engines, P and D, over the seam: who waits for whom, and that no order of events spoils an answer."""
+"""Two engines, P and D, coupled by their KV messages: which waits for which, and that no order of events spoils an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The receiving side of the seam: reservation, parking, landing, quarantine, and events that come at the wrong time."""
+"""The receiving side of transfers in the engine: reservation, parking, landing, quarantine, events at the wrong time."""
 
 from __future__ import annotations
 

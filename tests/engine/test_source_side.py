@@ -1,4 +1,4 @@
-"""The source side of the seam: publishing, pins, running ahead, and who gives way."""
+"""The source side of transfers in the engine: publishing, pins, running ahead, and who gives way."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from pdserve.cli.main import main
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.scheduler import Scheduler
 from pdserve.kv_transfer.tcp.tcp_source import TcpSource
-from pdserve.worker import kv_transfer_manager as seam_adapter
+from pdserve.worker import kv_transfer_manager
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 
 PHASES = ("queued", "computing", "computed", "moving", "landed", "first", "streaming")
@@ -81,7 +81,7 @@ def install(pauses: Pauses) -> None:
     """Put the pauses into this process."""
     num_answers: dict[bytes, int] = {}
     # every range is digested in the block thread: asyncio's must not be the one that pauses
-    seam_adapter.DIGEST_HERE_BYTES = 0
+    kv_transfer_manager.DIGEST_HERE_BYTES = 0
 
     def before_schedule(scheduler: Scheduler) -> None:
         for request in scheduler.requests.values():

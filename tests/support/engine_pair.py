@@ -1,4 +1,4 @@
-"""Two engines coupled over the seam by hand: what worker and transfer do, with every delay, repetition and end on order.
+"""Two engines whose KV messages are exchanged by hand: what worker and transfer do, with every delay, repetition and end on order.
 
 A read copies one block of P's pool into D's. Reads that nobody waits for any more go on writing rubbish into their
 blocks until their hold is back, as a real one may.

@@ -1,4 +1,4 @@
-"""A certificate authority for a test, and the files of those that it vouches for."""
+"""A certificate authority for a test, and the files of the certificates that it signs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two workers' insides in one process: engine threads, seam adapters, control stream over gRPC, a real data plane."""
+"""Two workers' insides in one process: engine threads, KV transfer managers, control stream over gRPC, a real data plane."""
 
 from __future__ import annotations
 

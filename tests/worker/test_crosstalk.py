@@ -15,7 +15,7 @@ import pytest
 
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.control.source_transfer import SourceTransfer
-from pdserve.kv_transfer.pull import peer_connections as lanes
+from pdserve.kv_transfer.pull import peer_connections
 from tests.support.hash_model import greedy_answer
 
 NUM_PROMPTS = 40
@@ -129,7 +129,7 @@ async def test_crossed_transfers_are_caught_by_verification_alone(
     pair = await make_pair("tcp", p={"num_blocks": 400}, d={"num_blocks": 400})
     Crossing(monkeypatch)
     if not verified:
-        monkeypatch.setattr(lanes, "matching", lambda _, blocks, digest: [True] * len(blocks))
+        monkeypatch.setattr(peer_connections, "matching", lambda _, blocks, digest: [True] * len(blocks))
     outcome = Outcome()
     for prompt in PROMPTS[:12]:
         other = [(token + 1) % 60 for token in prompt]  # nothing in common, so nothing is cached

@@ -150,7 +150,7 @@ async def _all_live(addresses: Addresses) -> None:
 
 
 async def _until(leave: asyncio.Event, work: asyncio.Future[list[None]]) -> None:
-    """Wait for the work, or for the wish to leave; what is not done then is cancelled."""
+    """Wait for the work, or until the process is asked to stop; then the work is cancelled."""
     leaving = asyncio.create_task(leave.wait())
     try:
         await asyncio.wait((leaving, work), return_when=asyncio.FIRST_COMPLETED)

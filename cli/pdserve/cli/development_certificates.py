@@ -1,6 +1,6 @@
 """Certificates for development and for small deployments: two authorities, and a certificate for each kind of service.
 
-    services-ca.pem      vouches for services; its key signs no other kind of certificate
+    services-ca.pem      signs the services' certificates; its key signs no other kind
     router.pem, prefill.pem, decode.pem      a role each (`common/security/tls_roles.py`)
     clients-ca.pem       what clients trust
     front.pem            the router's front ends, for clients

@@ -118,7 +118,7 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
 
 @contextlib.contextmanager
 def _speaking_for_itself(transfer: ReceiverTransfer | None) -> Iterator[None]:
-    """What became of the source is a failed transfer here: a router takes `WorkerLost` and `Draining` for this worker's."""
+    """Raise the source's `WorkerLost` or `Draining` as `TransferFailed`; else the router would blame this worker."""
     try:
         yield
     except (WorkerLost, Draining) as error:
@@ -158,7 +158,7 @@ async def _events(
 
 
 def _spoken(output: EngineCoreOutput, names: Mapping[str, tuple[str, ...]]) -> Iterator[decode_pb2.DecodeEvent]:
-    """What one output of the engine says to a router."""
+    """The `Outputs` message of one output of the engine."""
     for piece in prompt_logprobs_to_wire(output.prompt_logprobs):
         yield decode_pb2.DecodeEvent(prompt_logprobs=piece)
     yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))

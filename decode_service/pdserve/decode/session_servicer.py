@@ -38,7 +38,7 @@ LOCAL_MOMENTS = {
 
 
 class SessionServicer(decode_pb2_grpc.DecodeServiceServicer):
-    """Serves `DecodeService.Session`. Bounded in number; an idle one holds blocks only while nobody else needs them."""
+    """Serves `DecodeService.Session`. Bounded in number; an idle session holds blocks only until other sequences need them."""
 
     def __init__(self, worker: Worker) -> None:
         settings = worker.settings
@@ -82,10 +82,10 @@ class _Session:
         self._request: EngineCoreRequest | None = None
         self._stream: OutputStream | None = None
         self._record: CallStats | None = None
-        """Of the turn that runs."""
+        """Stats of the running turn."""
 
     async def serve(self, turns: StarvationGuard) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        """Raises: DeadlineExceeded when idle, Draining, InvalidRequest, and whatever ends it in the engine."""
+        """Raises: DeadlineExceeded when idle, Draining, InvalidRequest, and the error that ends it in the engine."""
         goes_on = True
         while goes_on and (turn := await self._next(turns)) is not None:
             request, hand_over, headers = self._read(turn)
@@ -103,7 +103,7 @@ class _Session:
                 raise Draining("the worker is draining")
 
     def close(self) -> None:
-        """End it in the engine, wherever it stands."""
+        """End it in the engine, in any state."""
         record, self._record = self._record, None
         if self._stream is not None:
             self._worker.engine.release(self._stream, None if record is None else record.close)
@@ -124,7 +124,7 @@ class _Session:
     def _read(
         self, turn: decode_pb2.DecodeTurn
     ) -> tuple[EngineCoreRequest, Callable[[], OutputStream], Mapping[str, str]]:
-        """What is asked, how to hand it to the engine, and the turn's trace context. Raises: InvalidRequest."""
+        """The next turn's request, a function that submits it, and its trace context. Raises: InvalidRequest."""
         kind = turn.WhichOneof("turn")
         if kind != ("open" if self._request is None else "next"):
             raise InvalidRequest("a session's first message is `open`, and every later one is `next`", "turn")
@@ -169,7 +169,7 @@ async def _next(turns: StarvationGuard) -> decode_pb2.DecodeTurn | None:
 
 
 async def _end(stream: OutputStream | None) -> None:
-    """Between two turns an engine says nothing but the session's end. Raises: that; waits for ever without a stream."""
+    """Between two turns an engine reports only the session's end. Raises: that; waits forever without a stream."""
     if stream is None:
         await asyncio.Event().wait()
     else:

@@ -1,1 +1,1 @@
-"""The engine: scheduler, KV cache, model runner, sampler. Speaks token ids; knows no network and no roles."""
+"""The engine: scheduler, KV cache, model runner, sampler. Works on token ids, without network and without roles."""

@@ -1,4 +1,4 @@
-"""What an engine is told once, at start."""
+"""`EngineConfig`: the settings of an engine, fixed at its start."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     """Tokens of one prompt computed in a step, at most; 0: no limit but the step's."""
     reserve_whole_prompt: bool = True
-    """Admit a sequence only with blocks for its whole prompt, so that prefill never stops half-way for room."""
+    """Admit a sequence only with blocks for its whole prompt, so that prefill never stops half-way for lack of blocks."""
     max_local_prefill_tokens: int | None = None
-    """A sequence with more uncached tokens than this is handed back (`NeedsPrefill`, `Evicted`)."""
+    """A sequence with more uncached tokens ends with `NeedsPrefill` or `Evicted`; None: no limit."""
     run_ahead_share: float = 0.5
-    """Part of the pool that transfers nobody wants yet may fill."""
+    """Part of the pool that transfer sources without `Want` may fill."""
     attention_backend: str = "auto"
     """Name of the attention back end, see `pdserve.kernels.make_attention`."""
     grammar_timeout_s: float = 10.0
-    """A request whose grammar is not compiled by then has failed."""
+    """Seconds for compiling a grammar; then its request fails."""
     look_ahead: int = 8
-    """How many sequences that do not fit are passed over in one step in favour of those behind them."""
+    """Sequences that do not fit and are passed over in one step in favour of later ones, at most."""
     max_overtakes: int = 64
-    """How often the first of a queue is passed by later arrivals before nothing passes it any more."""
+    """How often later arrivals may pass the first of a queue; then nothing passes it."""
 
     def __post_init__(self) -> None:
         if self.max_model_len > self.num_blocks * self.block_size:
@@ -47,6 +47,6 @@ class EngineConfig:
         return -(-num_tokens // self.block_size)
 
     def chunk(self, num_tokens: int, budget: int) -> int:
-        """How many of a sequence's `num_tokens` uncomputed tokens one step computes. budget: what is left of the step."""
+        """How many of a sequence's `num_tokens` uncomputed tokens one step computes. budget: tokens left in the step."""
         limit = self.long_prefill_token_threshold or num_tokens
         return min(num_tokens, budget, limit)

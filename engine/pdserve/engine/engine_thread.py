@@ -1,4 +1,4 @@
-"""`EngineThread`: the thread in which an `EngineCore` lives, and the two queues by which others speak to it.
+"""`EngineThread`: the thread in which an `EngineCore` runs, and the two queues to and from it.
 
 asyncio thread                       engine thread
 --------------                       -------------
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 
 Command = Callable[[EngineCore], object]
 IDLE_BEAT_S = 0.25
-"""An idle engine still turns its loop this often: its tick says that it is alive."""
+"""Seconds between turns of an idle engine's loop, so that its tick moves."""
 BLOCKED_S = 0.05
-"""How long to wait for an event when sequences wait for room and nothing can be computed."""
+"""Seconds to wait for an event when sequences wait for blocks and nothing can be computed."""
 ENGINE_FAILED = "the engine failed; its log has the details"
 
 
 def _look_again(core: EngineCore) -> None:
-    """Something has come that the next step takes: end the wait for commands."""
+    """Wake the loop: the next step will take what has arrived."""
 
 
 class EngineThread:
@@ -92,16 +92,16 @@ class EngineThread:
     def _loop_until_stopped(self) -> None:
         wait_s: float | None = None
         checked = False
-        while (num_commands := self._obey(wait_s)) is not None:
+        while (num_commands := self._run_commands(wait_s)) is not None:
             if num_commands == 0 and wait_s == IDLE_BEAT_S and not checked and not self.core.scheduler.requests:
-                # nothing for a whole beat: nobody waits for this walk over all blocks
+                # idle for a whole beat: no request waits for this walk over all blocks
                 self.core.scheduler.check()
                 checked = True
             after_step, self._after_step = self._after_step, []
             outputs = self.core.step()
             try:
-                # first what the transfer side has asked for during the step: blocks leave before the outputs are told
-                ends = self._obey(None) is None
+                # first run what the transfer side asked for during the step: blocks leave before the outputs are reported
+                ends = self._run_commands(None) is None
             finally:
                 self._tell(outputs)
                 for callback in after_step:
@@ -113,7 +113,7 @@ class EngineThread:
             else:
                 wait_s = BLOCKED_S if self.core.has_work else IDLE_BEAT_S
 
-    def _obey(self, wait_s: float | None) -> int | None:
+    def _run_commands(self, wait_s: float | None) -> int | None:
         """Carry out what has been posted, waiting for something at most `wait_s`; returns how much that was. None: end."""
         num_commands = 0
         try:
@@ -130,13 +130,15 @@ class EngineThread:
         self.call_soon(lambda: self._on_outputs(outputs))
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """Run `callback` in the asyncio thread, after what was said before."""
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
+        """Run `callback` in the asyncio thread, after earlier calls and outputs."""
+        with contextlib.suppress(RuntimeError):  # the loop has closed: there is no receiver
             self._loop.call_soon_threadsafe(callback)
 
     def call_after_step(self, callback: Callable[[], None]) -> None:
-        """Run `callback` in the asyncio thread, after everything that is to be said now: commands call this, in the engine
-        thread, and what they make the engine say goes out with the next step."""
+        """Run `callback` in the asyncio thread after the next step's outputs.
+
+        Commands call this in the engine thread: the outputs that they cause leave with the next step.
+        """
         self._after_step.append(callback)
 
     def _take_core(self) -> None:

@@ -1,4 +1,4 @@
-"""`OutputStream`: the outputs of one request, from the engine's thread to whoever reads them in the asyncio thread."""
+"""`OutputStream`: the outputs of one request, from the engine's thread to its reader in the asyncio thread."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class OutputStream:
         num_sequences: int = 1,
         interval: int = 1,
     ) -> None:
-        """observer: hears each output when it comes, read or not. num_sequences: so many will say that they end.
+        """observer: called with each output when it arrives, read or not. num_sequences: sequences whose ends are awaited.
 
-        interval: tokens of a sequence that come as one; its first token, and what ends it, wait for no others.
+        interval: tokens of a sequence per output; its first token and its end are not delayed.
         """
         self.request_id = request_id
         self._num_sequences = num_sequences
@@ -33,9 +33,9 @@ class OutputStream:
         self._observer = observer
         self._interval = interval
         self._begun: set[int] = set()
-        """Sequences whose first token has come."""
+        """Sequences whose first token has arrived."""
         self._held: dict[int, EngineCoreOutput] = {}
-        """Of each sequence what waits until `interval` tokens are there."""
+        """Sequence -> output that waits until `interval` tokens are there."""
         self._outputs: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
 
     @property
@@ -45,7 +45,7 @@ class OutputStream:
 
     @property
     def awaits_more(self) -> bool:
-        """Whether the engine has still to say what becomes of a sequence, read or not."""
+        """Whether a sequence has not ended yet in the engine, read or not."""
         return self._num_living > 0
 
     def put(self, output: EngineCoreOutput) -> None:
@@ -61,9 +61,9 @@ class OutputStream:
         self._outputs.put_nowait(output)
 
     def _waits(self, output: EngineCoreOutput) -> bool:
-        """Whether it may come later, with the sequence's next tokens."""
+        """Whether it may be delayed until more tokens of the sequence arrive."""
         if output.finish_reason is not None or output.error_code:
-            self._begun.discard(output.index)  # a session's next turn begins anew
+            self._begun.discard(output.index)  # a session's next turn has a first token of its own
             return False
         if output.index not in self._begun:
             if output.new_token_ids:
@@ -79,9 +79,9 @@ class OutputStream:
         return output
 
     async def __aiter__(self) -> AsyncIterator[EngineCoreOutput]:
-        """Until the last output, of a session: of its turn.
+        """Outputs until the last one, or until the last of a session's turn.
 
-        What came of a sequence while the reader was busy comes as one.
+        Outputs of a sequence that arrived while the reader was busy are merged into one.
         """
         self._num_open = self._num_sequences
         while self._num_open > 0:

@@ -23,7 +23,7 @@ _arrivals = itertools.count()
 
 
 class RequestStatus(enum.Enum):
-    """vLLM's states; which may follow which stands in `LEGAL_MOVES`."""
+    """vLLM's states; `LEGAL_MOVES` lists the legal transitions."""
 
     WAITING = enum.auto()
     WAITING_FOR_FSM = enum.auto()
@@ -68,7 +68,7 @@ class IllegalMove(RuntimeError):
 
 
 class Wait(enum.Enum):
-    """What a request may wait for before it can be scheduled, in the order in which its status names it."""
+    """A condition for which a request may wait before it can be scheduled; the status names the first in this order."""
 
     GRAMMAR = RequestStatus.WAITING_FOR_FSM
     REMOTE_KV = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -83,10 +83,10 @@ class Request:
         """Unique in this engine; what leaves it names the request by `core.request_id` and the sequence by `index`."""
         self.index = core.index
         self.ended_elsewhere: set[int] = set()
-        """Before the fork: sequences that whoever reads their text has ended already."""
+        """Before the fork: indexes of sequences that their reader has ended already, by a stop string."""
         self.sampling_params = core.sampling_params
         self.priority = core.priority
-        """Lower runs first; 0 for all where the policy is first come, first served."""
+        """Lower runs first; 0 for all if the policy is first come, first served."""
         self.token_ids = [*core.prompt_token_ids, *core.output_token_ids]
         """Prompt, then output, also that of earlier attempts."""
         self.num_prompt_tokens = len(core.prompt_token_ids)
@@ -97,30 +97,30 @@ class Request:
         self.num_cached_tokens = 0
         """Given tokens found in the prefix cache or received, at first admission."""
         self.block_hashes = list(core.block_hashes)
-        """Of full blocks, prompt first; grows as output fills blocks."""
+        """Hashes of full blocks, prompt first; grows as output fills blocks."""
         self.waits_for: set[Wait] = {Wait.REMOTE_KV} if core.remote_prefill else set()
         if self.sampling_params.structured_outputs is not None:
             self.waits_for.add(Wait.GRAMMAR)
         self.grammar: Grammar | None = None
-        """Its place in its grammar, once that is compiled: after every output token, whatever is preempted."""
+        """State of the grammar after the last output token, once it is compiled; kept through preemptions."""
         self.status = self._first_status()
         self.stop_reason: int | None = None
         self.wanted_from: int | None = core.wanted_from
-        """Source side: first block index that the receiver wants; None while nobody wants the transfer."""
+        """Source side: first block index that the receiver wants; None before `Want`."""
         self.num_settled_blocks = 0
         """Source side: blocks given to the transfer so far, counted from block 0."""
         self.arrival = next(_arrivals)
         """Order of arrival in this engine."""
         self.num_overtaken = 0
-        """How often a later arrival got room while this one headed its queue."""
+        """How often a later arrival got blocks while this one was first in its queue."""
         self.num_preemptions = 0
         self.has_emitted = False
         """Whether an output of this sequence, or of a session's turn, has left the engine."""
         self.moments: dict[str, float] = {"queued": core.arrival_time or time.monotonic()}
         self.events = [EngineCoreEvent(EngineCoreEventType.QUEUED, self.moments["queued"])]
-        """What happened since its last output."""
+        """Events since its last output."""
         self.prompt_logprobs: LogprobsLists | None = None
-        """Of the prompt tokens computed so far, where they are asked for; until the first output takes them."""
+        """Log-probabilities of the prompt tokens computed so far, if asked for; until the first output takes them."""
         self.prefill_chunks: list[tuple[float, int]] = []
         """When each chunk of the prompt was computed, `time.monotonic()` seconds, and its tokens."""
 
@@ -151,13 +151,13 @@ class Request:
 
     @property
     def collects_prompt_logprobs(self) -> bool:
-        """Whether computing the prompt gives log-probabilities: the client asks, and nobody else computes it, or has."""
+        """Whether computing the prompt gives log-probabilities: the client asks, and no other worker computes the prompt."""
         if self.sampling_params.prompt_logprobs is None or self.core.remote_prefill or self.core.output_token_ids:
             return False
         return not self.num_output_tokens
 
     def add_prompt_logprobs(self, of_chunk: LogprobsLists) -> None:
-        """Of the chunk that was just computed, before it is counted; one that begins the prompt begins anew."""
+        """Add those of the chunk just computed, before it is counted; a chunk at the beginning of the prompt replaces all."""
         known = self.prompt_logprobs if self.num_computed_tokens else None
         self.prompt_logprobs = of_chunk if known is None else known.followed_by(of_chunk)
 
@@ -168,7 +168,7 @@ class Request:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences this one stands for: the request's n until its prompt is computed, then itself alone."""
+        """Number of sequences that this one represents: the request's n until its prompt is computed, then 1."""
         return 1 if self.num_output_tokens else self.core.n
 
     @property
@@ -197,7 +197,7 @@ class Request:
 
     @property
     def is_unwanted_source(self) -> bool:
-        """A transfer that nobody has asked for yet: it runs ahead, and is the first to give way."""
+        """Whether it is a transfer source without `Want`: it runs ahead, and is the first victim."""
         return self.core.transfer_source and self.wanted_from is None
 
     @property
@@ -212,7 +212,7 @@ class Request:
         self.status = status
 
     def settle_wait(self, wait: Wait) -> None:
-        """One thing it waited for has come; the status then names the next, or WAITING."""
+        """A condition is fulfilled; the status then names the next one, or WAITING."""
         self.waits_for.discard(wait)
         status = self._first_status()
         if status is not self.status:
@@ -241,12 +241,12 @@ class Request:
         self.events.append(EngineCoreEvent(event, time.monotonic()))
 
     def take_events(self) -> list[EngineCoreEvent]:
-        """Those since the last call."""
+        """Events since the last call."""
         events, self.events = self.events, []
         return events
 
     def append_output(self, token_id: int, max_model_len: int) -> RequestStatus | None:
-        """Add a sampled or received token; returns the status it ends with, or None to go on.
+        """Add a sampled or received token. Returns the final status if it ends the sequence, else None.
 
         FINISHED_ERROR: the token does not fit the grammar, and was not added.
         """

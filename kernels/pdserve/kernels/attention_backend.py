@@ -1,4 +1,4 @@
-"""`AttentionBackend` and `AttentionPlan`: the seam between models and whatever computes attention over the paged KV cache.
+"""`AttentionBackend` and `AttentionPlan`: the interface between models and attention over the paged KV cache.
 
 A back end is made once per KV cache. In each step it makes one plan per `AttentionSpec`, with everything that is the same in
 all layers of that spec; each layer then calls `store` and `attend` of its plan. `tests/kernels/attention_contract.py` is the

@@ -1,1 +1,1 @@
-"""Moving KV blocks between workers: connectors (data plane), transfers and leases (control plane). Knows no scheduler."""
+"""Moving KV blocks between workers: connectors (data plane), transfers and leases (control plane). Imports no scheduler."""

@@ -1,12 +1,12 @@
 """Algorithms for the digest of one block's bytes: a checksum, and a message authentication code.
 
-    xxh3_64   finds damage; whoever can change bytes can also make bytes with a given digest
-    gmac      finds forgery too: nobody without the transfer's key makes bytes and a digest that belong together
+    xxh3_64   detects damage; an attacker who can change bytes can also make bytes with a given digest
+    gmac      also detects forgery: without the transfer's key, bytes and a matching digest cannot be made
 
 Both give 64 bits. `gmac` is GMAC (the authentication of AES-128-GCM) over the bytes, then keyed BLAKE2b over its 128-bit tag
-and the block's index. The second step keeps the 64 bits as strong as they are few: a tag of GMAC that is only cut to 64
-bits could be forged with the chance of `len / 16` in 2^64 instead of 1 in 2^64, and must never see its nonce twice. The
-index makes two blocks of one transfer not interchangeable.
+and the block's index. The second step gives the 64 bits their full strength: a tag of GMAC that is only cut to 64
+bits could be forged with probability `len / 16` in 2^64 instead of 1 in 2^64, and requires a new nonce each time. With the
+index, two blocks of one transfer cannot be exchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEY_BYTES = 32
 _DIGEST_BYTES = 8
 _AES_KEY_BYTES = 16
 _NONCE = bytes(12)
-"""Fixed: no tag of GMAC leaves `Gmac.of`, and BLAKE2b hides what equal nonces would tell."""
+"""Constant: no tag of GMAC leaves `Gmac.of`, and BLAKE2b hides what equal nonces would reveal."""
 
 
 class BlockDigest(Protocol):
@@ -37,9 +37,9 @@ class BlockDigest(Protocol):
         """One of `ALGORITHMS`."""
 
     def of(self, view: memoryview, index: int) -> int:
-        """The digest of a block's bytes as an unsigned 64-bit number. index: the block's place in its transfer, from 0.
+        """The digest of a block's bytes as an unsigned 64-bit number. index: of the block in its transfer, from 0.
 
-        Holds no GIL while it reads large blocks.
+        Releases the GIL while it reads large blocks.
         """
 
 

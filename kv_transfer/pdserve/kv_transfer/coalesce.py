@@ -1,4 +1,4 @@
-"""Neighbouring blocks of a pool as single runs: one buffer of a vectored call, or one copy, instead of one a block."""
+"""Merges neighbouring blocks of a pool into runs: one buffer of a vectored call, or one copy, per run instead of per block."""
 
 from __future__ import annotations
 

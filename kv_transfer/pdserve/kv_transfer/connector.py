@@ -1,4 +1,4 @@
-"""The data plane's seam: a connector knows block numbers and peers, never requests.
+"""`BlockConnector`, the interface of data planes: it knows block numbers and peers, never requests.
 
     source                                     receiver
     ------                                     --------
@@ -43,14 +43,14 @@ class PoolMemory:
 
 @dataclass(frozen=True, slots=True)
 class BlockToRead:
-    """One block of a transfer, as the receiver wants it."""
+    """One block of a transfer to read."""
 
     index: int
-    """Its place in the transfer, counted in blocks from the start of the prompt."""
+    """Its index in the transfer, in blocks from the start of the prompt."""
     digest: int
     """The digest of its bytes, as the source published it."""
     local_block: int
-    """Where its bytes go in the receiver's pool."""
+    """The block of the receiver's pool that its bytes are written to."""
     location: int = 0
     """The source's block number; only connectors that read memory directly use it."""
 
@@ -62,27 +62,27 @@ class ReadOutcome(enum.Enum):
 
 
 class ReadListener(Protocol):
-    """Told by a read, from a transport thread; returns quickly and raises nothing."""
+    """Called by a read, on a transport thread; returns quickly and raises nothing."""
 
     def landed(self, first: int, count: int) -> None:
         """`blocks[first : first + count]` of the read are here and verified. Each block once, in any order of ranges."""
 
     def ended(self, outcome: ReadOutcome, cause: TransferFailed | None) -> None:
-        """Called exactly once, last: from now on this read writes no byte into the pool. `cause` comes with FAILED."""
+        """Called exactly once, last: from now on this read writes no byte into the pool. `cause` is given with FAILED."""
 
 
 class BlockRead(Protocol):
     """A read under way."""
 
     def cancel(self) -> None:
-        """Stop as soon as it is safe; `ended` follows, unless it came already. May be called again; never blocks."""
+        """Stop as soon as it is safe; `ended` follows, unless it was called already. May be called again; never blocks."""
 
 
 class Grant(Protocol):
     """Leave for one token's bearer to read the published blocks of one transfer. Held by the source."""
 
     def publish(self, first_index: int, blocks: Sequence[int]) -> None:
-        """From now on index `first_index + i` is the source's block `blocks[i]`. The blocks stay unchanged until fenced."""
+        """Index `first_index + i` is the source's block `blocks[i]` from now on. The blocks remain unchanged until fenced."""
 
     def close(self, on_fenced: Callable[[], None]) -> None:
         """End it: no new read begins; `on_fenced` is called once, from any thread, when no byte of it leaves any more."""
@@ -101,7 +101,7 @@ class BlockConnector(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """What a peer needs in order to read from here; at most 64 KiB."""
+        """The metadata that a peer needs in order to read from here; at most 64 KiB."""
 
     def grant(self, token: bytes) -> Grant:
         """A new grant. token: 16 random bytes that the source drew for this transfer.
@@ -117,10 +117,10 @@ class BlockConnector(Protocol):
         listener: ReadListener,
         digest: BlockDigest,
     ) -> BlockRead:
-        """Begin to pull blocks from the peer that `metadata` describes; returns at once. digest: how they are verified.
+        """Begin to pull blocks from the peer that `metadata` describes; returns at once. digest: verifies them.
 
-        Everything that goes wrong, malformed metadata too, comes through `listener.ended`.
+        Every error, malformed metadata included, is reported through `listener.ended`.
         """
 
     def close(self) -> None:
-        """End all reads (their listeners hear CANCELLED), all grants and all threads; leave no port open. Idempotent."""
+        """End all reads (with CANCELLED to their listeners), all grants and all threads; leave no port open. Idempotent."""

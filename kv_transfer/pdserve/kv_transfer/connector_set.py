@@ -1,7 +1,7 @@
-"""`ConnectorSet`: the connectors of one worker, best first, and which of them a transfer uses.
+"""`ConnectorSet`: the connectors of one worker, best first, and the choice of one for a transfer.
 
-The receiver names what it has, the source picks the first that both have. A receiver whose read fails over one connector
-goes on over the next that both have, and uses the failing one with that peer no more for a while.
+The receiver lists its connectors, the source picks the first that both have. When a read fails, the receiver
+continues over the next that both have, and avoids the failed one with that peer for a while.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdserve.kv_transfer.pull.peer_endpoints import PeerEndpoints
 log = logging.getLogger(__name__)
 
 AVOID_S = 60.0
-"""How long a peer is not read from over a connector that failed."""
+"""Seconds for which a connector that failed with a peer is avoided."""
 MAX_AVOIDED = 1024
 
 
@@ -35,7 +35,7 @@ class SupportsPeerWarmup(Protocol):
     """A connector that gains by knowing its peers before the first read."""
 
     def meet(self, worker_id: str, epoch: int) -> None:
-        """A peer has come up. Returns at once; may be repeated."""
+        """A peer has started. Returns at once; may be repeated."""
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class SupportsPeerEviction(Protocol):
     """A connector that keeps something for each peer."""
 
     def forget(self, metadata: bytes) -> None:
-        """The peer with this metadata is gone: keep nothing for it. Returns at once; harmless when it is still there."""
+        """The peer with this metadata has ended: drop what is kept for it. Returns at once; harmless when it is still alive."""
 
 
 class ConnectorSet:
@@ -78,7 +78,7 @@ class ConnectorSet:
         return self._connectors.get(name)
 
     def choose(self, wanted: Iterable[str]) -> BlockConnector | None:
-        """The first of the receiver's wishes that is here."""
+        """The first of the receiver's connectors that this side has."""
         return next((self._connectors[name] for name in wanted if name in self._connectors), None)
 
     def serve(self, pool: PoolMemory) -> None:
@@ -94,7 +94,7 @@ class ConnectorSet:
                 connector.close()
 
     def meet(self, worker_id: str, epoch: int) -> None:
-        """A peer has come up that may be read from; another life of it is over. Returns at once."""
+        """A peer has started that may be read from; earlier epochs of it are over. Returns at once."""
         with self._lock:
             ended = self._lives.begun(worker_id, epoch)
         self._forget(ended)
@@ -110,13 +110,13 @@ class ConnectorSet:
         return _Grants([connector.grant(token) for connector in self._connectors.values()])
 
     def reached(self, worker_id: str, epoch: int, name: str, metadata: bytes) -> None:
-        """This life of a worker is read from over the connector `name`; another life of it is over."""
+        """This epoch of a worker is read from over the connector `name`; another epoch of it is over."""
         with self._lock:
             ended = self._lives.reached(worker_id, epoch, name, metadata)
         self._forget(ended)
 
     def lost(self, worker_id: str, epoch: int) -> None:
-        """This life of a worker does not answer any more."""
+        """This epoch of a worker no longer responds."""
         with self._lock:
             ended = self._lives.lost(worker_id, epoch)
         self._forget(ended)
@@ -128,7 +128,7 @@ class ConnectorSet:
                 connector.forget(metadata)
 
     def failed(self, peer: str, name: str) -> None:
-        """A read from this peer failed over this connector, and its transfer goes on over another."""
+        """A read from this peer failed over this connector, and its transfer continues over another."""
         with self._lock:
             self.num_fallbacks += 1
             if len(self._avoided) >= MAX_AVOIDED:
@@ -136,7 +136,7 @@ class ConnectorSet:
             self._avoided[peer, name] = self._now() + AVOID_S
 
     def avoided(self, peer: str) -> set[str]:
-        """What not to use with this peer for now: never all that is here."""
+        """Connectors to avoid with this peer for now; never all of this side's."""
         with self._lock:
             now = self._now()
             avoided = {name for name in self._connectors if self._avoided.get((peer, name), now) > now}

@@ -1,6 +1,6 @@
-"""One thread that makes a connector's call-backs and keeps its timers.
+"""One thread that makes a connector's callbacks and runs its timers.
 
-A call-back made inside `cancel`, `close` or `read` would run under whatever lock the caller holds; from here it cannot.
+A callback made inside `cancel`, `close` or `read` would run under the caller's locks; from this thread it cannot.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`HostStagingPool`: host memory that stands for a pool on a device, block for block.
+"""`HostStagingPool`: the twin of a device's pool in host memory, block for block.
 
     source    device block --to_host-->   host block --connector-->                            (digested on the host)
     receiver                              host block <--connector--   host block --to_device--> device block
 
-Connectors read and write host memory only, and a block has the same number on both sides, so everything they promise
-about blocks holds for a device too. A block is one run of bytes: neighbouring blocks are one copy.
+Connectors read and write host memory only, and a block has the same number on both sides, so their guarantees about blocks
+hold for a device, too. A block is one run of bytes: neighbouring blocks are one copy.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class HostStagingPool:
         """kv_cache: `[num_blocks, ...]`, contiguous, on any device."""
         self._device_blocks = kv_cache.view(kv_cache.shape[0], -1)
         self._host_blocks = torch.zeros_like(self._device_blocks, device="cpu", pin_memory=kv_cache.is_cuda)
-        # a stream of its own: the copies neither wait for the steps that came later nor hold them up
+        # a stream of its own: copies neither wait for later steps nor delay them
         self._stream = torch.cuda.Stream(kv_cache.device) if kv_cache.is_cuda else None  # type: ignore[no-untyped-call]
 
     @property
     def memory(self) -> PoolMemory:
-        """What connectors serve."""
+        """The memory that connectors serve."""
         return host_memory(self._host_blocks)
 
     def to_host(self, block_ids: Sequence[int], written: object | None = None) -> None:

@@ -20,16 +20,16 @@ _FENCE_AFTER_S = 1.0
 
 
 class LocalSource:
-    """What one connector gives to its network, and how it fails. Fields change under `LocalNetwork.changed`."""
+    """A connector's source side in its network, with its simulated faults. Fields change under `LocalNetwork.changed`."""
 
     def __init__(self, pool: PoolMemory, grants: ReadGrants) -> None:
         self.pool = pool
         self.grants = grants
         self.is_closed = False
         self.blocks_to_serve: int | None = None
-        """So many blocks go out, then it is silent; None: no end."""
+        """Blocks to send before it stops responding; None: no limit."""
         self.blocks_to_flip = 0
-        """So many blocks arrive with one bit turned over."""
+        """Blocks to deliver with one bit changed."""
 
 
 class LocalNetwork:
@@ -37,7 +37,7 @@ class LocalNetwork:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        """Guards the sources; told when one of them goes on, ends, or when a wire is interrupted."""
+        """Guards the sources; notified when one of them continues or ends, or when a connection is interrupted."""
         self._sources: dict[str, LocalSource] = {}
         self._numbers = itertools.count()
 
@@ -57,7 +57,7 @@ class LocalNetwork:
                 self.changed.notify_all()
 
     def find(self, address: str) -> LocalSource:
-        """Raises TransferFailed when nobody is there."""
+        """Raises TransferFailed when no source has this address."""
         with self.changed:
             source = self._sources.get(address)
         if source is None:
@@ -68,8 +68,8 @@ class LocalNetwork:
 class LocalConnector:
     """A `BlockConnector` whose peers are the members of one `LocalNetwork`. The receiver's thread copies the bytes.
 
-    read_stall_s: a read that gets no block for so long fails.
-    request_bytes: most bytes copied before another read from the same source has its turn.
+    read_stall_s: a read that gets no block for so many seconds fails. request_bytes: most bytes copied before another read from the
+    same source has its turn.
     """
 
     name = "local"
@@ -87,7 +87,7 @@ class LocalConnector:
             raise RuntimeError("a connector serves once")
         limits = ConnectionLimits.of_bytes(
             pool.block_bytes,
-            max_lanes=1,
+            max_readers=1,
             window_bytes=self._request_bytes,
             longest_window_bytes=self._request_bytes,
             in_flight_bytes=self._request_bytes,
@@ -135,11 +135,11 @@ class LocalConnector:
         self._events.close()
 
     def pause(self) -> None:
-        """As a source, be silent from now on, like a stopped process; readers' deadlines go on."""
+        """As a source, stop responding, like a stopped process; readers' deadlines continue."""
         self.serve_only(0)
 
     def serve_only(self, num_blocks: int) -> None:
-        """As a source, serve so many more blocks, then be silent."""
+        """As a source, serve so many more blocks, then stop responding."""
         self._set_blocks_to_serve(num_blocks)
 
     def resume(self) -> None:
@@ -192,7 +192,7 @@ class _LocalWire:
 
     def interrupt(self) -> bool:
         """As `Connection.interrupt`; for both sides."""
-        # The flag is read before each block; whoever waits for a silent source wakes for it.
+        # the flag is read before each block; a reader that waits for a stopped source is woken
         self._is_interrupted = True
         with self._network.changed:
             self._network.changed.notify_all()

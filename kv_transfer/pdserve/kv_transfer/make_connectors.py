@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 def make_connectors(
     settings: WorkerSettings, why_not: Callable[[], str | None] = why_no_nixl, *, tls: TlsIdentity | None = None
 ) -> ConnectorSet:
-    """TCP always, NIXL before it where it is wanted and starts. why_not: why NIXL cannot be used here, or None.
+    """TCP always, and NIXL before it if it is allowed and starts. why_not: reason why NIXL cannot be used here, or None.
 
-    tls: TCP speaks TLS; NIXL, which cannot, is then used only with `nixl_plaintext`.
+    tls: for TCP; NIXL, which has none, is then used only with `nixl_plaintext`.
     Raises: ConfigError when `connector` is `nixl` and it cannot start.
     """
     tcp = TcpConnector(

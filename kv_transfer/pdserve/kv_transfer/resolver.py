@@ -12,7 +12,7 @@ SockAddress = tuple[Any, ...]
 Addresses = list[tuple[socket.AddressFamily, SockAddress]]
 
 _lookups: dict[tuple[str, int], Future[Addresses]] = {}
-"""Under way. Whoever asks for the same name waits for the same answer, so that a name has one thread at most."""
+"""Names being resolved. Later calls for the same name share the result, so that a name has one thread at most."""
 _lock = threading.Lock()
 
 
@@ -40,7 +40,7 @@ def _answer(lookup: Future[Addresses], host: str, port: int) -> None:
         found = _look_up(host, port)
     except Exception as error:
         failure = error
-    # whoever asks from now on wants a newer answer
+    # later calls need a newer result
     with _lock:
         del _lookups[host, port]
     if failure is None:
@@ -54,7 +54,7 @@ def _look_up(host: str, port: int) -> Addresses:
 
 
 def _is_address(host: str) -> bool:
-    """Not a name: nobody has to be asked for it."""
+    """Whether it is an address, which needs no resolving."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Offline Python API: `LLM` for batches, `AsyncLLM` for streams, one engine in this process. Knows no network."""
+"""Offline Python API: `LLM` for batches, `AsyncLLM` for streams, one engine in this process, without network."""
 
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams

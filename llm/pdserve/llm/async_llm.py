@@ -59,7 +59,7 @@ class AsyncLLM:
         With `output_kind` `DELTA` an item is what is new, with `FINAL_ONLY` there is one. With `best_of` above n there is
         one item alone, since the best are known only at the end.
 
-        Tokens that came while the reader was busy come as one. Leaving the generator aborts the request; use
+        Tokens that arrive while the reader is busy are merged into one item. Leaving the generator aborts the request; use
         `contextlib.aclosing` where it is left early. request_id: a name for `abort`, which no other request has now;
         default: a random one.
         Raises, with the first item: InvalidRequest naming the field, its value and its limit; later: WorkerLost when
@@ -103,7 +103,7 @@ class AsyncLLM:
             return request.process(output)
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its stream ends with finish reason `abort`. Harmless when it is not there."""
+        """End a request: its stream ends with finish reason `abort`. Harmless when it does not exist."""
         if (engine_id := self._active.get(request_id)) is not None and self._thread is not None:
             self._thread.post(lambda core: core.abort_request(engine_id))
 
@@ -111,7 +111,7 @@ class AsyncLLM:
         return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's authors recommend, and the usual defaults."""
+        """The recommendations of the model's authors, and the usual defaults."""
         return self._requests.default_sampling_params()
 
     @property
@@ -122,7 +122,7 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """End every request with `Cancelled`, then the engine's thread; waits for the step it is in.
 
-        Any thread may call it, and more than once. At the end of the process it is called for whoever did not.
+        Any thread may call it, and more than once. It is called at the end of the process if the caller did not.
         """
         ended_with = self._ended_with = self._ended_with or Cancelled("AsyncLLM was shut down")
         if self._thread is None:
@@ -173,7 +173,7 @@ class AsyncLLM:
     def _submitted(self, thread: EngineThread, request_id: str, core: EngineCoreRequest) -> Iterator[OutputStream]:
         """The outputs of a request, which ends when the context is left. request_id: the caller's.
 
-        Raises: InvalidRequest for one that the engine does not take.
+        Raises: InvalidRequest for one that the engine does not accept.
         """
         self._core.verify(core)
         engine_id = core.request_id
@@ -217,7 +217,7 @@ class AsyncLLM:
         self._end_streams()
 
     def _end_streams(self) -> None:
-        """What the engine did not end itself ends now."""
+        """End the streams that the engine has not ended."""
         if (cause := self._ended_with) is None:
             return
         for stream in self._streams.values():

@@ -1,7 +1,7 @@
 """Beam search over an engine: each step asks for the most likely next tokens of every live beam of every prompt.
 
 A step of a beam is a request for one token with log-probabilities. Beams share the full blocks of what they have in
-common through the prefix cache; of each, only what lies behind its last full block is computed again.
+common through the prefix cache; of each, only the tokens after its last full block are computed again.
 Source: scores, early stopping and the order of ties follow beam search in transformers 5.
 """
 
@@ -18,7 +18,7 @@ from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 
 MAX_LENGTH_PENALTY = 32.0
-"""Of either sign: a length to a higher power may be no number any more."""
+"""Largest absolute value: a length to a higher power may overflow."""
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
         return 2 if self.ignore_eos else max(2, 1 + num_eos)
 
     def num_candidates(self, num_eos: int) -> int:
-        """Continuations looked at in a step: though all best ones ended, `beam_width` would be left to go on."""
+        """Continuations considered in a step: if all the best ones end, `beam_width` others remain."""
         return self.num_candidates_per_beam(num_eos) * self.beam_width
 
 
@@ -69,7 +69,7 @@ class BeamSearchSequence(msgspec.Struct, kw_only=True):
     cum_logprob: float
     """Sum over the output."""
     score: float
-    """What beams were compared by."""
+    """The score by which beams are ranked."""
     text: str
     """Of the output."""
     finish_reason: str
@@ -115,7 +115,7 @@ class BeamStep:
         """Raises: InternalError without log-probabilities."""
         if output.new_logprobs is None:
             raise InternalError("the engine sent no log-probabilities for a beam")
-        # the sampled token comes first, and again in its place among the most likely
+        # the sampled token is first, and again at its rank among the most likely
         token_ids, logprobs = output.new_logprobs.logprob_token_ids[0], output.new_logprobs.logprobs[0]
         self.candidates = list(zip(token_ids[1:], logprobs[1:], strict=True))
 
@@ -148,7 +148,7 @@ class BeamSearch:
         length = len(grown[0].token_ids)
         ends = [length == params.max_tokens or beam.token_ids[-1] in self._eos for beam in grown]
         self.live = [beam for beam, end in zip(grown, ends, strict=True) if not end][: params.beam_width]
-        # what lies beyond the beams' width is there to go on, not to be an answer
+        # candidates beyond the beam width may continue, but are not answers
         ended = [beam for beam, end in zip(grown[: params.beam_width], ends, strict=False) if end]
         scored = [FinishedBeam(beam, beam.cum_logprob / float(length**params.length_penalty)) for beam in ended]
         self.finished = heapq.nlargest(params.beam_width, [*self.finished, *scored], key=lambda beam: beam.score)

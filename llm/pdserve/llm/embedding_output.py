@@ -1,4 +1,4 @@
-"""What `embed` returns, by vLLM's names."""
+"""Results of `embed`, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EmbeddingRequestOutput(msgspec.Struct, kw_only=True):
 
     request_id: str
     prompt: str | None
-    """What was tokenized; None for token ids."""
+    """The tokenized text; None for token ids."""
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
     finished: bool = True

@@ -12,7 +12,7 @@ from pdserve.engine.output_stream import engine_error
 
 
 class BatchItem(Protocol):
-    """A request, and what takes its outputs."""
+    """A request that processes its own outputs."""
 
     @property
     def core(self) -> EngineCoreRequest: ...
@@ -24,7 +24,7 @@ class BatchItem(Protocol):
     def process(self, output: EngineCoreOutput) -> object: ...
 
     def ended_here(self, output: EngineCoreOutput) -> bool:
-        """Whether the output's sequence has ended by a stop string, of which the engine knows nothing."""
+        """Whether a stop string has ended the output's sequence, which the engine does not know."""
 
 
 R = TypeVar("R", bound=BatchItem)
@@ -49,7 +49,7 @@ def run_batch(core: EngineCore, requests: Sequence[R], on_finished: Callable[[R]
         for output in core.step().outputs:
             asked = unfinished.get(output.request_id)
             if asked is None:
-                continue  # the last word of a request that a stop string has ended
+                continue  # the last output of a request that a stop string has ended
             if output.error_code:
                 raise engine_error(output)
             asked.process(output)

@@ -40,7 +40,7 @@ P = TypeVar("P", bound=msgspec.Struct)
 
 
 class LLM:
-    """A model and its engine, for one call at a time. The prefix cache stays from call to call.
+    """A model and its engine, for one call at a time. The prefix cache is kept between calls.
 
     with LLM("demo") as llm:
         [answer] = llm.generate("The capital of France is", SamplingParams(temperature=0))
@@ -68,11 +68,11 @@ class LLM:
         *,
         use_tqdm: bool | MakeBar = True,
     ) -> list[RequestOutput]:
-        """Continue each prompt. Answers come in the order of the prompts.
+        """Continue each prompt. Answers are in the order of the prompts.
 
         prompts: one or many; each a text, token ids, or a dict of either that may have a `cache_salt`.
         sampling_params: for all prompts, or one for each; None: `get_default_sampling_params`.
-        use_tqdm: show progress; or what makes a bar, in place of tqdm.
+        use_tqdm: show progress; or a callable that makes a bar, in place of tqdm.
         Raises: InvalidRequest naming the field, its value and its limit, before anything is computed. After any other
         error, Ctrl-C included, the engine is empty and ready.
         """
@@ -192,7 +192,7 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's authors recommend, and the usual defaults."""
+        """The recommendations of the model's authors, and the usual defaults."""
         return self._requests.default_sampling_params()
 
     def shutdown(self) -> None:

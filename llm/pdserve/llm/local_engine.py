@@ -1,4 +1,4 @@
-"""`LocalEngine`: a model folder, loaded, with everything that answers a prompt in this process."""
+"""`LocalEngine`: a loaded model folder, with all parts that serve a prompt in this process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class LocalEngine:
-    """The parts; whoever drives the engine makes it with `make_core`."""
+    """The parts of an engine; the caller that runs the engine makes it with `make_core`."""
 
     def __init__(self, model: str | Path, options: EngineOptions) -> None:
         """model: a checkpoint's folder, or `demo`. Raises: ConfigError naming the option, its value and its limit."""
@@ -53,7 +53,7 @@ class LocalEngine:
         self.tokenizer = Tokenizer.from_folder(folder)
         self.model = load_model(folder, self._settings)
         self._grammars: GrammarCompiler | None = None
-        # no hash leaves this process, so nobody needs to be kept from reading them
+        # no hash leaves this process, so a public key is enough
         self.hasher = BlockHasher(DEVELOPMENT_KEY, self._settings.block_size)
         self.logits_processors = LogitsProcessors.from_entry_points(self._settings.logits_processors)
 

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 
 class Bar(Protocol):
-    """What is used of tqdm."""
+    """The part of tqdm's interface that is used."""
 
     def update(self, n: int) -> object: ...
     def set_postfix_str(self, s: str, refresh: bool) -> object: ...
@@ -22,7 +22,7 @@ MakeBar = Callable[..., Bar]
 
 
 class Progress:
-    """Counts finished requests, and says how fast tokens come."""
+    """Counts finished requests, and shows tokens per second."""
 
     def __init__(self, num_requests: int, use_tqdm: bool | MakeBar) -> None:
         make_bar: MakeBar | None = tqdm if use_tqdm is True else use_tqdm or None

@@ -1,4 +1,4 @@
-"""What a caller may give as a prompt, and how one prompt is told from many."""
+"""Types of prompts that a caller may give, and how one prompt is distinguished from many."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class PromptWithSalt(NamedTuple):
 
     prompt: Prompt
     field: str
-    """What the caller calls it, for messages."""
+    """The caller's name of the argument, for error messages."""
     cache_salt: str | None = None
 
 
 def is_one_prompt(prompts: object) -> bool:
-    """Whether this is a single prompt and not a sequence of them; a list of numbers is one of token ids."""
+    """Whether this is a single prompt and not a sequence of them; a list of numbers is one list of token ids."""
     if isinstance(prompts, str | Mapping):
         return True
     return isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(part, int) for part in prompts)
 
 
 def is_one_conversation(messages: object) -> bool:
-    """Whether this is a list of messages and not a list of such lists; whatever else it is, it is not many."""
+    """Whether this is a list of messages and not a list of such lists; any other value counts as one conversation."""
     return not isinstance(messages, Sequence) or not messages or not isinstance(messages[0], list | tuple)
 
 

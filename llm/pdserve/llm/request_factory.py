@@ -1,4 +1,4 @@
-"""`RequestFactory`: from a caller's prompt and sampling parameters to a request that an engine can take."""
+"""`RequestFactory`: makes engine requests from a caller's prompts and sampling parameters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ P = TypeVar("P", bound=msgspec.Struct)
 
 
 class ValidRequest(NamedTuple):
-    """A request that lacks its name and, where the caller gave none, its seed."""
+    """A validated request without its name and, if the caller gave none, its seed."""
 
     encoded: EncodedPrompt
     params: SamplingParams
@@ -47,7 +47,7 @@ class ValidRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalRequest:
-    """A request, and where its outputs become text."""
+    """A request, with the processor that makes text of its outputs."""
 
     core: EngineCoreRequest
     processor: OutputProcessor
@@ -61,7 +61,7 @@ class LocalRequest:
         return self.processor.finished
 
     def process(self, output: EngineCoreOutput) -> CompletionOutput | None:
-        """What is new in an engine's output; None if nothing is."""
+        """New output for the caller; None without any."""
         self.processor.num_cached_tokens = output.num_cached_tokens
         self.metrics.see(output)
         if output.prompt_logprobs is not None:
@@ -79,7 +79,7 @@ class LocalRequest:
         return new
 
     def ended_here(self, output: EngineCoreOutput) -> bool:
-        """Whether the output's sequence has ended by a stop string, of which the engine knows nothing."""
+        """Whether a stop string has ended the output's sequence, which the engine does not know."""
         return output.finish_reason is None and self.processor.states[output.index].finished
 
     @property
@@ -94,7 +94,7 @@ class LocalRequest:
 
     @property
     def answer(self) -> RequestOutput:
-        """What the caller gets of it so far."""
+        """The caller's output so far."""
         answer = self.processor.request_output()
         if self.is_best_of:
             answer.outputs = best(answer.outputs, self.params)
@@ -102,7 +102,7 @@ class LocalRequest:
 
 
 class ValidEmbedding(NamedTuple):
-    """A request for an embedding that lacks its name."""
+    """A validated embedding request without its name."""
 
     encoded: EncodedPrompt
     params: PoolingParams
@@ -111,7 +111,7 @@ class ValidEmbedding(NamedTuple):
 
 @dataclass(slots=True)
 class LocalEmbedding:
-    """A request for an embedding, and where it comes."""
+    """An embedding request, with its result."""
 
     request_id: str
     prompt: str | None
@@ -156,7 +156,7 @@ class RequestFactory:
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's authors recommend; else the defaults of `SamplingParams`."""
+        """The recommendations of the model's authors; else the defaults of `SamplingParams`."""
         recommended: dict[str, Any] = dict(self._tokenizer.generation_defaults)
         return SamplingParams(**recommended)
 
@@ -259,7 +259,7 @@ class RequestFactory:
     def _named(self, request_id: str | None) -> tuple[str, str]:
         """The caller's name for a request, by default its number, and what begins the engine's names of its sequences.
 
-        A caller may use a name again: its number keeps a late output of the first from the second.
+        A caller may use a name again: the number separates a late output of the first from the second.
         """
         number = next(self._numbers)
         name = str(number) if request_id is None else request_id

@@ -35,7 +35,7 @@ _ENDED = {
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """Serves `PrefillService`. The call lives as long as its transfer, and takes it along when it goes."""
+    """Serves `PrefillService`. The call is open as long as its transfer; the end of the call ends the transfer."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -114,13 +114,13 @@ def test_a_killed_source_is_given_up_and_its_next_life_is_read_from(
 ) -> None:
     assert start_read(receiver, source.metadata, source.token, source.blocks).wait_ended() is ReadOutcome.DONE
     agent = NixlAddress.from_metadata(source.metadata, BLOCK_BYTES).agent
-    lanes = [thread for thread in threading.enumerate() if thread.name.startswith(f"nixl-read-{agent}")]
-    assert 1 <= len(lanes) <= NixlSettings().agents_per_peer
+    readers = [thread for thread in threading.enumerate() if thread.name.startswith(f"nixl-read-{agent}")]
+    assert 1 <= len(readers) <= NixlSettings().agents_per_peer
     source.signal(signal.SIGKILL)
     receiver.forget(source.metadata)
-    for lane in lanes:
-        lane.join(PATIENCE_S)
-        assert not lane.is_alive(), "an agent of the dead source was not given up"
+    for reader in readers:
+        reader.join(PATIENCE_S)
+        assert not reader.is_alive(), "an agent of the dead source was not given up"
     next_life = SourceProcess("nixl")
     pool.view[:] = bytes(len(pool.view))
     try:

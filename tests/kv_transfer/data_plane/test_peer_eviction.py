@@ -77,100 +77,100 @@ class _Wire:
             self._world.changed.notify_all()
 
 
-class Desk:
+class Reader:
     def __init__(self, max_resting: int | None) -> None:
         self.world, self.pool = World(), make_pool()
         self.events = EventThread("test-events")
         limits = ConnectionLimits(
-            max_lanes=1, window_blocks=8, longest_window_blocks=8, in_flight_blocks=8, idle_close_s=600.0
+            max_readers=1, window_blocks=8, longest_window_blocks=8, in_flight_blocks=8, idle_close_s=600.0
         )
-        self.desk = BlockReader[str]("test-read", self.pool, limits, self.events, self.world.connect, max_resting)
+        self.reader = BlockReader[str]("test-read", self.pool, limits, self.events, self.world.connect, max_resting)
 
     def begin(self, address: str) -> RecordedRead:
         blocks = [BlockToRead(index, XXH3.of(self.pool.block(0), index), index) for index in range(4)]
         recorded = RecordedRead(len(blocks))
-        recorded.read = self.desk.read(lambda: address, TOKEN, blocks, recorded)
+        recorded.read = self.reader.read(lambda: address, TOKEN, blocks, recorded)
         return recorded
 
     def read(self, address: str) -> None:
         assert self.begin(address).wait_ended() is ReadOutcome.DONE
 
     def close(self) -> None:
-        self.desk.close()
+        self.reader.close()
         self.events.close()
 
 
 @pytest.fixture
-def make_desk() -> Iterator[Callable[[int | None], Desk]]:
-    made: list[Desk] = []
+def make_reader() -> Iterator[Callable[[int | None], Reader]]:
+    made: list[Reader] = []
 
-    def make(max_resting: int | None = MAX_RESTING) -> Desk:
-        made.append(Desk(max_resting))
+    def make(max_resting: int | None = MAX_RESTING) -> Reader:
+        made.append(Reader(max_resting))
         return made[-1]
 
     yield make
-    for desk in made:
-        desk.close()
-        assert desk.world.open == []
+    for reader in made:
+        reader.close()
+        assert reader.world.open == []
 
 
-def test_the_peers_that_have_rested_longest_go_and_are_met_again(make_desk: Callable[..., Desk]) -> None:
-    desk = make_desk()
+def test_the_peers_that_have_rested_longest_go_and_are_met_again(make_reader: Callable[..., Reader]) -> None:
+    reader = make_reader()
     for address in ("a", "b", "c", "d"):
-        desk.read(address)
-    desk.read("e")
-    desk.world.wait_open("c", "d", "e")  # the one that was read from, and two at rest
-    desk.read("a")
-    assert desk.world.num_made["a"] == 2, "met again, over a wire of its own"
-    desk.read("a")
-    assert desk.world.num_made["a"] == 2
+        reader.read(address)
+    reader.read("e")
+    reader.world.wait_open("c", "d", "e")  # the one that was read from, and two at rest
+    reader.read("a")
+    assert reader.world.num_made["a"] == 2, "met again, over a wire of its own"
+    reader.read("a")
+    assert reader.world.num_made["a"] == 2
 
 
-def test_a_peer_with_a_read_under_way_stays_however_many_come(make_desk: Callable[..., Desk]) -> None:
-    desk = make_desk(0)
-    desk.world.held = {"a", "b"}
-    reads = [desk.begin("a"), desk.begin("b")]
-    desk.world.wait_still_open("a", "b")
+def test_a_peer_with_a_read_under_way_stays_however_many_come(make_reader: Callable[..., Reader]) -> None:
+    reader = make_reader(0)
+    reader.world.held = {"a", "b"}
+    reads = [reader.begin("a"), reader.begin("b")]
+    reader.world.wait_still_open("a", "b")
     for address in ("c", "d", "c", "d"):
-        desk.read(address)
-    desk.world.wait_still_open("a", "b")
-    desk.desk.close_idle("a")
+        reader.read(address)
+    reader.world.wait_still_open("a", "b")
+    reader.reader.close_idle("a")
     for address, read in zip(("a", "b"), reads, strict=True):
-        desk.world.let_go(address)
+        reader.world.let_go(address)
         assert read.wait_ended() is ReadOutcome.DONE
-    desk.desk.close_idle("b")
-    desk.desk.close_idle("c")
-    desk.desk.close_idle("d")
-    desk.world.wait_open()
+    reader.reader.close_idle("b")
+    reader.reader.close_idle("c")
+    reader.reader.close_idle("d")
+    reader.world.wait_open()
 
 
-def test_without_a_bound_all_stay_until_one_is_forgotten(make_desk: Callable[..., Desk]) -> None:
-    desk = make_desk(None)
+def test_without_a_bound_all_stay_until_one_is_forgotten(make_reader: Callable[..., Reader]) -> None:
+    reader = make_reader(None)
     for address in ("a", "b", "c"):
-        desk.read(address)
-    desk.world.wait_open("a", "b", "c")
-    desk.desk.close_idle("b")
-    desk.desk.close_idle("never seen")
-    desk.world.wait_open("a", "c")
-    desk.read("b")
-    desk.world.wait_open("a", "b", "c")
+        reader.read(address)
+    reader.world.wait_open("a", "b", "c")
+    reader.reader.close_idle("b")
+    reader.reader.close_idle("never seen")
+    reader.world.wait_open("a", "c")
+    reader.read("b")
+    reader.world.wait_open("a", "b", "c")
 
 
-def test_retiring_races_with_reads_and_no_read_is_lost(make_desk: Callable[..., Desk]) -> None:
-    desk = make_desk(1)
+def test_retiring_races_with_reads_and_no_read_is_lost(make_reader: Callable[..., Reader]) -> None:
+    reader = make_reader(1)
     over = threading.Event()
 
     def retire() -> None:
         for address in itertools.cycle("abc"):
             if over.is_set():
                 return
-            desk.desk.close_idle(address)
+            reader.reader.close_idle(address)
 
     retiring = threading.Thread(target=retire)
     retiring.start()
     try:
         for number in range(200):
-            desk.read("abc"[number % 3])
+            reader.read("abc"[number % 3])
     finally:
         over.set()
         retiring.join()

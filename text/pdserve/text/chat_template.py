@@ -150,7 +150,7 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy in exact JSON types: the sandbox cannot vouch for the methods of anything else."""
+    """A copy in exact JSON types: the sandbox cannot check the methods of any other type."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth >= _MAX_DEPTH:

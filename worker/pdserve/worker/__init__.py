@@ -1,1 +1,1 @@
-"""The process around an engine: threads, queues, the seam adapter, health, drain. Both roles are compositions of it."""
+"""The process around an engine: threads, queues, KV transfer manager, health, drain. Both roles are composed from it."""

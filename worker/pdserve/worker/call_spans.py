@@ -1,4 +1,4 @@
-"""A worker's spans of one call, made after the fact under the attempt's span, whose context came with the call."""
+"""A worker's spans of one call, made when it has ended, below the attempt's span, whose context came with the call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`CallStats`: what one call of a router came to, from moments that the engine recorded.
+"""`CallStats`: the stages and outcome of one call of a router, from moments that the engine recorded.
 
-Spans and metrics are both made from it, once the engine has nothing of the request any more: how a request that was cut
-short ended is known only then.
+Spans and metrics are made from it when the engine has nothing of the request any more: only then is it known how an aborted
+request ended.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PassedSpan(NamedTuple):
     start: float
     end: float
     cause: PdServeError | None
-    """Why it did not come to its own end."""
+    """The reason for an early end."""
 
 
 class CallStats:
@@ -66,12 +66,12 @@ class CallStats:
         trace_headers: Mapping[str, str],
         on_closed: Callable[[CallStats], None],
     ) -> None:
-        """on_closed: hears of this record once, when everything is known."""
+        """on_closed: called once with these stats when everything is known."""
         self.call = call
         self.request = request
         self.trace_headers = trace_headers
         self.transfer: ReceiverTransfer | None = None
-        """Of a decode call whose KV comes from elsewhere."""
+        """Whether it is a decode call whose KV comes from another worker."""
         self.moments: dict[str, float] = {"queued": request.arrival_time}
         self.prefill_chunks: list[tuple[float, int]] = []
         self.num_output_tokens = 0
@@ -102,7 +102,7 @@ class CallStats:
             self.cause = InternalError(f"the service failed: {type(error).__name__}")
 
     def take(self, output: EngineCoreOutput) -> None:
-        """What the engine said to the router."""
+        """The outcome that the engine reported to the router."""
         self.moments.update(output.moments)
         self.prefill_chunks = output.prefill_chunks or self.prefill_chunks
         self.num_output_tokens += len(output.new_token_ids)
@@ -142,7 +142,7 @@ class CallStats:
         return "ok" if cause is None else cause.code
 
     def stages(self) -> list[PassedSpan]:
-        """Those that were entered, in order; the last one has the cause of an early end."""
+        """The stages that were entered, in order; the last one has the cause of an early end."""
         if self.call == "prefill":
             plan: tuple[Stage, ...] = PREFILL_STAGES
         else:

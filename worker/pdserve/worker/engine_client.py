@@ -1,4 +1,4 @@
-"""`EngineClient`: the engine as the asyncio thread sees it: submit a request, iterate over its outputs, abort."""
+"""`EngineClient`: the engine for the asyncio thread: submit a request, iterate over its outputs, abort."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from pdserve.worker.kv_event_publisher import KvEventPublisher
 from pdserve.worker.prefill_rate import PrefillRate
 
 OnEnded = Callable[[Request | None], None]
-"""Hears what the aborted request was, or None when it had ended by itself; the engine no longer touches it."""
+"""Called with the aborted request, or None when it had ended by itself; the engine no longer uses it."""
 
 
 class EngineClient:
-    """Lives in the asyncio thread."""
+    """Used in the asyncio thread."""
 
     def __init__(
         self, core: EngineCore, num_threads: int = 1, cpu_core: int | None = None, max_waiting: int | None = None
@@ -55,7 +55,7 @@ class EngineClient:
         self.max_waiting = max_waiting
         self._num_submitted = 0
         self.num_sessions = 0
-        """Streaming sessions that are open, also between turns; counted by whoever serves them."""
+        """Streaming sessions that are open, also between turns; counted by the session servicer."""
         self.max_sessions = 0
         """At most; 0: none are served here."""
         self.died = asyncio.Event()
@@ -83,17 +83,17 @@ class EngineClient:
 
     @property
     def tick_age_s(self) -> float:
-        """How long ago the engine's loop last showed progress."""
+        """Seconds since the engine's loop last made progress."""
         return max(0.0, time.monotonic() - self._core.heartbeat.ticked_at)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Measured lately; 0 where nothing is known."""
+        """Recent prefill rate; 0 if it is unknown."""
         return self._prefill_rate.tokens_per_s
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a place in a step or for remote KV, those included that are on their way to the engine."""
+        """Requests that wait for a place in a step or for remote KV, including those on their way to the engine."""
         stats = self.stats
         return stats.num_waiting_reqs + stats.num_remote_kv_reqs + self._num_submitted - stats.num_added_reqs
 
@@ -107,7 +107,7 @@ class EngineClient:
         return self._core
 
     def verify(self, request: EngineCoreRequest) -> None:
-        """Raises: InvalidRequest for what the engine cannot serve, and where a sequence of that name is here already."""
+        """Raises: InvalidRequest for what the engine cannot serve, and when a sequence of that name is here already."""
         self._core.verify(request)
         for sequence_id in _sequence_ids(request):
             if sequence_id in self._taken:
@@ -143,7 +143,7 @@ class EngineClient:
         return stream
 
     def _expire(self, stream: OutputStream) -> None:
-        """The deadline has passed: end the request here and say so to its reader."""
+        """The deadline has passed: end the request here and report that to its reader."""
         stream.put(_failed(stream, DeadlineExceeded("the request's deadline passed at the worker")))
         self.abort(stream.request_id)
 
@@ -152,7 +152,7 @@ class EngineClient:
             timer.cancel()
 
     def resume(self, update: StreamingUpdate) -> None:
-        """A session's next turn; its outputs go on in its stream. Raises: InvalidRequest, Draining."""
+        """Queue a session's next turn; its outputs continue in the session's stream. Raises: InvalidRequest, Draining."""
         if self.draining:
             raise Draining("the worker is draining")
         self._core.verify_update(update)
@@ -167,7 +167,7 @@ class EngineClient:
         self._thread.post(lambda core: core.add_request(request))
 
     def release(self, stream: OutputStream, on_ended: OnEnded | None = None) -> None:
-        """Nobody listens any more: abort the request, unless it has ended. Harmless when called again.
+        """The reader has left: abort the request, unless it has ended. Harmless when called again.
 
         on_ended: called once, in the asyncio thread, when the engine has nothing of the request any more.
         """
@@ -185,7 +185,7 @@ class EngineClient:
         self._thread.call_after_step(lambda: self._left(request_id, request))
 
     def _left(self, request_id: str, request: Request | None) -> None:
-        # only now: until here the engine's last outputs for it may come, which another of its name must not be given
+        # only now: until here the engine's last outputs may arrive, which another request of that name must not get
         self._taken.difference_update(self._sequence_ids.pop(request_id, ()))
         if (on_ended := self._leaving.pop(request_id, None)) is not None:
             on_ended(request)

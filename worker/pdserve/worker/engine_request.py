@@ -1,4 +1,4 @@
-"""From a prepared request to the engine's."""
+"""Makes an `EngineCoreRequest` from a `PreparedRequest`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_engine_request(
     local_prefill_tokens: int | None = None,
     resumable: bool = False,
 ) -> EngineCoreRequest:
-    """The engine's view of a request: all of its sequences, or the one that is resumed."""
+    """The `EngineCoreRequest` of a request: all of its sequences, or the one that is resumed."""
     resume = request.resume
     index = 0 if resume is None else resume.index
     return EngineCoreRequest(

@@ -1,4 +1,4 @@
-"""`WorkerIdentity`: who this worker is, in this life of it."""
+"""`WorkerIdentity`: the description of this epoch of this worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """What a worker says of itself in the first message of `Watch`, and in Redis."""
+    """Sent in the first message of `Watch`, and written to Redis."""
 
     peer: PeerId
     role: Role

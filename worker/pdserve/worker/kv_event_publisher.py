@@ -11,14 +11,14 @@ from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
 
 
 class KvEventPublisher:
-    """A copy of what the engine's pool knows, in the asyncio thread; one step behind at most."""
+    """A copy of the prefix cache's hashes, in the asyncio thread; one step behind at most."""
 
     def __init__(self) -> None:
         self.hashes: set[bytes] = set()
         self._followers: set[KvEventSubscriber] = set()
 
     def apply(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """What an engine step changed, by block hash."""
+        """Changes of an engine step, by block hash."""
         stored, removed = set(map(placement_hash, stored)), set(map(placement_hash, removed))
         self.hashes -= removed
         self.hashes |= stored
@@ -32,14 +32,14 @@ class KvEventPublisher:
         return follower
 
     def leave(self, follower: KvEventSubscriber) -> None:
-        """The follower hears nothing more; harmless when called again."""
+        """The subscriber gets nothing more; harmless when called again."""
         self._followers.discard(follower)
 
 
 class KvEventSubscriber:
-    """Collects changes until they are asked for. A slow follower gets fewer and larger ones.
+    """Collects changes until they are taken. A slow subscriber gets fewer and larger ones.
 
-    It keeps no more than twice the blocks that are held, and a few: beyond them it starts over, which says less.
+    It keeps at most twice the number of held blocks, and a few more; beyond that it starts over with a snapshot.
     """
 
     def __init__(self, cached: KvEventPublisher) -> None:
@@ -49,7 +49,7 @@ class KvEventSubscriber:
         self.start_over()
 
     def start_over(self) -> None:
-        """The next change clears, and tells everything that is held."""
+        """Make the next change a snapshot: cleared, and everything that is held."""
         self._cleared = True
         self._pending = dict.fromkeys(self._cached.hashes, True)
         self._changed.set()
@@ -67,7 +67,7 @@ class KvEventSubscriber:
         await self._changed.wait()
 
     def take(self) -> list[KvCacheEvents]:
-        """What has changed since the last call, in pieces of at most `MAX_HASHES`; empty when nothing has."""
+        """Changes since the last call, in pieces of at most `MAX_HASHES`; empty without any."""
         pending, self._pending = self._pending, {}
         cleared, self._cleared = self._cleared, False
         self._changed.clear()
@@ -80,7 +80,7 @@ class KvEventSubscriber:
         return [KvCacheEvents(cleared=True), *changes] if cleared else changes
 
     def close(self) -> None:
-        """Hear nothing more."""
+        """Stop collecting."""
         self._cached.leave(self)
 
 

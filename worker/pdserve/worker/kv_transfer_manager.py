@@ -1,7 +1,7 @@
 """`KvTransferManager`: moves the engine's KV blocks over any data-plane connector.
 
-The engine names requests and holds; transfers have ids, block numbers and streams. This class maps one to the other, in the
-asyncio thread, and keeps each hold from the message that brings it until the engine gets it back.
+The engine uses request ids and holds; the transfer side uses transfers, block numbers and streams. This class translates
+between them, in the asyncio thread. It keeps holds from the moment the engine sends them until they are returned.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ QUARANTINE_FULL_AFTER_S = 2.0
 QUARANTINE_MAX_SHARE = 0.1
 """Above this part of the pool in quarantine nothing new is received: reads that do not end would eat the pool up."""
 DIGEST_HERE_BYTES = 4 << 20
-"""Up to so many bytes are digested in the asyncio thread: half a millisecond, which is what another thread's answer costs."""
+"""Bytes that are digested in the asyncio thread, at most: this takes 0.5 ms, as long as handing them to another thread."""
 
 
 class _Source:
@@ -77,12 +77,12 @@ class _Receiver:
         self.landed = landed
         self.hold: PinnedBlocks | None = None
         self.num_staged = 0
-        """Of the hold's blocks, so many were landed and on their way to the device."""
+        """Blocks of the hold that have landed and are being copied to the device."""
         self.stream: asyncio.Task[None] | None = None
 
 
 class KvTransferManager:
-    """Lives in the asyncio thread."""
+    """All of it runs in the asyncio thread."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class KvTransferManager:
         self._closed = True
 
     def transfer(self, request_id: str) -> ReceiverTransfer | None:
-        """The transfer by which a request's blocks come here; None for a request without one, or whose has ended."""
+        """The transfer that delivers this request's blocks; None if there is none or it has ended."""
         receiver = self._receivers.get(request_id)
         return None if receiver is None else receiver.transfer
 
@@ -145,14 +145,14 @@ class KvTransferManager:
         return self._log.num_ended
 
     def transfers(self) -> TransfersPage:
-        """What is under way, and what has ended lately."""
+        """Transfers under way, and those that ended recently."""
         sources = [source_view(source.transfer, source.num_pinned) for source in self._sources.values()]
         return self._log.page(sources + [receiver_view(receiver.transfer) for receiver in self._receivers.values()])
 
     @property
     def is_quarantine_full(self) -> bool:
-        """Whether more than `QUARANTINE_MAX_SHARE` of the pool has waited for `QUARANTINE_FULL_AFTER_S` for reads that
-        nobody wants any more and that may still write to it."""
+        """Whether more than `QUARANTINE_MAX_SHARE` of the pool has waited for `QUARANTINE_FULL_AFTER_S` for abandoned reads
+        that may still write to it."""
         stats = self.engine.stats
         if stats.num_blocks_quarantined <= QUARANTINE_MAX_SHARE * stats.num_blocks_total:
             self._quarantine_since = None
@@ -178,7 +178,7 @@ class KvTransferManager:
                     self._forget_if_done(receiver)
 
     def verify_new(self, request_id: str) -> None:
-        """Raises: InvalidRequest where blocks of a request of this name still travel, or are about to."""
+        """Raises: InvalidRequest when blocks of a request of this name are still in transfer, or about to be."""
         if request_id in self._sources:
             raise InvalidRequest(f"request {request_id} is being transferred already", "request_id")
         if request_id in self._receivers:
@@ -231,7 +231,10 @@ class KvTransferManager:
                 source.transfer.computed(SourceResult(num_tokens, tokens))
 
     def _prefill_again(self, source: _Source) -> None:
-        """Wanted, but computed and gone before: most of it is cache. What was told of it then is not asked for again."""
+        """`Want` arrived after the prefill had ended and its blocks were reused: prefill again, mostly from cache.
+
+        Prompt log-probabilities and grammar are left out: the first run has served them.
+        """
         if source.wanted_from is not None and not source.transfer.has_ended and source.rerun_id is None:
             source.rerun_id = f"{source.request.request_id}+"
             self._reruns[source.rerun_id] = source
@@ -252,7 +255,7 @@ class KvTransferManager:
             return
         source.holds.append(message.hold)
         if (digest := source.transfer.digest) is None:
-            # nothing is published before Want, which comes over a stream
+            # nothing is published before Want, which arrives over a stream
             source.transfer.fail(InternalError("blocks are settled before a stream has agreed on their digest"))
             return
         if self._staged is None and len(message.hold) * self._pool.block_bytes <= DIGEST_HERE_BYTES:
@@ -285,9 +288,9 @@ class KvTransferManager:
         channel: ServiceChannel,
         done: Callable[[], None] | None = None,
     ) -> asyncio.Future[ReceiverTransfer]:
-        """Open the control stream for a request that is about to be submitted; resolves when all has landed.
+        """Open the control stream for a request that is about to be submitted; resolves when all blocks have landed.
 
-        done: called when the channel is not used any more, unless this raises.
+        done: called when the channel is no longer used, unless this raises.
         Raises: InvalidRequest when the request is being received already, TransferFailed when too much of the pool is in
         quarantine.
         """
@@ -367,7 +370,7 @@ class KvTransferManager:
                 receiver.landed.cancel()
 
     def _after_copies(self, then: Callable[[], None]) -> None:
-        """Go on when what has landed is on the device: copies that are under way still write blocks, and are still told."""
+        """Continue when landed blocks are on the device: copies under way still write blocks, and are still reported."""
         if self._staged is None or self._closed:
             then()
             return
@@ -380,7 +383,7 @@ class KvTransferManager:
 
 
 def _nothing() -> None:
-    """What the block thread does for those who only want to know that it has done the rest."""
+    """Run on the block thread to wait until its earlier work is done."""
 
 
 def _not_copied(error: BaseException) -> TransferFailed:

@@ -26,7 +26,7 @@ _V4_IN_V6 = "::ffff:"
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """What `/health` says; `ok` decides between 200 and 503."""
+    """The content of `/health`; `ok` decides between 200 and 503."""
 
     ok: bool
     status: str

@@ -17,7 +17,7 @@ from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ClientTls
 
 MAX_RECEIVED_BYTES = 2 << 20
-"""Of one message of a peer: the digests and locations of 65,536 blocks take 0.9 MB."""
+"""Bytes of one message of a peer: the digests and locations of 65,536 blocks take 0.9 MB."""
 MAX_IDLE_PEERS = 256
 """Channels that are kept though nothing uses them."""
 
@@ -29,7 +29,7 @@ class _Kept:
 
 
 class BorrowedChannel:
-    """A channel to one life of one peer that stays open until `give_back`."""
+    """A channel to one epoch of one peer that stays open until `give_back`."""
 
     def __init__(self, peers: PeerChannels, address: str, service: ServiceChannel) -> None:
         self.service = service
@@ -44,7 +44,7 @@ class BorrowedChannel:
 
 
 class PeerChannels:
-    """Lives in the asyncio thread. Of too many idle channels the least recently used goes; one in use never does."""
+    """Used in the asyncio thread. Of too many idle channels the least recently used is closed; one in use never is."""
 
     def __init__(self, signer: CallSigner, tls: ClientTls | None = None, *, insecure: bool = False) -> None:
         """insecure: without TLS, peers beyond loopback are connected to all the same."""
@@ -60,10 +60,10 @@ class PeerChannels:
         self._close_idle()
 
     def borrow(self, address: str, peer: WorkerKey) -> BorrowedChannel:
-        """The channel to a peer, made if need be; the caller gives it back. peer: the life that calls are signed for.
+        """The channel to a peer, made if necessary; the caller gives it back. peer: the epoch for which calls are signed.
 
-        Raises: InvalidRequest for anything but host:port, and for a peer beyond loopback that would be spoken to in the
-        clear without `insecure`.
+        Raises: InvalidRequest for anything but host:port, and for a peer beyond loopback that would be called without encryption
+        although `insecure` is not set.
         """
         kept = self._keep(address)
         kept.num_uses += 1

@@ -1,9 +1,10 @@
-"""`PrefillRate`: how fast an engine computes prompts, as it has lately.
+"""`PrefillRate`: the recent speed at which an engine computes prompts.
 
-    seconds of a step = what it costs anyway + prompt tokens / tokens_per_s
+    seconds of a step = constant cost + prompt tokens / tokens_per_s
 
-Both terms are fitted to what steps took, so that a worker whose prompts are mostly cached is not taken for a slow one: its
-steps compute few tokens and cost what a step costs. Steps of one size do not tell the two apart, and count as tokens alone.
+Both terms are fitted to the duration of steps, so that a worker whose prompts are mostly cached does not look slow: its
+steps compute few tokens and cost little more than the constant. Steps of one size cannot separate the two terms; all their
+time then counts for tokens.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 HALF_LIFE_S = 2.0
-"""Of what is measured, in seconds spent on prefill."""
+"""Half-life of measurements, in seconds spent on prefill."""
 KEPT_S = 15.0
-"""A rate older than this says nothing: a worker that was stopped for a moment, measured slow and therefore avoided would
+"""Seconds after which a rate is forgotten: a worker that was stopped for a moment, measured as slow and therefore avoided would
 never be measured again."""
 LEAST_SHARE = 0.1
-"""Of what steps take, tokens are believed to be at least this part, however little larger steps took more: that is noise."""
+"""Least part of a step's time that counts for tokens, even if larger steps took little longer: that is noise."""
 LEAST_SPREAD = 0.05
-"""Of the sizes of steps, as variance over the square of their mean, from which on a line is fitted."""
+"""Least spread of step sizes, as variance over the square of their mean, for which a line is fitted."""
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Of steps with weights: what a straight line is fitted to."""
+    """Weighted sums over steps, to which a straight line is fitted."""
 
     weight: float = 0.0
     tokens: float = 0.0
@@ -43,7 +44,7 @@ class _Sums:
 
     @property
     def token_s(self) -> float:
-        """Seconds of a token: the line's slope, or all seconds shared out where sizes differ too little for a line."""
+        """Seconds per token: the line's slope, or the total time per token if sizes differ too little for a line."""
         all_s = self.seconds / self.tokens
         spread = self.weight * self.tokens_squared - self.tokens**2
         if spread <= LEAST_SPREAD * self.tokens**2:
@@ -61,7 +62,7 @@ class PrefillRate:
         self._measured_at = 0.0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """A step of `seconds` computed so many prompt tokens. Harmless when it computed none."""
+        """Record a step of `seconds` that computed so many prompt tokens. Harmless when it computed none."""
         if num_tokens <= 0 or seconds <= 0:
             return
         if not self._is_known:

@@ -1,7 +1,7 @@
-"""`RedisPublisher`: keeps this worker's record, and the blocks it holds, in Redis.
+"""`RedisPublisher`: keeps this worker's record, and the hashes of its blocks, in Redis.
 
-The worker is the truth. What it says goes out in numbered batches, each one MULTI; each second it compares Redis with
-what it has said, and says everything again when the two differ. Nothing waits for any of this.
+The worker's state is authoritative. Changes are written in numbered batches, each one MULTI. Every second the worker compares Redis
+with what it has written, and writes everything again when the two differ. Nothing waits for any of this.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RedisPublisher:
         cached: KvEventPublisher,
         key: DeploymentKey,
     ) -> None:
-        """where: names the server, for the log. record: this life of this worker; its numbers are kept here.
+        """where: names the server, for the log. record: this epoch of this worker; its numbers are kept here.
 
         key: signs the record.
         """
@@ -76,9 +76,9 @@ class RedisPublisher:
             f"Redis at {where}", "the worker serves on, and routers that know it keep it; it is tried again", log
         )
         self.num_republished = 0
-        """How often everything was told again because Redis differed."""
+        """How often everything was written again because Redis differed."""
         self.num_conflicts = 0
-        """How often another life with this worker's id was seen in its record."""
+        """How often another epoch with this worker's id was found in its record."""
         self._redis = redis
         self._keys = Keys(namespace)
         self._record = record
@@ -88,11 +88,11 @@ class RedisPublisher:
         self._events_key = self._keys.events(*record.key)
         self._cached = cached
         self._published: set[bytes] = set()
-        """What the set in Redis should hold."""
+        """The intended content of the set in Redis."""
         self._comparable = False
-        """False until everything has been told, and after a batch that may have arrived or not."""
+        """False until everything has been written, and after a batch whose arrival is unknown."""
         self._superseded = False
-        """A later life has the record of this worker's id."""
+        """Whether a later epoch has the record of this worker's id."""
         self._clean_up = False
         """Something under our keys is not what we put there."""
         self._next_beat = 0.0
@@ -120,7 +120,7 @@ class RedisPublisher:
             follower.close()
 
     async def leave(self) -> None:
-        """Take back what this life has put into Redis, within `LEAVE_S`, and close the client."""
+        """Delete what this epoch has written to Redis, within `LEAVE_S`, and close the client."""
         try:
             async with asyncio.timeout(LEAVE_S):
                 await self._delete_record()
@@ -131,7 +131,7 @@ class RedisPublisher:
             await self._redis.aclose()
 
     async def _until_due(self, follower: KvEventSubscriber) -> None:
-        """Something has changed, or the next beat is due; never at once, so that changes come together."""
+        """Wait for a change or the next beat; never return at once, so that changes are batched."""
         await asyncio.sleep(PUBLISH_EVERY_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._next_beat - time.monotonic())):
@@ -162,7 +162,7 @@ class RedisPublisher:
         follower.start_over()
 
     async def _beat(self, follower: KvEventSubscriber) -> None:
-        """Compare, then refresh the record and the keys' lives."""
+        """Compare, then refresh the record and the keys' expiry."""
         reading = self._redis.pipeline(transaction=False)
         reading.hmget(self._worker_key, list(RECORD_FIELDS))
         reading.scard(self._blocks_key)
@@ -206,14 +206,14 @@ class RedisPublisher:
                 return False
         except InvalidRequest:
             return False
-        # a record that is missing or another life's is put right by the beat alone
+        # a record that is missing or of another epoch is corrected by the beat
         return stored is None or stored.epoch != self._record.epoch or stored.seq == self._record.seq
 
     def _notice_conflict(self, stored: WorkerRecord | None) -> None:
-        """Two lives with one id: the one that registered later has the record."""
+        """Resolve two epochs with one id: the one that registered later has the record."""
         ours = self._record
         if stored is None or (stored.registered_us, stored.epoch) <= (ours.registered_us, ours.epoch):
-            # nobody, this life, or one before it: that has ended, or yields when it sees this one's record
+            # no record, this epoch's, or an earlier one's: that has ended, or yields when it reads this record
             self._superseded = False
         elif not self._superseded:
             self._superseded = True
@@ -257,7 +257,7 @@ class RedisPublisher:
         writing.pexpire(self._events_key, _ms(BLOCKS_TTL_S))
 
     async def _delete_what_is_not_ours(self) -> None:
-        """A foreign value under one of our keys has failed us: the key is emptied, and everything told again."""
+        """A foreign value under one of the keys: delete the key, and write everything again."""
         asking = self._redis.pipeline(transaction=False)
         asking.type(self._worker_key)
         asking.type(self._keys.workers)

@@ -60,19 +60,19 @@ from pdserve.worker.worker_telemetry import WorkerTelemetry
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""How soon a transport thread gets the interpreter back from the engine thread; Python's own 5 ms is a step's length."""
+"""Seconds after which another thread gets the interpreter from the engine thread; Python's default of 5 ms is a step's length."""
 STOP_GRACE_S = 1.0
 HEALTH_EVERY_S = 0.25
 TICK_STILL_S = 3.0
-"""An engine whose loop has stood still for so long is stuck."""
+"""Seconds after which an engine whose loop makes no progress is stuck."""
 LAST_WORDS_S = 0.5
-"""What streams that are cut off have to tell their routers."""
+"""Seconds in which streams that are cut off must report that to their routers."""
 
 AddServicers = Callable[["Worker", grpc.aio.Server], list[str]]
 
 
 class Worker:
-    """One life of one worker. Made and used in the asyncio thread."""
+    """One epoch of one worker. Made and used in the asyncio thread."""
 
     def __init__(
         self,
@@ -186,21 +186,21 @@ class Worker:
         return prepared_from_wire(message, self.hasher, model.max_model_len, model.decoder.config.vocab_size)
 
     def verify_new(self, request: EngineCoreRequest) -> None:
-        """To be asked before anything is begun for a request: what ends with it is found by its name.
+        """Check before anything is begun for a request, since everything is found by its name at its end.
 
-        Raises: InvalidRequest for what the engine cannot serve, and where one of that name is here.
+        Raises: InvalidRequest for what the engine cannot serve, and when a request of that name is here.
         """
         self.engine.verify(request)
         self.adapter.verify_new(request.request_id)
 
     def _met(self, worker_id: str, epoch: int) -> None:
-        """A peer has come up: be ready to read from it, unless it is the other way round."""
+        """A peer has started: prepare to read from it, unless this worker is the source."""
         if not self._is_source:
             self.connectors.meet(worker_id, epoch)
 
     @property
     def receiving(self) -> ReceiverInfo:
-        """What this worker says when it attaches to a source."""
+        """The values that this worker sends when it attaches to a source."""
         return ReceiverInfo(
             identity=self.identity.peer,
             layout=self.model.layout,
@@ -278,7 +278,7 @@ class Worker:
             await asyncio.sleep(0.05)
         self.transfers.revoke_all(Draining("the source is draining"))
         if self.engine.num_streams:
-            # their routers hear why, and place them elsewhere
+            # their routers get the cause, and place them elsewhere
             self.engine.call(lambda core: core.fail_all(Draining("the worker has drained for as long as it may")))
             await asyncio.sleep(LAST_WORDS_S)
 

@@ -19,7 +19,7 @@ KNOWN_CONNECTORS = ("nixl", "tcp")
 
 
 class TransferCounts(Protocol):
-    """What metrics say of transfers, as it stands."""
+    """The transfers' current numbers, for metrics."""
 
     @property
     def num_open(self) -> int:

@@ -1,4 +1,4 @@
-"""`run_worker`: the life of a worker process, from settings to the last byte sent."""
+"""`run_worker`: runs a worker process from its settings to the end of its drain."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def run_worker(
         loop.add_signal_handler(number, leave.set)
     try:
         await worker.start()
-        # what is loaded stays: looking through all of it in a full collection would stop every stream for 0.1 s
+        # loaded objects remain: visiting all of them in a full collection would stop every stream for 0.1 s
         gc.freeze()
         if on_ready is not None:
             on_ready(worker.identity)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 1.0
 HANDSHAKE_S = 5.0
-"""How long a router may take for each of the first two messages of a watch."""
+"""Seconds for a router to send each of the first two messages of a watch."""
 BLOCKS_EVERY_S = 0.02
 _ROLES = {Role.PREFILL: worker_pb2.ROLE_PREFILL, Role.DECODE: worker_pb2.ROLE_DECODE}
 
@@ -57,7 +57,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._changed = asyncio.Event()
 
     def announce(self) -> None:
-        """Something changed that routers should hear of before the next second."""
+        """Report a change to routers before the next second."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -153,7 +153,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def _next(requests: AsyncIterator[worker_pb2.WatchRequest]) -> worker_pb2.WatchRequest:
-    """The next message of a handshake. Raises: KeyMismatch when none comes in time."""
+    """The next message of a handshake. Raises: KeyMismatch when none arrives in time."""
     try:
         async with asyncio.timeout(HANDSHAKE_S):
             return await anext(requests)

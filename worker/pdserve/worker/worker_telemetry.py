@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerTelemetry:
-    """Lives in the asyncio thread; `close` it."""
+    """Used in the asyncio thread; `close` it."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class WorkerTelemetry:
         return CallStats(call, request, headers, self._closed)
 
     def watch_redis(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
-        """Have metrics say how this service gets on with Redis; see `RedisCollector`."""
+        """Export metrics about this service's use of Redis; see `RedisCollector`."""
         self._registry.register(RedisCollector(breaker, events))
 
     def watch_tls(self, expiries: Callable[[], Mapping[PeerKind, float]]) -> None:
-        """Have metrics say how long certificates are valid; see `TlsCollector`."""
+        """Export the expiry of certificates; see `TlsCollector`."""
         self._registry.register(TlsCollector(expiries))
 
     async def exposition(self) -> bytes:
-        """The metrics as they stand."""
+        """The metrics now."""
         return await self._text.text()
 
     async def close(self) -> None:

@@ -83,10 +83,10 @@ def _workers(settings: RouterSettings) -> list[Finding]:
     tls = identity.client if identity is not None else None
     answers = [in_background(partial(_reach, role, address, tls), f"reach-{address}") for role, address in named]
     ends = time.monotonic() + ANSWER_S
-    return [_heard(answer, ends, address) for answer, (_, address) in zip(answers, named, strict=True)]
+    return [_finding(answer, ends, address) for answer, (_, address) in zip(answers, named, strict=True)]
 
 
-def _heard(answer: queue.SimpleQueue[Finding], ends: float, address: str) -> Finding:
+def _finding(answer: queue.SimpleQueue[Finding], ends: float, address: str) -> Finding:
     try:
         return answer.get(timeout=max(0.0, ends - time.monotonic()))
     except queue.Empty:

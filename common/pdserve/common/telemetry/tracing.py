@@ -1,6 +1,6 @@
-"""`Tracing`: spans made from recorded moments, after the fact; the only file that speaks OpenTelemetry's API.
+"""`Tracing`: makes spans from recorded timestamps when a call has ended; the only file that uses OpenTelemetry's API.
 
-Imported only by a process that traces (see `telemetry.py`). Names are those of DESIGN's span tree; `gen_ai.*` and
+Imported only by a process that traces (see `telemetry.py`). `docs/observability.md` shows the tree of spans; `gen_ai.*` and
 `error.type` are OpenTelemetry's semantic conventions.
 """
 

@@ -1,9 +1,9 @@
-"""`BlockPool`: which block is free, which holds a known prefix, who uses it. Only the engine thread touches it.
+"""`BlockPool`: the free blocks, the cached ones and their references. Only the engine thread touches it.
 
 A block is, at any time, exactly one of
 
-    free      nobody uses it, content unknown
-    cached    nobody uses it, content known by its hash: found again, or reused when free ones run out (least recent first)
+    free      no references, content unknown
+    cached    no references, content known by its hash: found again, or reused when free ones run out (least recent first)
     in use    at least one sequence or hold refers to it
 
 and free + cached + in use == total (I2).
@@ -29,16 +29,16 @@ class KVCacheBlock:
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
         self.life = 0
-        """Counts how often it was handed out: while it stands still, so does the content."""
+        """How often it was handed out; its content is unchanged while this count is."""
 
     def __repr__(self) -> str:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
 
 
 class PinnedBlocks:
-    """A move-only list of blocks: whoever has it owns one reference to each, and gives it up exactly once.
+    """A move-only list of blocks: its owner has one reference to each, and gives it up exactly once.
 
-    Made by the pool, handed to the transfer, returned to the pool through `HoldReturned`. Other threads read only
+    Made by the pool, passed to the transfer, returned to the pool through `HoldReturned`. Other threads read only
     `block_ids`.
     """
 
@@ -72,7 +72,7 @@ class BlockPool:
         # unused blocks, next to be taken first: free ones, then cached ones from the least recently used
         self._unused: OrderedDict[int, KVCacheBlock] = OrderedDict((block.block_id, block) for block in self.blocks)
         self._by_hash: dict[bytes, KVCacheBlock] = {}
-        # hash -> whether it is known now; only those of which the last `take_changes` said otherwise
+        # hash -> whether it is known now; only hashes for which the last `take_changes` reported the opposite
         self._changes: dict[bytes, bool] = {}
         self.num_cached = 0
         """Unused blocks whose content is known."""
@@ -95,7 +95,7 @@ class BlockPool:
         return self._by_hash.get(block_hash)
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
-        """`count` blocks of unknown content, one reference each. Raises: PoolCorrupt when so many are not available."""
+        """`count` blocks of unknown content, one reference each. Raises: PoolCorrupt when fewer are available."""
         if count > len(self._unused):
             raise PoolCorrupt(f"{count} blocks asked for, {len(self._unused)} available")
         taken = []
@@ -119,7 +119,7 @@ class BlockPool:
     def release(self, blocks: Sequence[KVCacheBlock], keep: bool = False) -> None:
         """One reference less to each. Later blocks of a sequence are reused first: a prefix is worth more than its end.
 
-        keep: blocks of unknown content are reused as late as known ones: somebody may come back for them.
+        keep: reuse blocks of unknown content as late as cached ones, since they may be revived.
         """
         for block in reversed(blocks):
             if block.ref_cnt <= 0:
@@ -170,7 +170,7 @@ class BlockPool:
             self._changes[block_hash] = known
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes that `find` knows and did not know at the last call, and those it does not know any more."""
+        """(stored, removed): hashes that `find` knows since the last call, and those that it no longer knows."""
         if not self._changes:
             return [], []
         changes, self._changes = self._changes, {}

@@ -1,4 +1,4 @@
-"""`KVCacheManager`: the block tables of sequences, and what of them the prefix cache knows.
+"""`KVCacheManager`: the block tables of sequences, and which of their blocks the prefix cache has.
 
 A sequence's tokens fall into half-open ranges:
 
@@ -25,7 +25,7 @@ from pdserve.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class KVCacheBlocks:
-    """A run of blocks from the start of a sequence."""
+    """Blocks from the start of a sequence."""
 
     blocks: tuple[KVCacheBlock, ...]
 
@@ -42,7 +42,7 @@ NO_BLOCKS = KVCacheBlocks(())
 
 @dataclass(frozen=True, slots=True)
 class RestingTable:
-    """A block table without references: good for as long as none of its blocks is handed out again."""
+    """A block table without references: valid while none of its blocks is handed out again."""
 
     blocks: tuple[KVCacheBlock, ...]
     lives: tuple[int, ...]
@@ -67,7 +67,7 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request, limit_tokens: int) -> KVCacheBlocks:
         """The longest run of the sequence's full blocks that the cache knows, over at most `limit_tokens` tokens.
 
-        Takes no reference: use the answer before anything else is allocated.
+        Takes no reference: use the result before anything else is allocated.
         """
         if request.skip_reading_prefix_cache:
             return NO_BLOCKS
@@ -82,7 +82,7 @@ class KVCacheManager:
     def num_blocks_missing(self, request: Request, num_tokens: int, computed: KVCacheBlocks = NO_BLOCKS) -> int:
         """Blocks that must come out of the pool so that `num_tokens` tokens have room.
 
-        Cached blocks that nobody uses count as well: touching them takes them out of what is available.
+        Cached blocks without references count, too: touching them takes them out of what is available.
         """
         table = self._tables.get(request.request_id)
         have = len(table) if table is not None else len(computed)
@@ -115,9 +115,9 @@ class KVCacheManager:
         return [block.block_id for block in (added or new)]
 
     def idle(self, request: Request) -> None:
-        """It computes nothing for a while: it keeps its blocks until others need them or `allocate_slots` is called.
+        """Keep the sequence's blocks until others need them or `allocate_slots` is called for it.
 
-        Who has lost them has no computed tokens any more, but may find them in the prefix cache.
+        A sequence whose blocks were taken has `num_computed_tokens == 0`; its prefix may still be in the cache.
         """
         self._idle[request.request_id] = request
 
@@ -131,10 +131,10 @@ class KVCacheManager:
         return False
 
     def fork(self, request: Request, other: Request) -> bool:
-        """A table for a sequence that goes on where another's prompt ends, with room for its first token.
+        """Make a table for a sequence that continues after another's prompt, with room for its first token.
 
         Full blocks are shared; a partial last one is copied before the next step computes (`take_copies`).
-        False means that there is no room, and nothing has changed.
+        False means that there are no blocks, and nothing has changed.
         """
         while self.pool.num_available < 1:
             if not self._take_from_idle(request):
@@ -164,7 +164,7 @@ class KVCacheManager:
         self.num_hit_tokens += hit_tokens
 
     def remember_computed(self, request: Request) -> None:
-        """Let the prefix cache know the sequence's full computed blocks; hashes blocks that output has filled."""
+        """Add the sequence's full computed blocks to the prefix cache; hashes blocks that output has filled."""
         first = self._num_remembered[request.request_id]
         full = request.num_computed_tokens // self.block_size
         if full <= first:
@@ -176,7 +176,7 @@ class KVCacheManager:
         self._num_remembered[request.request_id] = full
 
     def remember_received(self, request: Request, num_blocks: int) -> None:
-        """Let the prefix cache know the first `num_blocks` blocks, full ones only: their bytes are verified (I3)."""
+        """Add the first `num_blocks` blocks, full ones only, to the prefix cache: their bytes are verified (I3)."""
         full = min(num_blocks, request.num_given_tokens // self.block_size)
         table = self._tables[request.request_id]
         for index in range(self._num_remembered[request.request_id], full):
@@ -242,7 +242,7 @@ class KVCacheManager:
         return True
 
     def references(self) -> dict[int, int]:
-        """Block id -> references by block tables and by copies to come; for the pool check."""
+        """Block id -> references by block tables and by pending copies; for the pool check."""
         counts = Counter(source.block_id for source, _ in self._copies.values())
         for table in self._tables.values():
             for block in table:

@@ -1,4 +1,4 @@
-"""`PinTracker`: which blocks are out of the engine's hands, and for whom nobody waits any more."""
+"""`PinTracker`: the blocks that the transfer side holds, and those in quarantine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdserve.engine.kv_cache.block_pool import BlockPool, PinnedBlocks
 
 
 class PinTracker:
-    """Every hold goes out and comes back through here."""
+    """Every hold leaves and returns through this tracker."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -27,7 +27,7 @@ class PinTracker:
         self._pool.take_back(hold)
 
     def quarantine(self, block_ids: set[int]) -> None:
-        """Nobody waits for these any more, but an unfinished read may still write them."""
+        """These blocks' request has ended, but an unfinished read may still write them."""
         self._quarantined.update(block_ids)
 
     @property

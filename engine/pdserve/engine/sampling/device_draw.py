@@ -1,8 +1,8 @@
-"""Stages 7 to 9 of the sampler where the logits lie on a device: the rules of `kept_tokens.py` and `token_draw.py`.
+"""Stages 7 to 9 of the sampler for logits on a device: the rules of `kept_tokens.py` and `token_draw.py`.
 
-Everything of the vocabulary's size stays on the device. What comes to the host are the few tokens whose noise can decide,
-and they get it there, from the same function. Exponentials of the device may differ from the processor's in the last
-place, so a token at the very border of top_p may be kept here and not there.
+Everything of the vocabulary's size stays on the device. Only the few tokens whose noise can decide are copied to the host,
+where the same function gives their noise. Exponentials of the device may differ from the processor's in the last
+place, so a token at the border of top_p may be kept here and not there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tokens the grammars of a step's rows allow: their bitmasks together, applied in one call."""
+"""`GrammarMask`: the tokens that the grammars of a step's rows allow, applied in one call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pdserve.engine.scheduler_output import GrammarOutput
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
-    """What one step's rows may sample."""
+    """The grammar masks of one step's rows."""
 
     places: list[int]
     """Rows of the logits that have a grammar, `[M]`."""
     allowed: Tensor
-    """`[M, V]` bool: whether a token may come."""
+    """`[M, V]` bool: whether a token is allowed."""
 
     def apply(self, logits: Tensor) -> None:
         """logits `[N, V]`; changed in place: tokens that a row's grammar does not allow get -inf."""
@@ -34,7 +34,7 @@ class GrammarMask:
     def of_step(
         cls, grammar: GrammarOutput, row_of: Mapping[str, int], rows: NDArray[np.int64], vocab_size: int
     ) -> GrammarMask | None:
-        """For logits `[N, V]` whose row i is the batch's row `rows[i]`; None when no row has a grammar.
+        """The mask for logits `[N, V]` whose row i is the batch's row `rows[i]`; None when no row has a grammar.
 
         row_of: req_id -> row of the batch. At the end of a prompt, all sequences that continue it have its row.
         """

@@ -28,11 +28,11 @@ from pdserve.engine.sampling.scratch import Scratch
 
 MASS_OF_HIGHEST = 2.0**34
 _NO_MASS = np.float32(-25)
-"""y below which a token has no mass."""
+"""Scaled logit y below which a token has no mass."""
 LOWEST = np.finfo(np.float32).min
 """Of the finite numbers."""
 FEW = 32
-"""Where at most one token in FEW is in question, a list of them costs less than the whole vocabulary."""
+"""If at most one token in FEW is in question, a list of them costs less than the whole vocabulary."""
 _BUCKETS = 2048
 _DIGIT_BITS = 11
 _FEWEST_BLOCKS = 1024
@@ -40,7 +40,7 @@ _FEWEST_BLOCKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What R rows ask, `[R]` each."""
+    """Parameters of R rows, `[R]` each."""
 
     temperature: NDArray[np.float32]
     """Above 0."""
@@ -50,7 +50,7 @@ class Cut:
     min_p: NDArray[np.float32]
 
     def of(self, rows: slice | NDArray[np.int64]) -> Cut:
-        """What some of the rows ask."""
+        """Parameters of some of the rows."""
         return Cut(self.temperature[rows], self.top_p[rows], self.top_k[rows], self.min_p[rows])
 
 
@@ -162,7 +162,7 @@ def _border_of_top_p(
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """Some tokens of every row, at least one each, row after row and by id within a row."""
+    """Some tokens of every row, at least one each, ordered by row and by id within a row."""
 
     vocab_size: int
     places: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""The sampler's stage of plug-ins: each runs once a step over all rows that ask for it."""
+"""The sampler's stage of plug-ins: each runs once per step over all rows that ask for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ProcessorCall:
     rows: list[LogitsRow]
 
     def run(self, logits: Tensor, failed: dict[int, InternalError]) -> None:
-        """logits `[N, V]`; changed in place. failed: place -> why; rows in it are left alone, and more may come in."""
+        """logits `[N, V]`; changed in place. failed: index -> cause; rows in it are skipped, and others may be added."""
         turn = [(place, row) for place, row in zip(self.places, self.rows, strict=True) if place not in failed]
         if not turn:
             return
@@ -58,7 +58,7 @@ class ProcessorCall:
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessorStage:
-    """What one step's rows ask, in the order in which each asks."""
+    """The plug-ins of one step's rows, in the order in which each row names them."""
 
     starvation: list[ProcessorCall]
 
@@ -71,7 +71,7 @@ class LogitsProcessorStage:
 
 
 class PluginTable:
-    """What the sequences in the batch ask of plug-ins, by row."""
+    """The plug-ins of the sequences in the batch, by row."""
 
     def __init__(self, processors: LogitsProcessors) -> None:
         self._processors = processors

@@ -1,8 +1,8 @@
-"""`LogitsProcessors`: what changes logits by a rule of its own, installed at the server and named by requests.
+"""`LogitsProcessors`: plug-ins that change logits, installed at the server and named by requests.
 
 A plug-in is an entry point of the group `pdserve.logits_processors`: a callable without parameters that makes a
-`LogitsProcessor`. Its name there is what a request names. No code ever comes with a request, and an installed plug-in is
-imported only when the setting `logits_processors` names it: any dependency may bring entry points of its own.
+`LogitsProcessor`. Requests name it by its entry point's name. No code comes with a request, and an installed plug-in is
+imported only when the setting `logits_processors` names it, since any dependency may have entry points of its own.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class LogitsRow:
 
 
 class LogitsProcessor(Protocol):
-    """A plug-in. It keeps nothing of a sequence: prefill, decode and an engine after a preemption each see the whole."""
+    """A plug-in. It keeps no state of a sequence: prefill, decode and an engine after a preemption each see the whole sequence."""
 
     def check(self, args: Mapping[str, Any], vocab_size: int) -> None:
-        """Called once a request, in any thread. Raises: ValueError saying what of the arguments it cannot work with."""
+        """Called once per request, in any thread. Raises: ValueError naming the argument that it cannot work with."""
 
     def apply(self, logits: Tensor, rows: Sequence[LogitsRow]) -> None:
-        """Change logits `[R, V]` float32 in place; row r is that of `rows[r]`. Called once a step, in the engine's thread.
+        """Change logits `[R, V]` float32 in place; row r is that of `rows[r]`. Called once per step, in the engine's thread.
 
-        What an earlier stage has put out of reach stays so. An error, or a NaN, ends the request whose row it is.
+        Tokens that an earlier stage excluded remain excluded. An error, or a NaN, ends the request of that row.
         """
 
 
 class LogitsProcessors:
-    """Those that an engine has."""
+    """The loaded plug-ins of an engine."""
 
     def __init__(self, loaded: Mapping[str, LogitsProcessor] | None = None) -> None:
         self._loaded = dict(loaded or {})

@@ -19,7 +19,7 @@ class RawLogprobs:
     rows: NDArray[np.int64]
     """`[R]` rows of the logits."""
     num_top: NDArray[np.int64]
-    """`[R]` most likely tokens each wants, beside the sampled one."""
+    """`[R]` most likely tokens to report per row, beside the sampled one."""
     values: Tensor
     """`[R, V]` float32."""
 
@@ -51,12 +51,12 @@ class RawLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LogprobsTensors:
-    """One token a row. K is the most that any row asks for."""
+    """Log-probabilities of one token per row. K is the largest number of most likely tokens that a row asks for."""
 
     rows: NDArray[np.int64]
     """`[R]` rows of the logits."""
     num_top: NDArray[np.int64]
-    """`[R]` of the K most likely tokens, so many are each row's."""
+    """`[R]` how many of the K most likely tokens each row asks for."""
     logprob_token_ids: Tensor
     """`[R, 1 + K]`, the sampled token first."""
     logprobs: Tensor

@@ -1,8 +1,8 @@
-"""Penalties for tokens that a sequence has already.
+"""Penalties for tokens that a sequence already contains.
 
-Everything here is sparse and without a history of its own: the tokens are those of the batch, so that a sequence that
-comes back after a preemption, or from prefill, is penalised as if it had never been away. A penalty costs what the
-sequence has of tokens, not the vocabulary; sequences without one cost nothing.
+Everything here is sparse and keeps no history: the tokens are those of the batch, so that a sequence that
+returns after a preemption, or comes from prefill, is penalised as if it had never left. A penalty costs the
+number of the sequence's tokens, not the vocabulary; sequences without one cost nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.sampling.sparse_indices import SparseIndices
 
 MAX_REPETITION = 2.0**64
-"""A repetition penalty beyond it, or below its inverse, counts as this much: with float32 a logit stays a finite number."""
+"""Largest repetition penalty, and the inverse of the smallest; others are clamped: with float32 a logit stays finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What one step's rows ask. A token stands in the entries as often as in its sequence. None: no row asks."""
+    """Penalties of one step's rows. A token occurs in the entries as often as in its sequence. None: no row asks."""
 
     repeated: SparseIndices | None = None
     """Tokens of prompt and output."""
@@ -40,7 +40,7 @@ class Penalties:
         if self.repeated is not None and self.repetition is not None:
             index, factor = self.repeated.index(logits), torch.from_numpy(self.repetition).to(logits)
             values = logits[index]
-            # read before the first is written: a token that comes again gets the same value again
+            # all are read before the first is written: a token that occurs again gets the same value again
             logits[index] = torch.where(values > 0, values / factor, values * factor)
         if self.in_output is not None and self.frequency is not None and self.presence is not None:
             index = self.in_output.index(logits)

@@ -1,8 +1,8 @@
-"""`Sampler`: from logits to one token a row, in fixed stages over the whole batch.
+"""`Sampler`: samples one token per row from logits, in fixed stages over the whole batch.
 
     1. log-probabilities of the logits as they are, for rows that ask for them (`logprobs.py`)
-    2. structured_outputs: tokens that the grammar does not allow get -inf (`grammar_bitmask.py`); then allowed_token_ids:
-       all others do (`token_mask.py`, to stage 4)
+    2. structured_outputs: tokens that the grammar does not allow get -inf (`grammar_mask.py`); then allowed_token_ids:
+       all others get it (`token_mask.py`, to stage 4)
     3. bad_words, and EOS and stop tokens before min_tokens, get -inf
     4. logit_bias is added
     5. logits_processors: plug-ins, in the order in which a row names them (`logits_plugin_stage.py`)
@@ -41,7 +41,7 @@ SAMPLER_VERSION = 2
 """Part of a worker's identity: workers of one version sample the same tokens. Raised with any change of stages 7 to 9."""
 
 _BLOCK_LOGITS, _BLOCK_ROWS = 1 << 18, 128
-"""At once, at most: arrays of this size stay in the processor's cache."""
+"""Logits and rows processed at once: arrays of this size stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,13 @@ class SamplerOutput:
 
     sampled_token_ids: NDArray[np.int64]
     logprobs: LogprobsTensors | None = None
-    """Of the rows that ask."""
+    """Log-probabilities of the rows that ask."""
     failed: Mapping[int, InternalError] = field(default_factory=dict)
     """Row -> why its request must end: a plug-in failed on it. Its token means nothing."""
 
 
 class Sampler:
-    """One call a step. Keeps memory from one call to the next, and nothing else."""
+    """Called once per step. Keeps scratch memory from one call to the next, and no other state."""
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -101,7 +101,7 @@ class Sampler:
         on_host = logits.device.type == "cpu"
         values = logits.numpy() if on_host else None
         sampled, highest = device_draw.most_likely(logits) if values is None else _most_likely(values)
-        # a row whose highest logit is no number or infinite has no distribution: it keeps the most likely token
+        # a row whose highest logit is NaN or infinite has no distribution: it keeps the most likely token
         rows = np.flatnonzero((metadata.temperature > 0) & np.isfinite(highest))
         if len(rows):
             cut = Cut(metadata.temperature[rows], metadata.top_p[rows], metadata.top_k[rows], metadata.min_p[rows])

@@ -1,4 +1,4 @@
-"""`SparseIndices`: single places in a step's logits, as index arrays."""
+"""`SparseIndices`: single entries of a step's logits, as index arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One token out of those that are kept: the highest sum `y + gumbel`, in float32; of equal sums the lowest id.
+"""Draws one of the kept tokens: the highest sum `y + gumbel`, in float32; of equal sums the lowest id.
 
 `y` is the scaled logit (`kept_tokens.py`), `gumbel` the token's noise (`seeded_uniform.py`). The highest sum falls on each kept
 token with its probability among them.
@@ -35,7 +35,7 @@ class NoiseRows:
     positions: NDArray[np.int64]
 
     def of(self, rows: slice | NDArray[np.int64]) -> NoiseRows:
-        """Those of some of the rows; a row may come more than once."""
+        """The noise of some of the rows; a row may occur more than once."""
         return NoiseRows(self.seeds[rows], self.indexes[rows], self.positions[rows])
 
 

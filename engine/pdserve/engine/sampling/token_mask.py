@@ -1,7 +1,7 @@
-"""Rules about single tokens: which are allowed, which are forbidden now, which get a bias.
+"""Rules about single tokens: allowed ones, forbidden ones, and biases.
 
-What a sequence asks is turned into arrays when it enters the batch; a step only gathers those of the rows it samples.
-Everything here is sparse: a rule costs what it names, not the vocabulary.
+A sequence's parameters become arrays when it enters the batch; a step only gathers those of the rows that it samples.
+Everything here is sparse: a rule costs the number of tokens that it names, not the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.sampling.sparse_indices import SparseIndices
 
 _ANY = -1
-"""Stands in a bad word's prefix where it is shorter than the longest, and before the first output token."""
+"""Padding of a bad word's prefix that is shorter than the longest, and of positions before the first output token."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """What one step's rows ask. None: no row does."""
+    """Token rules of one step's rows. None: no row has any."""
 
     allowed: SparseIndices | None = None
     """In rows that are named here, only these tokens."""
@@ -57,7 +57,7 @@ class BadWords:
         self._last = np.array([sequence[-1] for sequence in sequences], dtype=np.int64)
 
     def forbidden_after(self, output: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Token ids that would complete a sequence."""
+        """Token ids that would complete a forbidden sequence."""
         length = self._prefixes.shape[1]
         end = np.full(length, _ANY, dtype=np.int64)
         known = min(length, len(output))
@@ -80,7 +80,7 @@ class _RowRules:
 
 
 def _row_rules(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> _RowRules | None:
-    """None for a sequence that asks nothing of the kind."""
+    """The rules of a sequence; None without any."""
     if not (params.min_tokens or params.logit_bias or params.bad_words_token_ids or params.allowed_token_ids):
         return None
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}

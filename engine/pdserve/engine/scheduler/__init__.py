@@ -1,1 +1,1 @@
-"""Which tokens a step computes: waiting queues, running batch, step results, remote KV."""
+"""The scheduler: waiting queues, running batch, step results, remote KV."""

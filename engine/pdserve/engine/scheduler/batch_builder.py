@@ -1,4 +1,4 @@
-"""`BatchBuilder`: a step being put together."""
+"""`BatchBuilder`: collects the sequences and tokens of one step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pdserve.engine.scheduler_output import SchedulerOutput
 
 
 class BatchBuilder:
-    """What is left of the budget, and what has been chosen so far."""
+    """The tokens left in the budget, and the choices so far."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self.budget = max_num_batched_tokens
@@ -24,12 +24,12 @@ class BatchBuilder:
         self.budget -= num_tokens
 
     def schedule_new(self, request: Request, num_tokens: int) -> None:
-        """The same, for a sequence that enters the batch in this step."""
+        """Schedule a sequence that enters the batch in this step."""
         self.new_requests.append(request)
         self.put(request, num_tokens)
 
     def unschedule(self, request: Request) -> None:
-        """It was preempted. Harmless when it had no part in the step."""
+        """Remove a preempted sequence. Harmless when it had no part in the step."""
         self.preempted = True
         self.budget += self.output.num_scheduled_tokens.pop(request.request_id, 0)
         self.output.scheduled_cached_reqs.new_block_ids.pop(request.request_id, None)

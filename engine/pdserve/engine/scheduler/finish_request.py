@@ -1,4 +1,4 @@
-"""`FinishRequest`: how a sequence leaves the engine. Its end is told once, and every part that may know it forgets it."""
+"""`FinishRequest`: the one way in which a sequence leaves the engine: its end is reported once, and every part drops it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdserve.engine.structured_outputs.structured_output_manager import Structur
 
 
 class FinishRequest:
-    """Whatever the cause: its last token, an abort, an error, or that the rest is decoded elsewhere."""
+    """Ends sequences for any cause: last token, abort, error, or decoding elsewhere."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class FinishRequest:
         admission: WaitingQueues,
         grammars: StructuredOutputManager,
         receives: RemoteKvQueue,
-        siblings: SequenceGroup,
+        group: SequenceGroup,
         outputs: OutputCollector,
     ) -> None:
         """requests: the scheduler's living sequences, which those that end are taken from."""
@@ -35,7 +35,7 @@ class FinishRequest:
         self._admission = admission
         self._grammars = grammars
         self._receives = receives
-        self._group = siblings
+        self._group = group
         self._outputs = outputs
 
     def finish(
@@ -48,12 +48,12 @@ class FinishRequest:
         cause: PdServeError | None = None,
         pooling_output: list[float] | None = None,
     ) -> None:
-        """End a sequence, or all that would have continued its prompt, in whatever state it is, and tell so."""
+        """End a sequence in any state, or all that would have continued its prompt, and report that."""
         self._outputs.tokens(request, new_token_ids or [], status, new_logprobs, cause, pooling_output=pooling_output)
         if request.num_sequences > 1:
             if request.grammar is not None:
                 request.grammar.close()
-            request.grammar = None  # none of them goes on from its place
+            request.grammar = None  # no sequence continues its state
             for sequence in request.fork():
                 self._outputs.tokens(sequence, [], status, cause=cause)
         if Wait.REMOTE_KV in request.waits_for:
@@ -61,7 +61,7 @@ class FinishRequest:
         self.forget(request, status)
 
     def forget(self, request: Request, status: RequestStatus) -> None:
-        """It is over, and what there is to tell has been told."""
+        """Remove a sequence whose end has been reported from every part."""
         self._admission.remove(request)
         self._grammars.forget(request)
         if request.grammar is not None:

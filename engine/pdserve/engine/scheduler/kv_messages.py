@@ -1,17 +1,17 @@
-"""The seam between engine and transfer: the messages, and what the scheduler asks of a `KvOutbox`.
+"""Messages between engine and transfers, and `KvOutbox`, by which the scheduler sends them.
 
 Only the engine thread touches block tables and request states; only the transfer side touches sockets. They exchange
 these values over two queues and share nothing else. A late, repeated or unknown event is counted and dropped.
 
-    out of the engine                               into the engine
-    -----------------                               ---------------
-    ReceiveInto   room is reserved, pull            Landed          so many blocks are here, verified
-    StopReceiving give the holds back               SourceFinished  the source is done: count, first token
-    Settled       these blocks are final            ReceiveFailed   the transfer is over, for this cause
-    Missed        wanted too late: compute again    HoldReturned    nobody reads or writes these any more
-                                                    NeedBlocks      go on in other blocks
-                                                    Want            the receiver has room: publish
-                                                    Revoke          the transfer ended before release
+    out of the engine                                 into the engine
+    -----------------                                 ---------------
+    ReceiveInto    blocks are reserved: pull          Landed          the first blocks are here, verified
+    StopReceiving  return the holds                   SourceFinished  the source is done: count, first token
+    Settled        these blocks are final             ReceiveFailed   the transfer is over, with its cause
+    Missed         `Want` too late: compute again     HoldReturned    no read or write of these is under way
+                                                      NeedBlocks      go on in other blocks
+                                                      Want            the receiver has reserved blocks: publish
+                                                      Revoke          the transfer ended before release
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ReceiveInto:
 
 @dataclass(frozen=True, slots=True)
 class StopReceiving:
-    """The request has ended, or has no room: no more is wanted; every hold comes back when it is safe."""
+    """The request has ended, or has no blocks: return every hold when it is safe."""
 
     request_id: str
 
@@ -52,7 +52,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Source side: `Want` came for a sequence that has ended and lost its blocks. It must be computed again."""
+    """Source side: `Want` came for a sequence that has ended and whose blocks were reused. It must be computed again."""
 
     request_id: str
 
@@ -70,7 +70,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class SourceFinished:
-    """The source computed the whole prompt; count and request digest were compared by whoever sends this."""
+    """The source computed the whole prompt; the sender of this has compared count and request digest."""
 
     request_id: str
     num_tokens: int
@@ -80,7 +80,7 @@ class SourceFinished:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveFailed:
-    """The transfer failed; the request ends with `cause`, and the router decides what comes next."""
+    """The transfer failed; the request ends with `cause`, and the router decides about another attempt."""
 
     request_id: str
     cause: PdServeError
@@ -88,7 +88,7 @@ class ReceiveFailed:
 
 @dataclass(frozen=True, slots=True)
 class HoldReturned:
-    """A hold, or a part of one after a split, comes back: nobody reads or writes these blocks any more."""
+    """A hold, or a part of one after a split, is returned: no read or write of these blocks is under way."""
 
     request_id: str
     hold: PinnedBlocks
@@ -113,7 +113,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Source side: the transfer ended before release; a request still computing for it ends."""
+    """Source side: the transfer ended before release; a request that still computes for it ends."""
 
     request_id: str
 
@@ -122,14 +122,14 @@ IntoEngine = Landed | SourceFinished | ReceiveFailed | HoldReturned | NeedBlocks
 
 
 class KvOutbox(Protocol):
-    """The scheduler's side of the seam. Its one implementation is the worker's seam adapter."""
+    """Takes the scheduler's messages to the transfer side. Implemented by the worker's `KvTransferManager`."""
 
     def send(self, message: OutOfEngine) -> None:
         """Called by the engine thread; returns at once and raises nothing."""
 
 
 class NoTransfers:
-    """The `KvOutbox` of an engine that stands alone: nothing is ever sent to it."""
+    """The `KvOutbox` of an engine without transfers: nothing is ever sent to it."""
 
     def send(self, message: OutOfEngine) -> None:
         raise RuntimeError(f"an engine without transfers sent {type(message).__name__}")

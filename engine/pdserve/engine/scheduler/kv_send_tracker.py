@@ -1,8 +1,8 @@
-"""`KvSendTracker`: hands final blocks of wanted sequences to the transfer, each once.
+"""`KvSendTracker`: passes final blocks of wanted sequences to the transfer, each once.
 
-A prefill that ends before anybody wants it has ended for the engine: its blocks are free, first their content known,
-then reused. Most are wanted a moment later, so its table is remembered without references: if no block has been handed
-out since, everything is published without computing anything again; otherwise the transfer side hears `Missed`.
+A prefill that ends before `Want` *rests*: its blocks are given up, first cached, then reused. `Want` mostly follows soon, so the
+block table is remembered without references: if no block has been handed out since, everything is published without
+computing anything again; otherwise `Missed` is sent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdserve.engine.scheduler.kv_messages import KvOutbox, Missed, Settled
 
 
 class KvSendTracker:
-    """The source side of the seam, inside the scheduler. Nothing leaves before `Want`."""
+    """The source side of transfers, inside the scheduler. No block is published before `Want`."""
 
     def __init__(self, kv: KVCacheManager, holds: PinTracker, connector: KvOutbox) -> None:
         self._kv = kv
@@ -22,20 +22,20 @@ class KvSendTracker:
         self._connector = connector
         self._resting: dict[str, tuple[Request, RestingTable]] = {}
         self.device_event: object | None = None
-        """On a GPU: of the last step; whatever is final was written before it."""
+        """On a GPU: event of the last step; every final block was written before it."""
 
     def rest(self, request: Request) -> None:
-        """It ended unwanted: let its blocks go, but remember where they are. `forget` follows when its transfer ends."""
+        """The sequence ended before `Want`: give up its blocks, but remember its table. `forget` follows when its transfer ends."""
         self._resting[request.request_id] = (request, self._kv.rest(request))
 
     def forget(self, request_id: str) -> None:
-        """Its transfer has ended. Harmless when it does not rest."""
+        """Its transfer has ended. Harmless when it is not resting."""
         self._resting.pop(request_id, None)
 
     def want_ended(self, request_id: str, first_index: int) -> bool:
-        """Somebody wants a sequence that has ended: publish it if it rests whole, say `Missed` if not.
+        """`Want` for a sequence that has ended: publish it if its blocks are unchanged, else send `Missed`.
 
-        False when it does not rest: it was served before, or its transfer is over.
+        False when it is not resting: it was served before, or its transfer is over.
         """
         if (resting := self._resting.pop(request_id, None)) is None:
             return False

@@ -1,4 +1,4 @@
-"""`OutputCollector`: what a step has to say of each sequence, until the engine takes it."""
+"""`OutputCollector`: collects the outputs of a step until the engine takes them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pdserve.engine.request import FINISH_REASONS, Request, RequestStatus
 
 
 class OutputCollector:
-    """One line an event of a sequence; `take` empties it."""
+    """Methods add one output per event of a sequence; `take` empties it."""
 
     def __init__(self) -> None:
         self._outputs: list[EngineCoreOutput] = []
 
     def take(self) -> list[EngineCoreOutput]:
-        """What has happened since the last call."""
+        """Outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -40,7 +40,7 @@ class OutputCollector:
         awaits_input: bool = False,
         pooling_output: list[float] | None = None,
     ) -> None:
-        """New tokens of a sequence, its end, or both. status: what it, or its turn, ends with; None when it goes on."""
+        """New tokens of a sequence, its end, or both. status: final status of the sequence or its turn; None while it continues."""
         if status is not None:
             request.mark("finished")
         first_or_last = status is not None or not request.has_emitted

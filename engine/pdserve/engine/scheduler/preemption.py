@@ -22,8 +22,8 @@ class Preemption:
         admission: WaitingQueues,
         evict: Callable[[Request], bool],
     ) -> None:
-        """evict: ends a sequence that still waits for remote KV in favour of a running one, the argument; returns
-        whether room is on its way back."""
+        """evict: ends a sequence that still waits for remote KV in favour of a running one, the argument; returns whether
+        blocks are about to be returned."""
         self._kv = kv
         self._running = running
         self._admission = admission
@@ -43,14 +43,14 @@ class Preemption:
                 step.preempted = True
                 return self._kv.allocate_slots(request, num_tokens)
             if victim is None:
-                return None  # only pinned sources run: it goes on when one of them is done
+                return None  # only pinned sources run: it continues when one of them is done
             self._preempt(step, victim)
             if victim is request:
                 return None
         return added
 
     def give_way(self, step: BatchBuilder) -> bool:
-        """Preempt every running transfer that nobody wants yet; whether there was one."""
+        """Preempt every running source without `Want`; returns whether there was one."""
         unwanted = self._running.unwanted_sources()
         for request in unwanted:
             self._preempt(step, request)
@@ -62,7 +62,7 @@ class Preemption:
         self.lose_blocks(request)
 
     def lose_blocks(self, request: Request) -> None:
-        """It ran, but has no part in a step: it waits for room, to be computed again."""
+        """Preempt a running sequence without a part in the step: it waits for blocks, to be computed again."""
         self.num_preemptions += 1
         request.num_preemptions += 1
         request.note(EngineCoreEventType.PREEMPTED)

@@ -4,7 +4,7 @@
         |                       |
         +------- stop ----------+------- fail
 
-Parked sequences cost a step nothing: only events touch them.
+Parked sequences cost a step nothing: only events change them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pdserve.engine.scheduler.starvation_guard import StarvationGuard
 RETURNS_WITHIN_S = 1.5
 """Room that a parked sequence gave back is waited for this long; reads that have not ended by then may never end."""
 Ready = tuple[Request, tuple[int, ...]]
-"""A request that has everything it waited for, and the first token of each of its sequences, sampled at the source."""
+"""A request that has everything it waited for, with the first token of each of its sequences, sampled at the source."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Receive:
 
 
 class RemoteKvQueue:
-    """The receiving side of the seam, inside the scheduler."""
+    """The receiving side of transfers, inside the scheduler."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RemoteKvQueue:
         self._unreserved = starvation.watch(RequestQueue())
         self._receiving: dict[str, Receive] = {}
         self.num_parked = 0
-        """Sequences of prompts that hold blocks; each will want to grow."""
+        """Sequences of prompts that hold blocks; each will need further ones."""
         self._room_expected_until = 0.0
         """`time.monotonic()` seconds."""
 
@@ -88,15 +88,15 @@ class RemoteKvQueue:
         self._unreserved.append(request)
 
     def cancel_remote(self, request: Request) -> None:
-        """The sequence is computed here after all: whatever was begun to receive it ends."""
+        """The sequence is computed here after all: end what was begun to receive it."""
         self._connector.send(StopReceiving(request.request_id))
 
     def reserve(self, num_growing: int) -> None:
-        """Reserve room in the queue's order, passing over at most `look_ahead` sequences that do not fit yet.
+        """Reserve blocks in the queue's order, passing over at most `look_ahead` sequences that do not fit yet.
 
-        num_growing: sequences outside this class that may need a further block; one is kept free for each, and for
-        each parked one, so that what was promised to them cannot be given away here. Beside others, a prompt that
-        several sequences will continue takes its room only with one for each further of them.
+        num_growing: other sequences that may need a further block. One block is kept free for each of them, and for each
+        parked one, so that blocks promised to them are not given away here. Beside others, a prompt that several sequences
+        will continue gets its blocks only with one for each further sequence.
         """
         for request in self._unreserved.first(self._config.look_ahead + 1):
             if self._starvation.must_wait(request):
@@ -138,7 +138,7 @@ class RemoteKvQueue:
         self._room_expected_until = time.monotonic() + RETURNS_WITHIN_S
 
     def expects(self, event: Landed | SourceFinished | NeedBlocks) -> bool:
-        """Whether the event says something new about a sequence that is being received."""
+        """Whether the event is new for a sequence that is being received."""
         receive = self._receiving.get(event.request_id)
         if receive is None:
             return False
@@ -147,7 +147,7 @@ class RemoteKvQueue:
                 return receive.num_landed < event.num_blocks <= receive.num_blocks
             case SourceFinished():
                 return receive.finished is None
-            case NeedBlocks():  # what has landed stays where it is
+            case NeedBlocks():  # landed blocks remain where they are
                 first, end = receive.first_index + receive.num_landed, receive.first_index + receive.num_blocks
                 return event.num_blocks > 0 and first <= event.first_index <= end - event.num_blocks
 
@@ -176,7 +176,7 @@ class RemoteKvQueue:
         return self._ready(receive)
 
     def returned(self, request_id: str, block_ids: tuple[int, ...]) -> Ready | None:
-        """Blocks came back from the transfer; returns the request if that completes it."""
+        """Blocks were returned by the transfer; returns the request if that completes it."""
         receive = self._receiving.get(request_id)
         if receive is None:
             return None

@@ -7,7 +7,7 @@ from pdserve.engine.request import Request
 
 
 class RequestQueue:
-    """Lowest `Request.priority` first, then first come, first served; removal from anywhere."""
+    """Lowest `Request.priority` first, then first come, first served; any request can be removed."""
 
     def __init__(self) -> None:
         self._requests = PriorityQueue[Request]()
@@ -16,7 +16,7 @@ class RequestQueue:
         self._requests.append(request.request_id, request, request.priority)
 
     def insert(self, request: Request) -> None:
-        """Ahead of those at the end of the queue that came after it, and of the same priority."""
+        """Insert before those at the end of the queue that arrived later and have the same priority."""
         self._requests.insert(
             request.request_id, request, request.priority, lambda other: request.arrival < other.arrival
         )

@@ -8,12 +8,12 @@ from pdserve.engine.request import Request
 
 
 class RunningBatch(Mapping[str, Request]):
-    """request_id -> sequence; remembers who left until the model runner has been told."""
+    """request_id -> sequence; records which sequences left until the model runner is informed."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
         self._forking: dict[str, Request] = {}
-        """Those whose prompt several sequences will continue here."""
+        """Sequences whose prompt several sequences will continue here."""
         self._left: list[str] = []
 
     def __getitem__(self, request_id: str) -> Request:
@@ -37,21 +37,21 @@ class RunningBatch(Mapping[str, Request]):
             self._left.append(request.request_id)
 
     def take_finished_ids(self) -> list[str]:
-        """Who left since the last call."""
+        """Ids of sequences that left since the last call."""
         left, self._left = self._left, []
         return left
 
     def requeue_finished_ids(self, left: list[str]) -> None:
-        """The runner has not been told of these: it is told next time."""
+        """Report these again with the next step: the runner has not seen them."""
         self._left = left + self._left
 
     def decoding(self) -> list[Request]:
-        """Sequences that compute one token a step, by priority."""
+        """Sequences that compute one token per step, by priority."""
         decoding = [request for request in self._requests.values() if request.num_uncomputed_tokens == 1]
         return sorted(decoding, key=lambda request: request.priority)
 
     def prefilling(self) -> list[Request]:
-        """Sequences with more than one token to compute, by priority; without transfers that nobody wants."""
+        """Sequences with more than one token to compute, by priority; without sources that have no `Want`."""
         filling = [
             request
             for request in self._requests.values()
@@ -60,11 +60,11 @@ class RunningBatch(Mapping[str, Request]):
         return sorted(filling, key=lambda request: request.priority)
 
     def running_ahead(self) -> list[Request]:
-        """Transfers that nobody wants yet, with more than one token to compute."""
+        """Sources without `Want`, with more than one token to compute."""
         return [request for request in self.unwanted_sources() if request.num_uncomputed_tokens > 1]
 
     def unwanted_sources(self) -> list[Request]:
-        """Transfers that nobody wants yet."""
+        """Sources without `Want`."""
         return [request for request in self._requests.values() if request.is_unwanted_source]
 
     @property
@@ -77,9 +77,9 @@ class RunningBatch(Mapping[str, Request]):
         return sum(request.num_uncomputed_tokens for request in self._requests.values())
 
     def victim(self) -> Request | None:
-        """Transfers nobody wants yet first, then the lowest priority, then who loses least, then the newest.
+        """The sequence to preempt: first sources without `Want`, then by lowest priority, least lost work, latest arrival.
 
-        Never a wanted transfer. None when nothing else runs.
+        Never a wanted source. None when nothing else runs.
         """
         return min(
             (request for request in self._requests.values() if not request.is_pinned_source),

@@ -1,4 +1,4 @@
-"""`SequenceGroup`: how the sequences of a request part from each other once its prompt is computed, and which of them live."""
+"""`SequenceGroup`: forks the sequences of a request once its prompt is computed, and tracks those that live."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 
 
 class SequenceGroup:
-    """Living ones by the request's own id; those of a request with one sequence are not kept."""
+    """Live sequences by the request's own id; requests with one sequence are not listed."""
 
     def __init__(
         self,
@@ -33,12 +33,12 @@ class SequenceGroup:
     def fork(self, request: Request, token_ids: Sequence[int]) -> list[tuple[Request, RequestStatus | None]] | None:
         """Append a token to a sequence, or the first ones to all that continue its prompt.
 
-        Returns them, in the order of their indexes, with what each has ended with; those that go on have their place.
+        Returns them in the order of their indexes, each with its final status or None; those that continue are queued or running.
         None when a token does not fit the request's grammar: then nothing has changed.
         """
         sequences = [request] if request.num_sequences == 1 else [request, *request.fork()]
         ends: list[RequestStatus | None] = []
-        # the request itself last: whatever does not fit leaves it as it was, standing for all of them
+        # the request itself last: a token that does not fit leaves it unchanged, representing all of them
         for sequence, token_id in reversed(list(zip(sequences, token_ids, strict=True))):
             ends.insert(0, sequence.append_output(token_id, self._config.max_model_len))
             if ends[0] is RequestStatus.FINISHED_ERROR:
@@ -54,11 +54,11 @@ class SequenceGroup:
                 if sequence is not request and ended_with is None:
                     self._enter(sequence, request)
         elif len(sequences) > 1:
-            _close_grammars(sequences[1:])  # they go on elsewhere
+            _close_grammars(sequences[1:])  # they continue elsewhere
         return list(zip(sequences, ends, strict=True))
 
     def _enter(self, sequence: Request, begins_as: Request) -> None:
-        """A sequence that has just parted from another waits for its place in the batch."""
+        """Queue a forked sequence for the batch."""
         if self._kv.fork(begins_as, sequence):
             self._admission.add_ready(sequence)
             return
@@ -67,14 +67,14 @@ class SequenceGroup:
         self._preemption.lose_blocks(sequence)
 
     def remove(self, request: Request) -> None:
-        """It has ended. Harmless when it was never here."""
+        """A sequence has ended. Harmless when it was never here."""
         if (living := self._of.get(request.core.request_id)) is not None:
             living.pop(request.index, None)
             if not living:
                 del self._of[request.core.request_id]
 
     def of(self, request_id: str) -> list[Request]:
-        """Empty for a request that is unknown, has not forked, or has ended."""
+        """Live sequences of a request; empty if it is unknown, has not forked, or has ended."""
         return list(self._of.get(request_id, {}).values())
 
 

@@ -1,8 +1,8 @@
-"""`Sessions`: what the end of a turn and the input for the next one mean to a resumable sequence.
+"""`Sessions`: ends and begins the turns of a resumable sequence.
 
     RUNNING --end_turn--> WAITING_FOR_STREAMING_REQ --resume--> WAITING --> RUNNING
 
-Between turns it costs a step nothing, and keeps its blocks until somebody else needs them.
+Between turns a session costs a step nothing, and keeps its blocks until other sequences need them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sessions:
     def end_turn(
         self, request: Request, ended_with: RequestStatus, token_id: int, logprobs: LogprobsLists | None
     ) -> None:
-        """Its last token ended the turn, not the session."""
+        """The last token ended the turn, not the session."""
         self._outputs.tokens(request, [token_id], ended_with, logprobs, awaits_input=True)
         self._running.leave(request)
         self._kv.idle(request)

@@ -1,9 +1,10 @@
-"""`StarvationGuard`: who may not be passed any more.
+"""`StarvationGuard`: bounds how often waiting sequences are passed by others.
 
-A sequence that finds no room is passed by others that find some. Twice that ends: while a preempted sequence waits, no
-new work of its priority or a worse one gets room; and whoever heads a queue and has been passed `max_overtakes` times
-by later arrivals is *overdue*: nothing of its priority or a worse one gets new blocks until it has its own.
-Sequences that hold blocks already go on, end, and so make that room.
+A sequence that does not fit is passed by others that do, with two limits. While a preempted sequence waits, no
+new work of its priority or a worse one gets blocks. And the first of a queue that later arrivals have passed `max_overtakes`
+times is *overdue*: nothing of its priority or a worse one gets new blocks until it has its own.
+
+Sequences that already hold blocks continue, end, and so free blocks.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ class StarvationGuard:
         self._max_overtakes = max_overtakes
         self._queues: list[RequestQueue] = []
         self.preempted = RequestQueue()
-        """Sequences that lost their blocks and come before all new work."""
+        """Sequences that lost their blocks and precede all new work."""
         self.overdue = RequestQueue()
-        """Those that nothing passes any more; each is in the queue that it waits in as well."""
+        """Sequences that nothing passes any more; each is also in its own queue."""
 
     def watch(self, queue: RequestQueue) -> RequestQueue:
         """Count how often its head is passed."""
@@ -29,7 +30,7 @@ class StarvationGuard:
         return queue
 
     def placed(self, request: Request) -> None:
-        """It got room: whoever is at the head of a queue and came earlier was passed."""
+        """The sequence got blocks: earlier arrivals at the heads of queues were passed."""
         self.overdue.remove(request)
         for queue in self._queues:
             head = queue.peek()
@@ -39,11 +40,11 @@ class StarvationGuard:
                     self.overdue.append(head)
 
     def ended(self, request: Request) -> None:
-        """It does not wait for room any more. Harmless when it did not."""
+        """The sequence no longer waits for blocks. Harmless when it did not."""
         self.overdue.remove(request)
 
     def must_wait(self, request: Request) -> bool:
-        """Whether this new work must let somebody go first, though there may be room."""
+        """Whether this new work must wait for another sequence although it would fit."""
         return any(
             first is not None and first is not request and first.priority <= request.priority
             for first in (self.preempted.peek(), self.overdue.peek())

@@ -1,4 +1,4 @@
-"""`StepResults`: what a step's result means to the sequences in it: KV computed, blocks published, tokens appended, ends."""
+"""`StepResults`: applies a step's result to its sequences: KV computed, blocks published, tokens appended, ends."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, Schedul
 
 
 class StepResults:
-    """The second half of a step: the scheduler chose what to compute, now it has been computed."""
+    """The second half of a step, after the scheduler's choice has been computed."""
 
     def __init__(
         self,
         requests: Mapping[str, Request],
         kv: KVCacheManager,
         sources: KvSendTracker,
-        siblings: SequenceGroup,
+        group: SequenceGroup,
         sessions: Sessions,
         outputs: OutputCollector,
         endings: FinishRequest,
@@ -33,14 +33,14 @@ class StepResults:
         self._requests = requests
         self._kv = kv
         self._sources = sources
-        self._group = siblings
+        self._group = group
         self._sessions = sessions
         self._outputs = outputs
         self._endings = endings
         self.num_computed_prompt_tokens = 0
 
     def update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
-        """Called once a step, with what was asked for and what came of it."""
+        """Called once per step, with its work and its result."""
         self._book_computed(scheduled, computed)
         place = 0
         while place < len(computed.req_ids):
@@ -61,7 +61,7 @@ class StepResults:
             self._endings.finish(self._requests[request_id], RequestStatus.FINISHED_STOPPED, pooling_output=values)
 
     def _book_computed(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
-        """KV of the step's tokens is there: it may be cached and published."""
+        """The KV of the step's tokens exists: cache and publish it."""
         computed_at = time.monotonic()
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             request = self._requests[request_id]
@@ -80,7 +80,7 @@ class StepResults:
                 self._sources.publish(request)
 
     def _append(self, request: Request, token_ids: list[int], logprobs: list[LogprobsLists | None]) -> None:
-        """A sequence's new token; at the end of a prompt the first one of each sequence that continues it."""
+        """Append a sequence's new token, or at the end of a prompt the first one of each sequence that continues it."""
         if NO_TOKEN in token_ids:
             self._endings.finish(request, RequestStatus.FINISHED_ERROR, cause=_no_token_left(request))
             return

@@ -1,4 +1,4 @@
-"""`TransferEvents`: what an event of the seam means, given what the engine has now.
+"""`TransferEvents`: applies an event from the transfer side to the state of the engine.
 
 Late, repeated and unknown events are counted and dropped (I9).
 """

@@ -1,8 +1,8 @@
-"""`WaitingQueues`: sequences that wait for a place in the batch, and the rule by which one gets it.
+"""`WaitingQueues`: sequences that wait to enter the batch, and the rule by which one is admitted.
 
-Tried by priority, and among equals in this order: preempted (their work is half done), ready (their KV has landed and
-holds blocks already), overdue (passed too often), wanted transfers (another worker has reserved room for them), the
-rest, and last the transfers that nobody wants yet. Who keeps whom waiting stands in `StarvationGuard`; a ready one always passes.
+They are tried by priority, and among equals in this order: preempted (their work is half done), ready (their KV has landed in
+blocks that they hold), overdue (passed too often), wanted sources (another worker has reserved blocks for them), the
+others, and last sources without `Want`. `StarvationGuard` decides which of them block others; a ready one always passes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class WaitingQueues:
         self._ready = RequestQueue()
         self._wanted = starvation.watch(RequestQueue())
         self._waiting = starvation.watch(RequestQueue())
-        # what these wait for is to be wanted, not room: no turn of theirs can come
+        # sources without `Want` wait for that, not for blocks, so they are not watched for starvation
         self._unwanted = RequestQueue()
         self._queues = (self._preempted, self._ready, self._wanted, self._waiting, self._unwanted)
         self._num_tokens: dict[str, int] = {}
-        """What each sequence brought to `num_waiting_tokens`."""
+        """Tokens of each sequence within `num_waiting_tokens`."""
         self.num_waiting_tokens = 0
 
     def __len__(self) -> int:
@@ -47,16 +47,16 @@ class WaitingQueues:
 
     @property
     def num_ready(self) -> int:
-        """Sequences that hold blocks already and will want to grow."""
+        """Sequences that already hold blocks and will need further ones."""
         return len(self._ready)
 
     @property
     def num_preempted(self) -> int:
-        """Sequences that lost their blocks and come before all new work."""
+        """Sequences that lost their blocks and precede all new work."""
         return len(self._preempted)
 
     def add(self, request: Request) -> None:
-        """In its place by arrival, though its grammar may have come after others' requests."""
+        """Insert by arrival, although its grammar may have been compiled after later requests arrived."""
         self._count(request)
         if request.is_unwanted_source:
             self._unwanted.insert(request)
@@ -87,9 +87,9 @@ class WaitingQueues:
         self.num_waiting_tokens += request.num_uncomputed_tokens
 
     def candidates(self, after_preemption: bool) -> list[Request]:
-        """What this step may try, in order: bounded, however many wait.
+        """Sequences that this step may try, in order: a bounded number, however many wait.
 
-        after_preemption: blocks have just run out, so only sequences that hold theirs already may come in.
+        after_preemption: blocks have just run out, so only sequences that already hold theirs may enter.
         """
         limit = self._config.max_num_seqs + self._config.look_ahead
         ready = self._ready.first(limit)
@@ -105,9 +105,9 @@ class WaitingQueues:
     ) -> int | Refusal | PdServeError:
         """Give a sequence its blocks and take it off the queue.
 
-        num_growing: sequences that run or are being received: one block stays free for each, and for each ready one;
-        beside others, a prompt that several sequences will continue comes in only with one for each further of them.
-        Returns how many tokens it computes in this step, or why it cannot come in, or what ends it.
+        num_growing: sequences that run or are being received. One block stays free for each of them, and for each ready one;
+        beside others, a prompt that several sequences will continue is admitted only with one for each further sequence.
+        Returns the number of tokens that it computes in this step, or why it cannot enter, or the error that ends it.
         """
         if request in self._ready:
             return self._admit_ready(request, budget)
@@ -170,9 +170,9 @@ class WaitingQueues:
         return any(cap is not None and uncached > cap for cap in caps)
 
     def prefers_local(self, request: Request) -> bool:
-        """Whether a request whose KV is to come from elsewhere is cheaper to finish here.
+        """Whether a request that waits for remote KV is cheaper to prefill here.
 
-        That is so when the cache has a part of its prompt and no more is missing than pays here.
+        True when the cache has a part of its prompt and no more is uncached than `local_prefill_tokens`.
         """
         limit = request.core.local_prefill_tokens
         if limit is None or request.sampling_params.prompt_logprobs is not None:

@@ -15,23 +15,23 @@ class Grammar(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Nothing can follow. Without EOS tokens this may turn true a step after the last token."""
+        """Whether nothing can follow. Without EOS tokens this may become true a step after the last token."""
 
     @property
     def failure(self) -> PdServeError | None:
-        """What ends the sequence: its grammar costs more than it may, or the process that held it is gone."""
+        """The error that ends the sequence: its grammar exceeds its budget, or its process has ended. None without one."""
 
     @property
     def is_prompt(self) -> bool:
-        """The mask of the next token is there, or the last one took so little time that a step may wait for it."""
+        """Whether the next mask is there, or the last one was so fast that a step may wait for it."""
 
     def accept(self, token_id: int) -> bool:
-        """Go on by one token; False, and nothing changed, when it cannot come here."""
+        """Advance by one token. False, with nothing changed, when the token is not allowed here."""
 
     def allowed(self, until: float) -> NDArray[np.uint8] | None:
-        """Which tokens may come next: `[W]` bytes, a bit per token, the lowest first; the caller must not change them.
+        """The tokens that may come next: `[W]` bytes, a bit per token, the lowest first; the caller must not change them.
 
-        until: `time.monotonic()` seconds at which to give up. None: the mask has not come by then.
+        until: `time.monotonic()` seconds at which to give up. None: the mask has not arrived by then.
         """
 
     def fork(self) -> Grammar:

@@ -47,11 +47,11 @@ log = logging.getLogger(__name__)
 NUM_COMPILING = 2
 """Grammars that are compiled at a time."""
 MAX_PROCESSES = 64
-"""Grammars that are held at a time, by default; as many as sequences run in a step."""
+"""Compiled grammars that are kept, by default; as many as sequences run in a step."""
 MAX_IDLE_PROCESSES = 16
 """Processes kept though no sequence uses them: further requests often ask for the same form."""
 START_S = 60.0
-"""How long the fork server may take to import what it needs and to read the vocabulary."""
+"""Seconds for the fork server to import what it needs and to read the vocabulary."""
 _NO_DESCRIPTOR = -1
 _LOOK_EVERY_S = 0.25
 _CLOSE_S = 5.0
@@ -72,7 +72,7 @@ class _Held:
     waiting: list[GrammarJob] = field(default_factory=list)
     """Jobs that wait until it is compiled."""
     opening: dict[int, GrammarJob] = field(default_factory=dict)
-    """Jobs whose `Opened` is to come, by slot."""
+    """Slot -> job whose `Opened` is awaited."""
 
     @property
     def is_idle(self) -> bool:
@@ -112,7 +112,7 @@ class GrammarCompiler:
         self._held: dict[Key, _Held] = {}
         """Longest unused first."""
         self._by_number: dict[int, _Held] = {}
-        """Those whose process has not ended."""
+        """Processes that have not ended."""
         self._server: GrammarForkServer | None = None
         self.is_starting = False
         """The fork server is not ready yet: seconds, on a busy machine more. Any thread may read it."""
@@ -126,7 +126,7 @@ class GrammarCompiler:
     # ---- any thread
 
     def submit(self, job: GrammarJob) -> None:
-        """Compile it when its turn comes, or find it compiled. The engine's thread calls this."""
+        """Compile the grammar when it is its turn, or reuse a compiled one. The engine's thread calls this."""
         if self._is_closing:
             return
         if self._thread is None:
@@ -231,7 +231,7 @@ class GrammarCompiler:
         self._selector.register(process.control, selectors.EVENT_READ, process.number)
         return held
 
-    # ---- what processes say
+    # ---- messages of processes
 
     def _receive_from_process(self, held: _Held) -> None:
         try:
@@ -310,7 +310,7 @@ class GrammarCompiler:
         self._stop_server()
 
     def _ended(self, held: _Held, status: int) -> None:
-        """A process is gone, with what it was to do."""
+        """A process has ended, with its pending jobs."""
         self._drop(held)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(held.process.control)

@@ -29,7 +29,7 @@ from pdserve.engine.structured_outputs.grammar_messages import (
 )
 
 _END_S = 2.0
-"""How long the program may take to end once its socket is closed."""
+"""Seconds for the program to end after its socket is closed."""
 _INHERITED = ("HOME", "LANG", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
 _INHERITED_BEGINNINGS = ("LC_", "LD_", "PYTHON")
 _ENVIRONMENT = {
@@ -99,7 +99,7 @@ class GrammarForkServer:
         return SpawnedProcess(self._num_spawned, control, steps, progress)
 
     def kill(self, number: int) -> None:
-        """End a process, whatever it does."""
+        """Kill a process in any state."""
         with contextlib.suppress(OSError):
             self._socket.send(encode(Kill(number)))
 
@@ -113,7 +113,7 @@ class GrammarForkServer:
         return None
 
     def close(self) -> None:
-        """End it and every process under it. Waits until it is gone."""
+        """End it and every process under it; waits until it has ended."""
         self._socket.close()
         try:
             self._program.wait(_END_S)

@@ -24,9 +24,9 @@ from pdserve.engine.structured_outputs.grammar_messages import (
 )
 
 PROMPT_US = 5_000
-"""A sequence whose last token took its process no longer than this is computed before its next mask has come."""
+"""A sequence whose last token took its process at most so many seconds is scheduled before its next mask has arrived."""
 NUM_PATIENT = 32
-"""Tokens for which a sequence whose mask came late is computed only when its mask is there."""
+"""Tokens for which a sequence whose mask was late is scheduled only when its mask has arrived."""
 _OUTCOMES = frozenset(map(int, Outcome))
 _MAX_OPERATIONS = 4096
 """In one packet."""
@@ -156,7 +156,7 @@ class GrammarHost:
 
     @property
     def is_awaited(self) -> bool:
-        """True while a record is to come."""
+        """Whether a record is awaited."""
         return bool(self._awaited) and not self.is_lost
 
     def new_slot(self) -> int:
@@ -173,7 +173,7 @@ class GrammarHost:
         self._grammars[slot] = grammar
 
     def remove(self, slot: int) -> None:
-        """A sequence is over: free its slot."""
+        """Free the slot of an ended sequence."""
         self._awaited.discard(slot)
         self._operations = [asked for asked in self._operations if asked[1] != slot]
         if slot in self._known and not self.is_lost:
@@ -185,7 +185,7 @@ class GrammarHost:
             self._steps.close()
 
     def awaits(self, slot: int) -> bool:
-        """True while the record of this slot is to come."""
+        """Whether the record of this slot is awaited."""
         return slot in self._awaited and not self.is_lost
 
     def ask(self, operation: Operation, slot: int, value: int) -> None:
@@ -208,7 +208,7 @@ class GrammarHost:
                 return
 
     def receive(self, until: float, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Take in what has come, and wait for more until then, unless it is enough."""
+        """Receive arrived records, and wait for more until `until`, unless `is_enough` returns true."""
         while not self.is_lost:
             try:
                 packet = self._steps.recv(MAX_PACKET_BYTES)
@@ -231,7 +231,7 @@ class GrammarHost:
                     grammar.took(known, int(record["spent_us"]), self._limits, record["allowed"])
 
     def _lose(self) -> None:
-        """The process is gone. The request that it worked for is the cause; the others may go on elsewhere."""
+        """The process has ended. The request that it worked for caused it; the others may continue elsewhere."""
         self.is_lost = True
         self._steps.close()
         slot = int(self._progress[0])
@@ -249,7 +249,7 @@ class GrammarHost:
                 grammar.failure = Overloaded(f"the process that held the grammar of {FIELD} has ended")
 
     def process_ended(self, *, engine_ended: bool = False) -> None:
-        """Close the socket as soon as no sequence is left. The other thread calls this when the process is gone or unused.
+        """Close the socket as soon as no sequence is left. The other thread calls this when the process has ended or is unused.
 
         engine_ended: no step follows, whatever sequences are left.
         """
@@ -278,13 +278,13 @@ class GrammarHosts:
         self._awaited |= asked
 
     def receive(self) -> None:
-        """Take in what has come."""
+        """Receive arrived records."""
         for host in self._awaited:
             host.receive(0.0)
         self._awaited = {host for host in self._awaited if host.is_awaited}
 
     def wait(self, timeout_s: float) -> None:
-        """Until something comes. Returns at once when nothing is to come."""
+        """Wait until a record arrives. Returns at once when none is awaited."""
         descriptors = [host.fileno() for host in self._awaited if host.is_awaited]
         if descriptors:
             poll = select.poll()

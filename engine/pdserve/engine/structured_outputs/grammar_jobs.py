@@ -15,16 +15,16 @@ Deliver = Callable[[Grammar | PdServeError], None]
 
 @dataclass(frozen=True, slots=True)
 class GrammarJob:
-    """A request's demand for a grammar."""
+    """A request for a compiled grammar."""
 
     params: StructuredOutputsParams
     eos_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
-    """Output that the sequence begins with: its grammar goes on after it."""
+    """Output that the sequence already has: the grammar continues after it."""
     is_wanted: Callable[[], bool]
     """False once the request has ended. Any thread calls it."""
     begins: Callable[[], None]
-    """Called when its turn has come. From here on it is the grammar that takes the time, not those before it."""
+    """Called when compiling begins. From here on the grammar itself takes the time, not earlier jobs."""
     deliver: Deliver
     """Takes the grammar, or why there is none. Called once, in the compiler's thread; never for a job not wanted."""
     tenant: bytes = b""
@@ -32,7 +32,7 @@ class GrammarJob:
 
 
 class JobQueue:
-    """Tenants in turn, and each tenant's jobs in the order in which they came."""
+    """Jobs of tenants in turn, and of each tenant in order of arrival."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[bytes, deque[GrammarJob]] = OrderedDict()

@@ -47,9 +47,9 @@ class GrammarMatcher:
         vocab_size: int,
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        """A place after `output_token_ids`, which a sequence that is resumed has already.
+        """State after `output_token_ids`, which a resumed sequence already has.
 
-        eos_token_ids: may come where the grammar may end; without any, it ends as soon as it can.
+        eos_token_ids: allowed where the grammar may end; without any, the grammar ends as soon as it can.
         vocab_size: of the model's logits. Raises: PeerError when the tokens do not fit.
         """
         self._vocab_size = vocab_size
@@ -62,7 +62,7 @@ class GrammarMatcher:
         self.replay(output_token_ids)
 
     def replay(self, output_token_ids: Sequence[int]) -> None:
-        """Go on by tokens that earlier attempts gave. Raises: PeerError when one does not fit."""
+        """Advance by tokens of earlier attempts. Raises: PeerError when one does not fit."""
         for token_id in output_token_ids:
             if not self.accept(token_id):
                 raise PeerError(
@@ -147,7 +147,7 @@ def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> 
     except PdServeError:
         raise
     except Exception as error:
-        # a program over the client's text: whatever it stumbles on is about this request
+        # a program over the client's text: any error concerns this request
         told = _LOCATION.sub("", str(error)).strip()[:_MAX_TOLD_CHARS] or "xgrammar cannot deal with it"
         raise InvalidRequest(f"{FIELD} cannot be compiled: {told}", FIELD) from error
 
@@ -195,7 +195,7 @@ def _schemas_in(tag: Any) -> Iterator[Any]:
 
 
 def _from_older_form(tag: dict[str, Any]) -> dict[str, Any]:
-    """`structures` and `triggers`, which vLLM takes too, as what they stand for."""
+    """The current form of `structures` and `triggers`, which vLLM accepts, too."""
     tags = [
         {
             "type": "tag",

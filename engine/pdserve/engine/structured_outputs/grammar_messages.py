@@ -38,7 +38,7 @@ class GrammarLimits(msgspec.Struct, frozen=True, array_like=True):
     kill_s: float = 0.25
     """The same; the process is killed then, if that has not ended by itself."""
     request_s: float = 1.0
-    """All sequences of a request together; what `per_token_s` gives comes on top."""
+    """Processor time of all sequences of a request together, seconds; `per_token_s` adds to it."""
     per_token_s: float = 0.005
     """For each token of the request's sequences."""
     memory_mib: int = 2048
@@ -54,7 +54,7 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """End a process, whatever it does. Harmless when it has ended."""
+    """Kill a process in any state. Harmless when it has ended."""
 
     process: int
 
@@ -77,7 +77,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """Begin a sequence, or give it more of the output that it begins with."""
+    """Begin a sequence, or send more of the output that it already has."""
 
     slot: int
     eos_token_ids: tuple[int, ...]
@@ -88,14 +88,14 @@ class Open(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """The first word of a process. error: what is told to the client; empty: it is compiled."""
+    """First message of a process. error: for the client; empty: it is compiled."""
 
     error: str = ""
     is_clients_fault: bool = True
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """A sequence has its place."""
+    """A sequence is open."""
 
     slot: int
     allowed: bytes
@@ -140,7 +140,7 @@ class Outcome(enum.IntEnum):
 
 
 HEADER = np.dtype([("slot", np.int32), ("outcome", np.int32), ("spent_us", np.int32)])
-"""How a record begins; what is allowed next follows it."""
+"""Header of a record; the mask of the next token follows it."""
 
 
 def record_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -185,9 +185,9 @@ NOBODY = -1
 
 
 def map_progress(descriptor: int) -> NDArray[np.int32]:
-    """`[1]`, in memory that worker and process share: the slot that is being matched, or was last; at first `NOBODY`.
+    """`[1]`, in memory that worker and process share: the slot that is or was matched last; initially `NOBODY`.
 
-    A process that is killed cannot report for which sequence it worked.
+    A killed process cannot report the sequence for which it worked.
     """
     return np.frombuffer(mmap.mmap(descriptor, mmap.PAGESIZE), np.int32, 1)
 

@@ -87,14 +87,14 @@ class ForkServer:
                 for descriptor, _ in poll.poll():
                     if descriptor == self._woken:
                         self._reap()
-                    elif not self._obey():
+                    elif not self._serve_message():
                         return
         finally:
             for process_id in self._process_ids:
                 os.kill(process_id, signal.SIGKILL)
 
-    def _obey(self) -> bool:
-        """One message. False: the worker is gone."""
+    def _serve_message(self) -> bool:
+        """Handle one message. False: the worker has ended."""
         packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 3)
         if not packet:
             return False
@@ -113,7 +113,7 @@ class ForkServer:
         return True
 
     def _become(self, spawn: Spawn, control: int, steps: int, progress: int) -> None:
-        """The child's life."""
+        """Run the child process."""
         for descriptor in (self._control.detach(), self._woken, self._wake):
             os.close(descriptor)
         ends = WorkerEnds(socket.socket(fileno=control), socket.socket(fileno=steps), map_progress(progress))

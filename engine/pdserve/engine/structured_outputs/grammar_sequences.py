@@ -33,7 +33,7 @@ from pdserve.engine.structured_outputs.grammar_messages import (
 )
 
 _IDLE_AFTER_S = 0.02
-"""A process in which a token took longer runs from then on only on processors that are idle otherwise."""
+"""Seconds for a token after which a process runs only on processors that are otherwise idle."""
 _FLUSH_AFTER_S = 0.001
 """Records of one packet are sent together, unless the next takes longer than this."""
 
@@ -50,7 +50,7 @@ class WorkerEnds:
 
 @dataclass(slots=True)
 class _Budget:
-    """A request's use of processor time, all its sequences together."""
+    """A request's use of processor time by all its sequences together."""
 
     spent_s: float = 0.0
     first_mask_s: float = 0.0
@@ -91,7 +91,7 @@ class GrammarSequences:
     # ---- opening
 
     def open(self) -> bool:
-        """One message of the control socket. False: the worker is gone."""
+        """Handle one message of the control socket. False: the worker has ended."""
         packet = self._control.recv(MAX_PACKET_BYTES)
         if not packet:
             return False
@@ -116,7 +116,7 @@ class GrammarSequences:
         return True
 
     def _replay(self, sequence: _Sequence, message: Open) -> bytes:
-        """Accept the output; returns the mask of the next token, b"" for a part.
+        """Accept the output; returns the mask of the next token, b"" for a part of the output.
 
         Raises: PeerError for a token that does not fit.
         """
@@ -141,7 +141,7 @@ class GrammarSequences:
             self._yield_processors(time.thread_time() - started)
 
     def _too_slow(self, budget: _Budget) -> str | None:
-        """Message for the client where a sequence costs too much before its first new token; None otherwise."""
+        """Error text for the client if a sequence exceeds its budget before its first new token; None otherwise."""
         if budget.first_mask_s > self._limits.token_s:
             return token_too_slow(budget.first_mask_s, self._limits)
         if budget.is_overrun(self._limits):
@@ -151,7 +151,7 @@ class GrammarSequences:
     # ---- going on
 
     def go_on(self) -> bool:
-        """One packet of the steps socket. False: the worker is gone."""
+        """Handle one packet of the steps socket. False: the worker has ended."""
         packet = self._steps.recv(MAX_PACKET_BYTES)
         if not packet:
             return False
@@ -185,14 +185,14 @@ class GrammarSequences:
         return bool(self._unsent)
 
     def send_more(self) -> None:
-        """Send what the socket has room for. Raises: OSError when the worker is gone."""
+        """Send as much as the socket accepts. Raises: OSError when the worker has ended."""
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
                 self._steps.send(self._unsent[0], socket.MSG_DONTWAIT)
                 self._unsent.popleft()
 
     def _accept(self, sequence: _Sequence, slot: int, token_id: int, record: NDArray[Any]) -> None:
-        """Go on by one token and write its record."""
+        """Advance by one token and write its record."""
         started = time.thread_time()
         self._progress[0] = slot
         signal.setitimer(signal.ITIMER_PROF, self._limits.kill_s)

@@ -44,7 +44,7 @@ _ANNOTATIONS = frozenset(
 )
 _LOOK_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 _ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-"""Where one of these stands, other constraints beside it are not looked at; but for `type` beside the last two."""
+"""Beside one of these xgrammar ignores other constraints, except `type` beside the last two."""
 _NEED_TYPE = frozenset(
     ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "pattern")
 )
@@ -71,7 +71,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def verify_enforced(schema: Any) -> None:
-    """Raises: InvalidRequest naming the keyword, and where it stands."""
+    """Raises: InvalidRequest naming the keyword and its path."""
     for path, part in _parts(schema, "#"):
         _verify_part(path, part)
 

@@ -1,7 +1,7 @@
 """`StructuredOutputManager`: sequences whose grammar is being compiled.
 
-Parked sequences cost a step nothing: a step looks whether a result has come, at the oldest one's deadline, and at those
-few that took long to get their turn.
+Parked sequences cost a step little: it checks whether a result has arrived, the oldest one's deadline, and the
+few that waited long for their turn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pdserve.engine.structured_outputs.grammar_host import GrammarHosts
 from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
 
 MASK_WAIT_S = 0.02
-"""A step waits this long for masks that should be there; sequences without one by then get their token in a later step."""
+"""Seconds that a step waits for masks; sequences without one by then get their token in a later step."""
 Arrived = tuple[Request, Grammar | PdServeError]
 
 
@@ -42,8 +42,8 @@ class _Compilation:
 class StructuredOutputManager:
     """The scheduler's side of `GrammarCompiler`.
 
-    A grammar that takes longer than the timeout is the request's own fault; one whose turn does not come is not: then
-    others keep the compiling threads busy, and another worker may do better.
+    A grammar that takes longer than the timeout is the request's own fault. One that waits too long for its turn is not: then
+    other grammars occupy the compiler, and another worker may be faster.
     """
 
     def __init__(self, compiler: GrammarCompiler | None, timeout_s: float) -> None:
@@ -56,13 +56,13 @@ class StructuredOutputManager:
         """The processes in which compiled grammars are."""
         self._timeout_s = timeout_s
         self._waiting: OrderedDict[Request, _Compilation] = OrderedDict()
-        """In the order in which they came, which is that of the time by which they must have their turn."""
+        """Waiting for their turn, in order of arrival, which is that of their deadlines."""
         self._compiling: dict[Request, _Compilation] = {}
-        """Those past that time which have it."""
+        """Those whose turn came before that deadline."""
         self._first_tokens: dict[Request, Sequence[int]] = {}
-        """Of those whose KV landed before their grammar came."""
+        """First tokens of those whose KV landed before their grammar was compiled."""
         self.num_landed = 0
-        """Sequences of those: they hold blocks and will want to grow."""
+        """Sequences of these: they hold blocks and will need further ones."""
         self._arrived: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
         self._something_arrived = threading.Event()
         self.on_arrival: Callable[[], None] | None = None
@@ -77,7 +77,7 @@ class StructuredOutputManager:
         return self._compiler is not None
 
     def start(self, request: Request) -> None:
-        """Compile the grammar of a sequence that has just come."""
+        """Compile the grammar of a sequence that has just arrived."""
         params = request.sampling_params.structured_outputs
         if params is None or self._compiler is None:
             raise RuntimeError(f"{request.request_id} waits for a grammar that nobody can make")
@@ -118,7 +118,7 @@ class StructuredOutputManager:
             self._compiler.close()
 
     def take(self) -> list[Arrived]:
-        """What has come since the last call for those that still wait, and the failure of those that waited too long."""
+        """Results since the last call for sequences that still wait, and the failure of those that waited too long."""
         if not self and self._arrived.empty():
             return []
         self._something_arrived.clear()
@@ -134,7 +134,7 @@ class StructuredOutputManager:
     def _overdue(self, now: float) -> list[Arrived]:
         overdue: list[Arrived] = []
         if self._compiler is not None and self._compiler.is_starting:
-            # no turn can come yet, and no other worker would be faster
+            # compiling cannot begin yet, and another worker would not be faster
             for compilation in self._waiting.values():
                 compilation.turn_by = now + self._timeout_s
         while self._waiting and next(iter(self._waiting.values())).turn_by <= now:
@@ -157,22 +157,22 @@ class StructuredOutputManager:
         return (self._compiling.pop(request, None) or waiting) is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Block until something has come, for whoever has nothing else to do."""
+        """Block until a result arrives, for a caller without other work."""
         self._something_arrived.wait(timeout_s)
 
     def hold(self, request: Request, first_tokens: Sequence[int]) -> None:
-        """Its KV has landed; keep the source's first tokens until its grammar has come."""
+        """The KV has landed; keep the source's first tokens until the grammar is compiled."""
         self._first_tokens[request] = first_tokens
         self.num_landed += request.num_sequences
 
     def first_tokens(self, request: Request) -> Sequence[int] | None:
-        """What `hold` kept, once."""
+        """The tokens that `hold` kept, once."""
         first_tokens = self._first_tokens.pop(request, None)
         if first_tokens is not None:
             self.num_landed -= request.num_sequences
         return first_tokens
 
     def forget(self, request: Request) -> None:
-        """It has ended. Harmless when it is not here."""
+        """The sequence has ended. Harmless when it is not here."""
         self._stop_waiting(request)
         self.first_tokens(request)

@@ -48,16 +48,16 @@ _warnings = RateLimitedLog(log)
 
 REATTACH_EVERY_S = 0.2
 _FINAL = (KeyMismatch, PeerError, ProtocolMismatch, WrongWorker)
-"""Another stream to the same source would end likewise."""
+"""Errors after which another stream to the same source would end equally."""
 _Message = kv_source_pb2.AttachRequest | bytes
 """The first is serialized already: its bytes are signed."""
 ANSWER_MARGIN_S = 1.0
-"""The source waits as long for its prefill call as the receiver for the source: its answer should still be heard."""
+"""The source waits as long for its prefill call as the receiver for the source, so its answer must still be received."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverInfo:
-    """What every attach of this worker says."""
+    """The values that every attach of this worker sends."""
 
     identity: PeerId
     layout: KvLayout
@@ -65,14 +65,14 @@ class ReceiverInfo:
     """Best first."""
     engine_tick: Callable[[], int]
     attach_timeout_s: float
-    """How long the source may take to accept."""
+    """Seconds for the source to accept."""
     grace_s: float
-    """How long a broken stream is opened again and again."""
+    """Seconds for which a broken stream is opened again."""
     digests: DigestRule
 
 
 class _Requests:
-    """A `ControlStream`: what is said goes into a queue that gRPC reads."""
+    """A `ControlStream`: messages go into a queue that gRPC reads."""
 
     def __init__(self, engine_tick: Callable[[], int]) -> None:
         self._engine_tick = engine_tick
@@ -109,7 +109,7 @@ async def attach(transfer: ReceiverTransfer, receiving: ReceiverInfo, channel: S
         await _attach(transfer, receiving, channel)
     except Exception:
         log.exception("the control stream to source %s failed", transfer.source.worker_id)
-        # nobody else would tell the request, and it would wait until its deadline
+        # without this the request would wait until its deadline
         transfer.fail(InternalError("internal error; the worker's log has the details"))
 
 
@@ -248,9 +248,11 @@ def _finish(transfer: ReceiverTransfer, finished: kv_source_pb2.Finished) -> Non
 
 
 def _failure(error: request_pb2.Error) -> PdServeError:
-    """What the source says went wrong; it goes into logs, to the router and to the client."""
+    """The source's error, for logs, the router and the client."""
     cause = errors.from_code(error.code, error.message[:MAX_CAUSE_CHARS])
-    if isinstance(cause, NeedsPrefill | Evicted):  # these are the receiver's own to say: they send the router elsewhere
+    if isinstance(
+        cause, NeedsPrefill | Evicted
+    ):  # only the receiver may raise these about itself: the router then avoids this worker
         return TransferFailed(f"the source failed with {cause.code}: {cause.message}")
     return cause
 

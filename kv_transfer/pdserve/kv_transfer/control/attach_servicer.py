@@ -34,16 +34,16 @@ TICK_STALLED_S = 3.0
 OPEN_TIMEOUT_S = 5.0
 MAX_DIGESTS_A_MESSAGE = 65_536
 MAX_NAMES = 16
-"""Of digest algorithms, and of connectors, in an `Open`."""
+"""Entries of digest algorithms, and of connectors, in an `Open`."""
 MAX_CAUSE_CHARS = 2000
-"""Of what a peer says, or makes this side say, about a failure."""
+"""Characters of a failure's text, by a peer or caused by one."""
 
 
 Message = TypeVar("Message")
 
 
 class Heartbeat(Generic[Message]):
-    """Puts an `Alive` between other messages whenever one is due: by the clock, however much else there is to say."""
+    """Inserts an `Alive` between other messages whenever one is due by the clock, however many others there are."""
 
     def __init__(self, make_alive: Callable[[], Message]) -> None:
         self._make_alive = make_alive
@@ -51,7 +51,7 @@ class Heartbeat(Generic[Message]):
         self._due = self._loop.time() + ALIVE_EVERY_S
 
     async def next(self, messages: asyncio.Queue[Message]) -> Message:
-        """The next message, or an `Alive` if that is due before one comes."""
+        """The next message, or an `Alive` if that is due first."""
         if self._loop.time() < self._due:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._due):
@@ -61,7 +61,7 @@ class Heartbeat(Generic[Message]):
 
 
 class TickWatch:
-    """Notices a peer whose engine stands still although its process answers."""
+    """Detects a peer whose engine makes no progress although its process responds."""
 
     def __init__(self) -> None:
         self.tick = -1
@@ -82,7 +82,7 @@ class TickWatch:
 
 
 class _EventQueue:
-    """A `SourceStream` that puts what it hears into a queue of messages; None ends the stream."""
+    """A `SourceStream` that puts events into a queue of messages; None ends the stream."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[kv_source_pb2.AttachEvent | None] = asyncio.Queue()
@@ -138,7 +138,7 @@ def _verify_open(request: kv_source_pb2.Open) -> None:
 
 
 def answer_parts(accepted: kv_source_pb2.Accepted) -> list[bytes]:
-    """What the proof of an answer covers."""
+    """The fields that an answer's proof covers."""
     return [accepted.connector.encode(), accepted.digest_algorithm.encode(), accepted.metadata, accepted.token]
 
 
@@ -199,7 +199,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 first = await anext(requests)
         except StopAsyncIteration:
-            # as decode does that holds so much of the prompt that it needs no transfer
+            # decode does this when it has so much of the prompt that it needs no transfer
             raise AttachedTooLate("no Open came: the receiver left") from None
         except TimeoutError:
             raise TransferFailed("no Open came") from None
@@ -227,7 +227,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
     def _agree_on_digest(
         self, transfer: SourceTransfer, algorithm: str, request: kv_source_pb2.Open, stream: _EventQueue
     ) -> None:
-        """What is published already keeps its digests, so the first stream's algorithm stays. Raises: TransferFailed."""
+        """Published blocks keep their digests, so the first stream's algorithm remains. Raises: TransferFailed."""
         if transfer.digest is None:
             transfer.digest = self._digests.make(algorithm, request.transfer_id, transfer.token)
         elif transfer.digest.name not in request.digest_algorithms:
@@ -252,7 +252,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
     async def _read(
         self, requests: AsyncIterator[kv_source_pb2.AttachRequest], transfer: SourceTransfer, stream: _EventQueue
     ) -> None:
-        """Hear the receiver until it releases, leaves or stalls; then end the stream."""
+        """Process the receiver's messages until it releases, disconnects or stalls; then end the stream."""
         ticks = TickWatch()
         why = "the receiver closed it"
         try:
@@ -279,7 +279,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             pass
         except TimeoutError:
             why = f"nothing came for {TICK_STALLED_S:.0f} s"
-        except Exception as error:  # whatever gRPC raises when the peer is gone: it ends this stream and nothing else
+        except Exception as error:  # gRPC raises various errors when the peer disconnects; they end only this stream
             why = f"it broke: {type(error).__name__}"
         transfer.detach(stream, why)
         stream.messages.put_nowait(None)

@@ -1,7 +1,7 @@
-"""`ReceiverTransfer`: one transfer at the worker that decodes. Lives in the asyncio thread.
+"""`ReceiverTransfer`: one transfer at the worker that decodes. Runs in the asyncio thread.
 
-It opens the control stream when the request arrives, says `Want` when the engine has reserved room, pulls what is
-published while later chunks still compute, and tells the engine side what has landed.
+It opens the control stream when the request arrives, sends `Want` when the engine has reserved blocks, pulls published
+blocks while later chunks still compute, and reports landed blocks to the engine side.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pdserve.kv_transfer.control.transfer_state import RECEIVER_MOVES, ReceiverS
 log = logging.getLogger(__name__)
 
 TELL_EVERY_S = 0.005
-"""While blocks land, the engine and the source hear of it this often: each word costs both of them more than a block does."""
+"""Seconds between reports to the engine and the source while blocks land: each report costs both more than a block does."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRef:
-    """Where the blocks are; single use, bound to one life of the source."""
+    """The location of the blocks; single use, bound to one epoch of the source."""
 
     worker_id: str
     epoch: int
@@ -37,16 +37,16 @@ class SourceRef:
 
 
 class ReceiverEvents(Protocol):
-    """What the owner of the blocks hears; all in the asyncio thread."""
+    """Events for the owner of the blocks; all in the asyncio thread."""
 
     def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
-        """The first `num_blocks` wanted blocks are here, verified; grows. All that landed is told before `failed`."""
+        """The first `num_blocks` wanted blocks are here, verified; grows. All landed blocks are reported before `failed`."""
 
     def source_finished(self, transfer: ReceiverTransfer, num_tokens: int, token_ids: tuple[int, ...]) -> None:
         """Count and digest agree with what was asked for."""
 
     def failed(self, transfer: ReceiverTransfer, cause: PdServeError) -> None:
-        """No more will come; `fenced` follows."""
+        """No more blocks will arrive; `fenced` follows."""
 
     def fenced(self, transfer: ReceiverTransfer) -> None:
         """No read of this transfer writes any more: all blocks may go back. Called once, if there was room."""
@@ -67,7 +67,7 @@ class ControlStream(Protocol):
 
 
 class ReceiverTransfer:
-    """What has come, what is on its way, and who must hear of it."""
+    """One transfer: landed blocks, reads under way, and their reports."""
 
     def __init__(self, request_id: str, source: SourceRef, connectors: ConnectorSet, events: ReceiverEvents) -> None:
         self.request_id = request_id
@@ -78,7 +78,7 @@ class ReceiverTransfer:
         self.given_up = connectors.avoided(self._peer)
         """Connectors that this transfer does not use: they failed with this source, in it or shortly before."""
         self.fell_back_from: list[str] = []
-        """Those of them that failed in it, in order."""
+        """Connectors that failed in it, in order."""
         self.cause: PdServeError | None = None
         """Why it failed."""
         self.began_at = time.monotonic()
@@ -127,7 +127,7 @@ class ReceiverTransfer:
 
     @property
     def connector_name(self) -> str:
-        """What the blocks come over, the last if there were several; empty before the source has accepted."""
+        """The connector in use, the last if there were several; empty before the source has accepted."""
         return "" if self._connector is None else self._connector.name
 
     @property
@@ -137,7 +137,7 @@ class ReceiverTransfer:
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks that nobody else may write before reads that are not wanted any more have ended."""
+        """Blocks that must not be reused before abandoned reads have ended."""
         if not self._reads:
             return 0
         if self._ends_as is not None:
@@ -193,7 +193,7 @@ class ReceiverTransfer:
         self._want()
 
     def detached(self, stream: ControlStream) -> None:
-        """The stream broke; reads under way go on, and a re-attach changes no state."""
+        """The stream broke; reads under way continue, and a re-attach changes no state."""
         if self._stream is stream:
             self._stream = None
 
@@ -210,12 +210,12 @@ class ReceiverTransfer:
         if self.state is not ReceiverState.RECEIVING or self._local_blocks is None or self._connector is None:
             return
         if self._falls_back:
-            return  # the source says it again to the next stream
+            return  # the source repeats it on the next stream
         if len(locations) not in (0, len(digests)):
             self.fail(TransferFailed(f"{len(digests)} digests came with {len(locations)} locations"))
             return
         blocks = []
-        # a source may say more than was wanted: only what was is looked at
+        # a source may publish more than was wanted: only wanted blocks are read
         begin = max(0, self._first_index - first_index)
         end = min(len(digests), self._first_index + len(self._asked) - first_index)
         for offset in range(begin, end):
@@ -245,7 +245,7 @@ class ReceiverTransfer:
         self._finish_if_done()
 
     def fail(self, cause: PdServeError) -> None:
-        """It cannot go on. Harmless when it has ended."""
+        """End it with an error. Harmless when it has ended."""
         if not self.is_ending:
             self.cause = cause
             if self.num_landed > self._num_told:
@@ -254,11 +254,11 @@ class ReceiverTransfer:
             self._end(ReceiverState.FAILED)
 
     def source_lost(self, cause: PdServeError) -> None:
-        """The source does not answer any more: no transfer will be read from this life of it."""
+        """The source no longer responds: no transfer will be read from this epoch of it."""
         self._connectors.lost(self.source.worker_id, self.source.epoch)
         self.fail(cause)
 
-    # ---- reads, told by `_AsyncioListener` in the asyncio thread
+    # ---- reads, reported by `_AsyncioListener` in the asyncio thread
 
     def read_landed(self, places: Sequence[int]) -> None:
         for place in places:
@@ -270,7 +270,7 @@ class ReceiverTransfer:
             has_all = self.num_landed == self.num_blocks
             if has_all or self._loop.time() - self._told_at >= TELL_EVERY_S:
                 self._tell_landed()
-                if self._stream is not None and not (has_all and self._source_finished):  # then `Release` says it
+                if self._stream is not None and not (has_all and self._source_finished):  # then `Release` reports it
                     self._stream.landed(self.num_landed)
 
     def _tell_landed(self) -> None:
@@ -288,7 +288,7 @@ class ReceiverTransfer:
         self._finish_if_done()
 
     def _fall_back(self, cause: TransferFailed) -> bool:
-        """Go on over the next connector, if there is one. Nothing that reads still write to is read into by it."""
+        """Continue over the next connector, if there is one. It reads into no block that other reads may still write."""
         name = self.connector_name
         rest = [other for other in self._connectors.names if other not in self.given_up and other != name]
         if not rest:
@@ -345,7 +345,7 @@ class ReceiverTransfer:
                 self._events.fenced(self)
 
     def call_soon(self, callback: object, *args: object) -> None:
-        """From a transport thread into the asyncio thread; a closed loop has nobody left to tell."""
+        """Call in the asyncio thread, from a transport thread; nothing happens when the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(callback, *args)  # type: ignore[arg-type]
         except RuntimeError:
@@ -353,7 +353,7 @@ class ReceiverTransfer:
 
 
 class _AsyncioListener:
-    """A `ReadListener` that carries what transport threads say into the asyncio thread."""
+    """A `ReadListener` that passes the reports of transport threads to the asyncio thread."""
 
     def __init__(self, transfer: ReceiverTransfer, number: int, places: list[int]) -> None:
         self._transfer = transfer

@@ -1,7 +1,7 @@
-"""`SourceTransfer`: one transfer at the worker that computed the blocks. Lives in the asyncio thread.
+"""`SourceTransfer`: one transfer at the worker that computed the blocks. Runs in the asyncio thread.
 
-It ends by itself: nobody attached in time, the control stream stayed away longer than the grace, or the lease's own
-end came. Whatever ends it, the grant is fenced first and only then do the blocks go back.
+It expires by itself: without an attach in time, when the control stream is broken for longer than the grace, or at the lease's
+own end. In every case the grant is fenced first, and only then are the blocks returned.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ TOKEN_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class PeerId:
-    """One life of one worker."""
+    """One epoch of one worker."""
 
     worker_id: str
     epoch: int
 
     @property
     def key(self) -> tuple[str, int]:
-        """(worker_id, epoch), as routers name a life."""
+        """(worker_id, epoch), the router's `WorkerKey`."""
         return self.worker_id, self.epoch
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class PeerId:
 
 @dataclass(frozen=True, slots=True)
 class LeaseLimits:
-    """How long blocks wait for a peer, seconds."""
+    """Times for which blocks wait for a peer, seconds."""
 
     attach_timeout_s: float
     grace_s: float
@@ -52,7 +52,7 @@ class LeaseLimits:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTransfer:
-    """What the prefill call says of a transfer: who may read it, and of which request."""
+    """The prefill call's description of a transfer: its reader and its request."""
 
     transfer_id: bytes
     request_id: str
@@ -61,7 +61,7 @@ class ExpectedTransfer:
     request_digest: bytes
     lease_s: float
     num_blocks: int
-    """Blocks of the request's prompt, the last of which may be partial: nobody can want one beyond."""
+    """Blocks of the request's prompt, the last of which may be partial: a `Want` beyond is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class PublishedRange:
 
 @dataclass(frozen=True, slots=True)
 class SourceResult:
-    """What the source knows when the prompt is computed."""
+    """The source's result when the prompt is computed."""
 
     num_tokens: int
     token_ids: tuple[int, ...]
@@ -90,14 +90,14 @@ class SourceStream(Protocol):
     def finished(self, result: SourceResult, request_digest: bytes) -> None: ...
 
     def replaced(self) -> None:
-        """Another stream of the receiver has come; if it was an older one, who listens here comes again. The last call."""
+        """Another stream of the receiver replaces this one; a receiver that still reads this one attaches again. The last call."""
 
     def ended(self, state: SourceState, cause: PdServeError | None) -> None:
         """The transfer has ended. The last call."""
 
 
 class SourceEvents(Protocol):
-    """What the owner of the blocks hears."""
+    """Events for the owner of the blocks."""
 
     def wanted(self, transfer: SourceTransfer, first_index: int) -> None:
         """The receiver has room; called once."""
@@ -119,9 +119,9 @@ class SourceTransfer:
         self.over: asyncio.Future[SourceState] = asyncio.get_running_loop().create_future()
         self.num_landed = 0
         self.connector_name = ""
-        """What the receiver was told to use, the last if there were several."""
+        """The connector that the receiver was told to use, the last if there were several."""
         self.digest: BlockDigest | None = None
-        """How its blocks are digested; agreed upon with the first stream, and kept."""
+        """Algorithm of the blocks' digests; agreed upon with the first stream, and kept."""
         self.began_at = time.monotonic()
         self._limits = limits
         self._events = events
@@ -152,7 +152,7 @@ class SourceTransfer:
     # ---- the control stream
 
     def attach(self, stream: SourceStream, have: int) -> None:
-        """A stream of the right receiver: it replaces an older one and goes on from `have` landed blocks."""
+        """A stream of the right receiver: it replaces an older one and continues after `have` landed blocks."""
         if self._stream is not None:
             self._stream.replaced()
         self._stream = stream
@@ -166,7 +166,7 @@ class SourceTransfer:
         self._tell_finished()
 
     def detach(self, stream: SourceStream, why: str) -> None:
-        """The stream broke: the receiver has `grace_s` to come back."""
+        """The stream broke: the receiver has `grace_s` to attach again."""
         if self._stream is stream and not self.has_ended:
             self._stream = None
             self._patience.cancel()
@@ -175,7 +175,7 @@ class SourceTransfer:
             )
 
     def want(self, first_index: int, num_blocks: int) -> None:
-        """The receiver has room for these. A repeated or changed wish is dropped: the first one stands.
+        """The receiver has room for these. A repeated or changed `Want` is dropped: the first one counts.
 
         One that goes beyond the prompt ends the transfer: no block that it names would ever come.
         """
@@ -235,7 +235,7 @@ class SourceTransfer:
     # ---- the end
 
     def cancel(self) -> None:
-        """The prefill call is gone: whoever placed this does not want it any more."""
+        """The prefill call has ended: the router has given the attempt up."""
         if not self.has_ended:
             self._end(SourceState.CANCELLED, None)
 
@@ -271,7 +271,7 @@ class SourceTransfer:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """From any thread; a loop that is closed has nobody left to tell."""
+    """Call in the asyncio thread, from any thread; nothing happens when the loop is closed."""
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:

@@ -26,11 +26,11 @@ MAX_TOMBSTONES = 1 << 16
 
 
 class AttachedTooLate(TransferFailed):
-    """Nothing is wrong with it: its client left meanwhile, say, or whoever ended the transfer has said why."""
+    """No error: the client left meanwhile, or the end of the transfer has been reported elsewhere."""
 
 
 class SourceTransfers:
-    """Lives in the asyncio thread. Attach may come before or after the prefill call: each waits for the other."""
+    """Runs in the asyncio thread. Attach may arrive before or after the prefill call: each waits for the other."""
 
     def __init__(self, connectors: GrantsReads, limits: LeaseLimits, events: SourceEvents) -> None:
         self._connectors = connectors
@@ -38,7 +38,7 @@ class SourceTransfers:
         self._events = events
         self._transfers: dict[bytes, SourceTransfer] = {}
         self._awaited: dict[bytes, dict[asyncio.Future[SourceTransfer], None]] = {}
-        """In the order in which they came: the newest stream is the one that stays."""
+        """In order of arrival: the newest stream remains."""
         self._num_waiting: Counter[str] = Counter()
         """Receiver's id -> attaches of it that wait."""
         self._num_waiting_in_all = 0
@@ -50,7 +50,7 @@ class SourceTransfers:
 
     def expect(self, expected: ExpectedTransfer) -> SourceTransfer:
         """The prefill call is here. Raises: TransferFailed when the id was used before."""
-        self._bury()
+        self._drop_old_tombstones()
         if expected.transfer_id in self._transfers or expected.transfer_id in self._tombstones:
             raise TransferFailed("the transfer id was used before")
         transfer = SourceTransfer(expected, self._connectors, self._limits, self._events)
@@ -64,12 +64,12 @@ class SourceTransfers:
     async def attach(
         self, transfer_id: bytes, receiver: PeerId, request_digest: bytes, stream: SourceStream, have: int
     ) -> SourceTransfer:
-        """A receiver's control stream is here; waits for the prefill call if need be.
+        """Attach a receiver's control stream; waits for the prefill call if necessary.
 
         Raises: TransferFailed when the reference is stale, forged, of another receiver or another request (I8), or when
-        no prefill call comes within `attach_timeout_s`.
+        no prefill call arrives within `attach_timeout_s`.
         """
-        self._bury()
+        self._drop_old_tombstones()
         if len(transfer_id) != TRANSFER_ID_BYTES:
             raise TransferFailed(f"transfer_id has {len(transfer_id)} bytes, {TRANSFER_ID_BYTES} are needed")
         if transfer_id in self._tombstones:
@@ -119,7 +119,7 @@ class SourceTransfers:
         self._transfers.pop(transfer_id, None)
         self._tombstones[transfer_id] = time.monotonic() + self._limits.attach_timeout_s + self._limits.max_s
 
-    def _bury(self) -> None:
+    def _drop_old_tombstones(self) -> None:
         now = time.monotonic()
         while self._tombstones and (
             next(iter(self._tombstones.values())) < now or len(self._tombstones) > MAX_TOMBSTONES

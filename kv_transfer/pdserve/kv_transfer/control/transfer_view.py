@@ -35,7 +35,7 @@ _ADDRESS = re.compile(
 
 
 class TransferView(msgspec.Struct, frozen=True, kw_only=True):
-    """What one side knows of one transfer."""
+    """One side's view of one transfer."""
 
     role: Literal["source", "receiver"]
     request_id: str
@@ -43,17 +43,17 @@ class TransferView(msgspec.Struct, frozen=True, kw_only=True):
     peer: str
     """The other side's worker id."""
     connector: str
-    """The last one agreed on; empty before the two have met."""
+    """The last connector agreed upon; empty before the first attach."""
     state: str
     num_blocks_wanted: int
     """By the receiver; 0 until it has room."""
     num_blocks_landed: int
     num_blocks_pinned: int
-    """Of a source's pool, kept unchanged for the receiver."""
+    """Blocks of a source's pool, kept unchanged for the receiver."""
     num_blocks_quarantined: int
-    """Of a receiver's pool, which a read that nobody wants may still write."""
+    """Blocks of a receiver's pool, which an abandoned read may still write."""
     fallbacks: list[str]
-    """Connectors that failed in it, in order; a source does not hear of them."""
+    """Connectors that failed in it, in order; a source does not know them."""
     age_s: float
     """Since it began; of one that has ended, how long it took."""
     ended_s_ago: float | None = None
@@ -123,7 +123,7 @@ class TransferLog:
         self._now = now
 
     def add(self, view: TransferView) -> None:
-        """It has ended."""
+        """Add an ended transfer."""
         self._ended.appendleft((self._now(), view))
         self.num_ended[view.role, view.state.lower()] += 1
 

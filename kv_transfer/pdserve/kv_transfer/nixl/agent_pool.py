@@ -1,4 +1,4 @@
-"""`AgentPool`: agents made ahead of time, in the background, for peers that were met and not yet read from."""
+"""`AgentPool`: agents made ahead of time, in the background, for announced peers that are not yet read from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AgentPool:
         self._thread: threading.Thread | None = None
 
     def expect(self, peer: Hashable) -> None:
-        """Have one agent more, unless this peer has been met before. Returns at once."""
+        """Have one agent more, unless this peer was announced before. Returns at once."""
         with self._lock:
             if peer in self._known or self._closing.is_set():
                 return

@@ -1,13 +1,13 @@
 """Blocks over NIXL: one-sided reads of the source's memory by RDMA, shared memory or whatever else UCX finds.
 
-nixl.py           NixlConnector: one agent that serves, two for each peer that is read from
-nixl_wire.py      reads windows, condemns agents       nixl_peer.py      an agent and its source; the fence
-nixl_spares.py    agents made ahead of time            nixl_agent.py     NIXL behind types
-nixl_settings.py  settings, metadata                   read_desk.py, lanes.py, read_queue.py as with TCP
+nixl.py             NixlConnector: one agent that serves, two for each peer that is read from
+nixl_connection.py  reads windows, condemns agents     nixl_peer.py   an agent and its source; the fence
+agent_pool.py       agents made ahead of time          nixl_agent.py  NIXL behind types
+nixl_settings.py    settings, metadata                 pull/          block reader, peer connections and read queue, as with TCP
 
-A connector cannot refuse here: reads happen without the source's doing, so a token opens nothing and a closed grant stops
-nobody. The digest of each block, which comes over the control stream, protects the receiver. Nothing protects the source: NIXL
-registers memory for writing as well, and a peer keeps the metadata that it needs for that (docs/protocol.md).
+A source cannot refuse a read here: it takes no part in it, so a token grants nothing and a closed grant stops no read. The
+digest of each block, which the control stream carries, protects the receiver. Nothing protects the source: NIXL registers memory
+for writing as well, and a peer keeps the metadata that it needs for that (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class NixlConnector:
         limits = ConnectionLimits.of_bytes(
             pool.block_bytes,
             # each with its own agent, which moves one window: a read that hangs takes no other with it when its agent goes
-            max_lanes=settings.agents_per_peer,
+            max_readers=settings.agents_per_peer,
             window_bytes=settings.request_bytes,
             longest_window_bytes=settings.longest_request_bytes,
             in_flight_bytes=settings.read_window_bytes,
@@ -126,7 +126,7 @@ class NixlConnector:
         return self._require_started().reads.counters
 
     def meet(self, worker_id: str, epoch: int) -> None:
-        """A peer has come up that may be read from: have an agent ready for it. Returns at once; may be repeated."""
+        """A peer has started that may be read from: prepare an agent for it. Returns at once; may be repeated."""
         self._require_started().spares.expect((worker_id, epoch))
 
     def forget(self, metadata: bytes) -> None:
@@ -154,7 +154,7 @@ class NixlConnector:
         )
 
     def close(self) -> None:
-        """As `BlockConnector.close`. May take `connect_timeout_s`, when a connection is just being made."""
+        """As `BlockConnector.close`. May take `connect_timeout_s` while a connection is being made."""
         self._closing.set()
         if self._started is not None:
             self._started.reads.close()

@@ -4,9 +4,9 @@ Two defaults of NIXL's own Python class do not fit, so the bindings are used: it
 each idle agent), and its UCX endpoints watch their peers, for which UCX gives up shared memory. Handles are plain numbers
 here, so an agent has one reference in all, and dropping it destroys the agent.
 
-UCX is kept from TCP unless `UCX_TLS` says otherwise. There a read needs the source's help, and a source that was stopped
-while its reader gave up aborts in UCX when it goes on ("unexpected error: Endpoint timeout"): a reader could end a prefill
-worker. The TCP connector has no such weakness, and is faster.
+UCX does not use TCP unless `UCX_TLS` allows it. Over TCP a read needs the source's participation, and a source that was stopped
+while its reader gave up aborts in UCX when it continues ("unexpected error: Endpoint timeout"): a reader could end a prefill
+worker. The TCP connector does not have this problem, and is faster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from pdserve.common.errors import TransferFailed
 
 PROGRESS_WAKE_US = 1000
-"""The progress thread sleeps until its transport has something to do, or for so long."""
+"""The progress thread sleeps until its transport has work, or for so many microseconds."""
 _BACKEND = "UCX"
 _BACKEND_OPTIONS = {"ucx_error_handling_mode": "none"}
 """Not `peer`: see above. A peer that is gone shows as a read that fails or makes no progress, and that has a deadline."""
@@ -33,11 +33,11 @@ _ENVIRONMENT = {
     # UCX warns of each read that an agent takes along when it is destroyed, which is what destroying it is for
     "UCX_LOG_LEVEL": "error",
 }
-"""What UCX reads where the user has not said anything else."""
+"""UCX's environment where the user has set nothing else."""
 
 
 class MemoryKind(enum.Enum):
-    """Where a region lies."""
+    """Memory kind of a region."""
 
     DRAM = "DRAM"
     VRAM = "VRAM"
@@ -68,7 +68,7 @@ class AgentRead(Protocol):
     """A posted read. It cannot be cancelled: until it is terminal, or its agent is destroyed, it may write."""
 
     def status(self) -> ReadStatus:
-        """Where it stands. A read that has failed may still write until its agent is destroyed."""
+        """State of the read. A failed read may still write until its agent is destroyed."""
 
     def release(self) -> None:
         """Forget it. Only when it is DONE."""
@@ -82,7 +82,7 @@ class Agent(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """What another agent must load in order to read the registered memory."""
+        """Metadata that another agent must load in order to read the registered memory."""
 
     def load(self, name: str, metadata: bytes) -> None:
         """Make the peer of that name known. At most once."""
@@ -177,7 +177,7 @@ class UcxAgent:
         return _UcxRead(self, handle)
 
     def destroy(self) -> None:
-        """As `Agent.destroy`. May take a few tenths of a second; call it where that disturbs nobody."""
+        """As `Agent.destroy`. May take a few tenths of a second; call it in a thread that may block."""
         self._agent = None
 
     def _list(self, owner: str, region: Region) -> int:

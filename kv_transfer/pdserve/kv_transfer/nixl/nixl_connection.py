@@ -1,8 +1,8 @@
-"""The reader's side of one NIXL agent: reads blocks out of the source's memory straight into the pool.
+"""The reader's side of one NIXL agent: reads blocks from the source's memory straight into the pool.
 
-A read that was posted cannot be cancelled. So `interrupt` only sets a deadline, and a read that passes a deadline
-condemns the agent: `fetch` raises WireBroken, the lane closes the wire, and closing destroys the agent *before* the lane
-reports the end of anything. The end of a read is therefore always the proof that nobody writes its blocks.
+A posted read cannot be cancelled. So `interrupt` only sets a deadline, and a read that passes a deadline condemns the agent:
+`fetch` raises ConnectionBroken, the reader closes the connection, and closing destroys the agent *before* the reader reports
+the end of any read. The end of a read therefore always proves that nothing writes its blocks any more.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class NixlConnection:
         return False
 
     def close(self) -> None:
-        """Destroy the agent; returns when it is gone."""
+        """Destroy the agent; returns when it is destroyed."""
         self._peer.destroy(self._closing, self._settings.close_wait_s)
 
     def _post(self, piece: Sequence[BlockToRead]) -> AgentRead:
@@ -91,7 +91,7 @@ class NixlConnection:
         status = read.status()
         travels = status is ReadStatus.UNDER_WAY
         stalled_at = time.monotonic() + self._settings.read_stall_s
-        doze = PollBackoff()
+        backoff = PollBackoff()
         where = f"blocks {blocks[0].index} to {blocks[-1].index} from {self._source}"
         while status is ReadStatus.UNDER_WAY:
             now, drain_until = time.monotonic(), self._drain_until
@@ -101,7 +101,7 @@ class NixlConnection:
             if drain_until is not None and now > drain_until:
                 self._on_condemned()
                 raise ConnectionBroken(f"reading {where}: cancelled, and not over")
-            doze.wait()
+            backoff.wait()
             status = read.status()
         if status is ReadStatus.FAILED:
             self._on_condemned()

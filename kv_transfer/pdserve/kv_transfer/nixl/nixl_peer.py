@@ -22,17 +22,17 @@ _LONGEST_SLEEP_S = 1e-3
 
 
 def pool_region(pool: PoolMemory) -> Region:
-    """The pool as NIXL sees it: a piece a block."""
+    """The pool as NIXL sees it: one piece per block."""
     return Region(buffer_address(pool.view), pool.block_bytes, pool.num_blocks)
 
 
 def buffer_address(buffer: memoryview | bytearray) -> int:
-    """Where a buffer's bytes lie in this process."""
+    """Address of a buffer's bytes in this process."""
     return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
 
 
 def new_name() -> str:
-    """A name that no other agent has: peers tell agents apart by it."""
+    """A name that no other agent has: peers distinguish agents by it."""
     return f"pdserve-{secrets.token_hex(8)}"
 
 
@@ -73,12 +73,12 @@ class NixlPeer:
         hello = agent.pair(self._hello_region, source.hello_region)
         self._blocks = agent.pair(pool_region(self._pool), source.pool)
         read = agent.read(hello, [0], [0])
-        doze = PollBackoff()
+        backoff = PollBackoff()
         deadline = time.monotonic() + timeout_s
         while (status := read.status()) is ReadStatus.UNDER_WAY:
             if time.monotonic() > deadline:
                 raise TransferFailed(f"no connection to {source}: nothing came for {timeout_s:g} s")
-            doze.wait()
+            backoff.wait()
         if status is ReadStatus.FAILED:
             raise TransferFailed(f"no connection to {source}: its memory cannot be read")
         read.release()

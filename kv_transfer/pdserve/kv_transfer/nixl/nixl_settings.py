@@ -1,4 +1,4 @@
-"""Settings of the NIXL connector, and what it tells its peers."""
+"""Settings of the NIXL connector, and its metadata for peers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADDRESS_LIMIT = 1 << 63
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NixlSettings:
     read_stall_s: float = 3.0
-    """A read that makes no progress for so long condemns its agent."""
+    """Seconds without progress after which a read condemns its agent."""
     cancel_drain_s: float = 0.5
     """A cancelled read that is not over after this time condemns its agent: NIXL cannot cancel it."""
     connect_timeout_s: float = 2.0
@@ -31,7 +31,7 @@ class NixlSettings:
     """Most agents that reads from one peer use at once. Where a processor moves the bytes (shared memory) one copies while
     another's are digested."""
     request_bytes: int = 1 << 20
-    """Most bytes in one window, save that a block is never cut: what a short read may wait for."""
+    """Most bytes in one window, at least one block: what a short read may wait for."""
     longest_request_bytes: int = 8 << 20
     """The same while windows come within milliseconds (`ReadQueue`)."""
     read_window_bytes: int = 16 << 20
@@ -41,7 +41,7 @@ class NixlSettings:
     max_resting_peers: int = 32
     """Agents without reads, at most: the one that has rested longest is destroyed. Each holds threads and file handles."""
     close_wait_s: float = 5.0
-    """How long `close` waits for an agent that does not let itself be destroyed."""
+    """Seconds that `close` waits for an agent that cannot be destroyed."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.request_bytes <= self.longest_request_bytes <= self.read_window_bytes:
@@ -57,19 +57,19 @@ class NixlSettings:
 
 
 class NixlAddress(msgspec.Struct, frozen=True):
-    """One life of a source, as msgpack: where its pool lies, and its agent's own metadata."""
+    """One epoch of a source, as msgpack: the address of its pool, and its agent's own metadata."""
 
     agent: str
     """The agent's name: new at each start, so it names an epoch."""
     agent_metadata: bytes
     address: int
-    """Of block 0, in the source's memory."""
+    """Address of block 0, in the source's memory."""
     block_bytes: int
     num_blocks: int
     hello_address: int
-    """Where `hello` lies in the source's memory."""
+    """Address of `hello` in the source's memory."""
     hello: bytes
-    """What a first read must find there: proof that reads work, and that they reach this life of the source."""
+    """The bytes that a first read must find: proof that reads work, and that they reach this epoch of the source."""
     memory: MemoryKind = MemoryKind.DRAM
     device_id: int = 0
     version: int = METADATA_VERSION

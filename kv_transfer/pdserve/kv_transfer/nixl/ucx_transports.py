@@ -1,6 +1,6 @@
-"""What the UCX that NIXL has loaded finds on this machine. Asked through UCX's own library, since NIXL tells nothing of it.
+"""Transports that the UCX loaded by NIXL finds on this machine, queried from UCX's own library, since NIXL does not report them.
 
-For a probe's process alone: UCX may abort whoever asks.
+Only for a probe's process: UCX may abort the calling process.
 """
 
 from __future__ import annotations

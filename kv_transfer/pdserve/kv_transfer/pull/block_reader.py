@@ -1,4 +1,4 @@
-"""The receiver's side that all lane-based connectors share: finds the peer's lanes, and refuses what cannot begin."""
+"""`BlockReader`: the receiver's side that connectors share: finds the peer's connections, refuses reads that cannot begin."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class CompletedRead:
     """A read that never began."""
 
     def cancel(self) -> None:
-        """Without effect, for it has ended."""
+        """Does nothing: the read has ended."""
 
 
 class BlockReader(Generic[Address]):
     """Reads of one connector into one pool. Thread-safe.
 
-    connect: makes a wire to an address within a bounded time, or raises TransferFailed.
-    name: begins the names of the lanes' threads.
-    max_resting: most peers for which a wire is kept that has nothing to do, beside the one that is read from; None keeps
-        all until they close by themselves.
+    connect: makes a connection to an address within a bounded time, or raises TransferFailed.
+    name: prefix of the reader threads' names.
+    max_resting: most peers whose idle connections are kept, beside the one that is read from; None keeps all until they
+        close by themselves.
     """
 
     def __init__(
@@ -74,31 +74,31 @@ class BlockReader(Generic[Address]):
         with self._lock:
             if self._closed:
                 return self._ended(listener, ReadOutcome.CANCELLED)
-            lanes = self._lanes(address)
-            self._trim(lanes)
-            return lanes.read(token, tuple(blocks), listener, digest)
+            connections = self._connections(address)
+            self._trim(connections)
+            return connections.read(token, tuple(blocks), listener, digest)
 
     def close_idle(self, address: Address) -> None:
-        """Keep nothing for this peer that has nothing to do; a read that comes later begins anew. Returns at once."""
+        """Close this peer's idle connections; a later read makes new ones. Returns at once."""
         with self._lock:
-            if (lanes := self._peers.get(address)) is not None:
-                lanes.close_idle()
+            if (connections := self._peers.get(address)) is not None:
+                connections.close_idle()
 
     def close(self) -> None:
-        """End all reads with CANCELLED and join all lanes. Idempotent."""
+        """End all reads with CANCELLED and join all reader threads. Idempotent."""
         with self._lock:
             self._closed = True
             peers = list(self._peers.values())
             self._peers.clear()
-        for lanes in peers:
-            lanes.close()
+        for connections in peers:
+            connections.close()
 
-    def _lanes(self, address: Address) -> PeerConnections:
-        lanes = self._peers.get(address)
-        if lanes is None:
-            # Workers come and go with new ports; what is left of those that went must not pile up.
+    def _connections(self, address: Address) -> PeerConnections:
+        connections = self._peers.get(address)
+        if connections is None:
+            # workers come and go with new ports: drop what is idle, so that entries of gone workers do not pile up
             self._peers = {known: old for known, old in self._peers.items() if not old.is_idle}
-            lanes = self._peers[address] = PeerConnections(
+            connections = self._peers[address] = PeerConnections(
                 str(address),
                 self._pool,
                 self._limits,
@@ -107,18 +107,18 @@ class BlockReader(Generic[Address]):
                 self._events.call_soon,
                 f"{self._name}-{address}",
             )
-        return lanes
+        return connections
 
     def _trim(self, used: PeerConnections) -> None:
-        """Of the other peers those that were read from longest ago give up what they keep, when there are too many."""
+        """Close the idle connections of the least recently read peers beyond `max_resting`."""
         if self._max_resting is None or len(self._peers) <= self._max_resting:
             return
         resting = sorted(
-            (lanes for lanes in self._peers.values() if lanes is not used and lanes.is_resting),
-            key=lambda lanes: lanes.used_at,
+            (connections for connections in self._peers.values() if connections is not used and connections.is_resting),
+            key=lambda connections: connections.used_at,
         )
-        for lanes in resting[: max(0, len(resting) - self._max_resting)]:
-            lanes.close_idle()
+        for connections in resting[: max(0, len(resting) - self._max_resting)]:
+            connections.close_idle()
 
     def _check(self, token: bytes, blocks: Sequence[BlockToRead]) -> None:
         if len(token) != TOKEN_BYTES:

@@ -1,4 +1,4 @@
-"""`Connection`: one connected way to one peer, as a lane uses it. Each lane-based connector has its own."""
+"""`Connection`: a connection to one peer, as a reader thread uses it. Each connector has its own kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.kv_transfer.connector import BlockToRead
 
 
 class ConnectionBroken(TransferFailed):
-    """The wire is of no more use. `stale`: it had served before, and broke before a byte of this answer came."""
+    """The connection cannot be used again. `stale`: it had served before, and broke before a byte of this answer arrived."""
 
     def __init__(self, message: str, stale: bool = False) -> None:
         super().__init__(message)
@@ -18,21 +18,20 @@ class ConnectionBroken(TransferFailed):
 
 
 class Connection(Protocol):
-    """A connected way to one peer; used by one lane, save for `interrupt`."""
+    """A connection to one peer. One reader thread uses it; only `interrupt` may be called from others."""
 
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
-        """Bring consecutive indexes into their local blocks; yields how many came so far, while they are in cache.
+        """Read blocks of consecutive indexes into their local blocks; yields the number read so far, while they are in cache.
 
-        Called under the queue's lock: does nothing yet but note that an `interrupt` from now on is meant for it.
-        Raises, when asked for a number: WireBroken, or another TransferFailed when the peer refuses and the wire is still
-        good.
+        Called under the queue's lock: it only notes that an `interrupt` from now on applies to it. The iterator raises
+        ConnectionBroken, or another TransferFailed when the peer refuses and the connection remains usable.
         """
 
     def interrupt(self) -> bool:
-        """End a fetch under way soon, with WireBroken or because all has come. From any thread; never blocks.
+        """Make a fetch under way end soon, with ConnectionBroken or because it is complete. From any thread; never blocks.
 
-        Returns whether the wire is broken by it.
+        Returns whether this breaks the connection.
         """
 
     def close(self) -> None:
-        """Give up what the wire holds. When it returns, nothing that the wire was asked for is written any more."""
+        """Release what the connection holds. When it returns, no read of this connection writes to the pool any more."""

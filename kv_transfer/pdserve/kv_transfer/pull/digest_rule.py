@@ -1,8 +1,8 @@
-"""`DigestRule`: which digest a worker's transfers use, by `kv_digest` and by where the peer is.
+"""`DigestRule`: the digest of a worker's transfers, by `kv_digest` and the address of the peer.
 
-`auto` asks for a message authentication code where somebody other than the peer could change bytes: where they may travel
-without TLS, and the peer is beyond loopback. Each side has its own rule, and neither takes less than it asks for, so
-whoever changes the messages of the negotiation can end a transfer, and cannot weaken it.
+`auto` requires a message authentication code if a third party could change bytes: if they may travel
+without TLS, and the peer is beyond loopback. Each side has its own rule and accepts nothing weaker, so an attacker who changes the
+messages of the negotiation can end a transfer, but not weaken it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class DigestRule:
         return chosen
 
     def answer_proof(self, transfer_id: bytes, source_epoch: int, said: Sequence[bytes]) -> bytes:
-        """32 bytes that the transfer's own source can make alone: who answers at its address may be somebody else.
+        """32 bytes that only the transfer's own source can make: another process may answer at its address.
 
-        said: what the source answers, in a fixed order.
+        said: the fields of the source's answer, in a fixed order.
         """
         parts = (_ANSWER, transfer_id, source_epoch.to_bytes(8, "big"), *said)
         # each part under its length, so that no two answers read alike; a digest's context has 32 bytes

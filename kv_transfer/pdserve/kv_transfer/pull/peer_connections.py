@@ -1,6 +1,6 @@
-"""Lanes to one peer: each a thread with its own wire, that takes window after window from the peer's queue.
+"""Connections to one peer, each with a reader thread that takes windows from the peer's queue one after the other.
 
-A lane connects before it takes a window, so a read that is cancelled while a connection is being made ends at once.
+A reader connects before it takes a window, so a read that is cancelled while a connection is being made ends at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ReadCounters:
-    """What came over all lanes of a connector, counted up. Thread-safe."""
+    """Totals over all readers of a connector. Thread-safe."""
 
     blocks_landed: int = 0
     blocks_reread: int = 0
@@ -44,33 +44,33 @@ class ReadCounters:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How much one peer gets."""
+    """Limits for one peer."""
 
-    max_lanes: int
-    """Most lanes at once. They start when there is work for them."""
+    max_readers: int
+    """Most reader threads at once. They start when there is work for them."""
     window_blocks: int
-    """Most blocks in one window at first: what a short read may have to wait for on each lane."""
+    """Most blocks in one window at first: what a short read may have to wait for on each reader."""
     longest_window_blocks: int
     """Most blocks in one window while windows come quickly; see `ReadQueue`."""
     in_flight_blocks: int
     """Most blocks of one read in flight."""
     idle_close_s: float
-    """A lane that had no work for so long closes its wire and ends."""
+    """A reader without work for so many seconds closes its connection and ends."""
 
     @classmethod
     def of_bytes(
         cls,
         block_bytes: int,
         *,
-        max_lanes: int,
+        max_readers: int,
         window_bytes: int,
         longest_window_bytes: int,
         in_flight_bytes: int,
         idle_close_s: float,
     ) -> ConnectionLimits:
-        """As many whole blocks as go into so many bytes, and at least one."""
+        """Limits in whole blocks from limits in bytes, at least one block each."""
         return cls(
-            max_lanes=max_lanes,
+            max_readers=max_readers,
             window_blocks=max(1, window_bytes // block_bytes),
             longest_window_blocks=max(1, longest_window_bytes // block_bytes),
             in_flight_blocks=max(1, in_flight_bytes // block_bytes),
@@ -79,9 +79,9 @@ class ConnectionLimits:
 
 
 class PeerConnections:
-    """The lanes to one peer and the queue that they serve. Thread-safe.
+    """The reader threads of one peer and the queue that they serve. Thread-safe.
 
-    peer: its name, for errors and logs. connect: makes a wire within a bounded time, or raises TransferFailed.
+    peer: its name, for errors and logs. connect: makes a connection within a bounded time, or raises TransferFailed.
     """
 
     def __init__(
@@ -103,30 +103,30 @@ class PeerConnections:
             limits.window_blocks, limits.longest_window_blocks, limits.in_flight_blocks, self._interrupt, call_soon
         )
         self.closed = False
-        self.lanes: set[_ReaderThread] = set()
-        """Those that take windows. One that leaves has still its last words to say: it is in `_threads` until then."""
+        self.readers: set[_ReaderThread] = set()
+        """Readers that take windows. One that is ending is no longer here, but in `_threads` until its thread ends."""
         self.is_retired = False
-        """Lanes leave as soon as they have nothing to do; until a read comes."""
+        """Whether readers end as soon as they have no work; reset by the next read."""
         self.used_at = time.monotonic()
-        """When the last read came."""
+        """`time.monotonic()` of the last call of `read`."""
         self._threads: set[threading.Thread] = set()
         self._call_soon = call_soon
         self._names = (f"{thread_name}-{number}" for number in itertools.count())
 
     @property
     def is_idle(self) -> bool:
-        """No thread runs; so no read is under way."""
+        """Whether no thread runs, and so no read is under way."""
         with self.queue.changed:
             return not self._threads
 
     @property
     def is_resting(self) -> bool:
-        """A wire is kept for which there is no read."""
+        """Whether a connection is kept although no read needs it."""
         with self.queue.changed:
-            return bool(self.lanes) and not self.queue.num_reads
+            return bool(self.readers) and not self.queue.num_reads
 
     def close_idle(self) -> None:
-        """Give up wires that have nothing to do at once, others when their reads have ended. Returns at once."""
+        """Close idle connections, others when their reads have ended. Returns at once."""
         with self.queue.changed:
             self.is_retired = True
             self.queue.changed.notify_all()
@@ -138,14 +138,14 @@ class PeerConnections:
         with self.queue.changed:
             self.is_retired, self.used_at = False, time.monotonic()
             read = self.queue.add(token, blocks, listener, digest)
-            num_free = sum(lane.is_free for lane in self.lanes)
-            room = self.limits.max_lanes - len(self.lanes)
+            num_free = sum(reader.is_free for reader in self.readers)
+            room = self.limits.max_readers - len(self.readers)
             for _ in range(min(room, self.queue.num_pending - num_free)):
-                self._start_lane()
+                self._start_reader()
             return read
 
     def close(self) -> None:
-        """End all reads with CANCELLED, close all wires, join all threads. Idempotent."""
+        """End all reads with CANCELLED, close all connections, join all threads. Idempotent."""
         with self.queue.changed:
             self.closed = True
             threads = list(self._threads)
@@ -155,61 +155,61 @@ class PeerConnections:
             if thread is not threading.current_thread():
                 thread.join()
 
-    def _start_lane(self) -> None:
-        lane = _ReaderThread(self)
-        thread = threading.Thread(target=self._run, args=(lane,), name=next(self._names), daemon=True)
+    def _start_reader(self) -> None:
+        reader = _ReaderThread(self)
+        thread = threading.Thread(target=self._run, args=(reader,), name=next(self._names), daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
-            logger.warning("no thread for a lane to %s: %s", self.peer, error)
-            if not self.lanes:
+            logger.warning("no thread for a reader to %s: %s", self.peer, error)
+            if not self.readers:
                 cause = TransferFailed(f"no thread to read from {self.peer}: {error}")
                 self._call_soon(lambda: self.queue.fail_pending(cause))
             return
-        self.lanes.add(lane)
+        self.readers.add(reader)
         self._threads.add(thread)
 
-    def _run(self, lane: _ReaderThread) -> None:
+    def _run(self, reader: _ReaderThread) -> None:
         try:
-            lane.run()
+            reader.run()
         finally:
             with self.queue.changed:
                 self._threads.discard(threading.current_thread())
 
     def _interrupt(self, read: QueuedRead) -> None:
-        for lane in self.lanes:
-            lane.interrupt(read)
+        for reader in self.readers:
+            reader.interrupt(read)
 
 
 class _ReaderThread:
-    """One wire and the thread that uses it. `_window`, `_interrupted` and `_closes_wire` change under the queue's lock."""
+    """One connection and its thread. `_window`, `_interrupted` and `_closes_connection` change under the queue's lock."""
 
-    def __init__(self, lanes: PeerConnections) -> None:
-        self._lanes = lanes
-        self._queue = lanes.queue
-        self._wire: Connection | None = None
+    def __init__(self, connections: PeerConnections) -> None:
+        self._connections = connections
+        self._queue = connections.queue
+        self._connection: Connection | None = None
         self._window: Window | None = None
         self._interrupted = False
-        self._closes_wire = False
+        self._closes_connection = False
 
     @property
     def is_free(self) -> bool:
-        """It moves no window, and will look for one soon. Asked under the queue's lock."""
-        return self._window is None and not self._closes_wire
+        """Whether it has no window and will take one soon. Called under the queue's lock."""
+        return self._window is None and not self._closes_connection
 
     def interrupt(self, read: QueuedRead) -> None:
-        """Stop the window under way if it is one of this read. Called under the queue's lock."""
-        if self._window is not None and self._window.read is read and self._wire is not None:
-            self._interrupted |= self._wire.interrupt()
+        """Stop the window under way if it belongs to this read. Called under the queue's lock."""
+        if self._window is not None and self._window.read is read and self._connection is not None:
+            self._interrupted |= self._connection.interrupt()
 
     def run(self) -> None:
-        cause = TransferFailed(f"reading from {self._lanes.peer} failed")
+        cause = TransferFailed(f"reading from {self._connections.peer} failed")
         try:
             while self._wait_for_work():
-                if self._wire is None:
-                    self._wire = self._lanes.connect()
-                    self._lanes.counters.add(connections=1)
-                if (taken := self._take(self._wire)) is not None:
+                if self._connection is None:
+                    self._connection = self._connections.connect()
+                    self._connections.counters.add(connections=1)
+                if (taken := self._take(self._connection)) is not None:
                     self._move(*taken)
         except TransferFailed as error:
             cause = error
@@ -219,27 +219,27 @@ class _ReaderThread:
     def _wait_for_work(self) -> bool:
         with self._queue.changed:
             if not self._has_work():
-                self._queue.changed.wait_for(self._has_work_or_leaves, self._lanes.limits.idle_close_s)
-            if self._lanes.closed or not self._queue.num_pending:
-                # In the same breath: a read that is added from now on must not count on this lane.
-                self._lanes.lanes.discard(self)
+                self._queue.changed.wait_for(self._has_work_or_leaves, self._connections.limits.idle_close_s)
+            if self._connections.closed or not self._queue.num_pending:
+                # under the same lock: a read that is added from now on must not count this reader as free
+                self._connections.readers.discard(self)
                 return False
             return True
 
     def _has_work(self) -> bool:
-        return self._lanes.closed or self._queue.num_pending > 0
+        return self._connections.closed or self._queue.num_pending > 0
 
     def _has_work_or_leaves(self) -> bool:
-        return self._has_work() or self._lanes.is_retired
+        return self._has_work() or self._connections.is_retired
 
-    def _take(self, wire: Connection) -> tuple[Window, Iterator[int]] | None:
+    def _take(self, connection: Connection) -> tuple[Window, Iterator[int]] | None:
         with self._queue.changed:
             window = self._window = self._queue.take()
             if window is not None:
-                return window, wire.fetch(window.read.token, window.blocks)
-            if not self._lanes.closed and self._queue.num_pending:
-                # All that is pending waits for windows in flight on other lanes; their end notifies.
-                self._queue.changed.wait(self._lanes.limits.idle_close_s)
+                return window, connection.fetch(window.read.token, window.blocks)
+            if not self._connections.closed and self._queue.num_pending:
+                # every pending read waits for windows in flight at other readers; their end notifies
+                self._queue.changed.wait(self._connections.limits.idle_close_s)
             return None
 
     def _move(self, window: Window, fetching: Iterator[int]) -> None:
@@ -249,32 +249,32 @@ class _ReaderThread:
         began = time.monotonic()
         try:
             for received in fetching:
-                verdicts += matching(self._lanes.pool, blocks[len(verdicts) : received], window.read.digest)
+                verdicts += matching(self._connections.pool, blocks[len(verdicts) : received], window.read.digest)
             self._queue.pace(window, time.monotonic() - began)
         except TransferFailed as error:
             cause = error
         except Exception as error:
-            logger.exception("reading from %s failed", self._lanes.peer)
-            cause = ConnectionBroken(f"reading from {self._lanes.peer} failed: {error}")
+            logger.exception("reading from %s failed", self._connections.peer)
+            cause = ConnectionBroken(f"reading from {self._connections.peer} failed: {error}")
         self._release(is_broken=isinstance(cause, ConnectionBroken))
         if isinstance(cause, ConnectionBroken) and cause.stale:
-            self._lanes.counters.add(stale=1)
+            self._connections.counters.add(stale=1)
             self._queue.give_back(window)
         else:
             self._verify(window, verdicts, cause)
 
     def _release(self, is_broken: bool) -> None:
-        # Before the queue hears of the window's end: what that ends must not interrupt this lane's next window.
+        # before the queue records the window's end: a read that ends by it must not interrupt this reader's next window
         with self._queue.changed:
             self._window = None
             is_broken = is_broken or self._interrupted
             self._interrupted = False
-            self._closes_wire = is_broken  # which may take long: reads that come meanwhile are for another lane
-        if is_broken and self._wire is not None:
-            self._wire.close()
-            self._wire = None
+            self._closes_connection = is_broken  # which may take long: another reader takes reads that arrive meanwhile
+        if is_broken and self._connection is not None:
+            self._connection.close()
+            self._connection = None
             with self._queue.changed:
-                self._closes_wire = False
+                self._closes_connection = False
 
     def _verify(self, window: Window, verdicts: Sequence[bool], cause: TransferFailed | None) -> None:
         landed = _runs(verdicts, True, window.first)
@@ -282,9 +282,9 @@ class _ReaderThread:
         if cause is None and unmatched and window.is_reread:
             index = window.read.blocks[unmatched[0][0]].index
             cause = TransferFailed(
-                f"block {index} from {self._lanes.peer} does not match its digest, nor did it when read before"
+                f"block {index} from {self._connections.peer} does not match its digest, nor did it when read before"
             )
-        self._lanes.counters.add(
+        self._connections.counters.add(
             landed=sum(verdicts),
             reread=0 if cause else len(verdicts) - sum(verdicts),
             failed=1 if cause else 0,
@@ -296,16 +296,16 @@ class _ReaderThread:
             self._queue.finish(window, landed, rereads)
 
     def _leave(self, cause: TransferFailed) -> None:
-        if self._wire is not None:
-            self._wire.close()
+        if self._connection is not None:
+            self._connection.close()
         with self._queue.changed:
-            if self not in self._lanes.lanes:
+            if self not in self._connections.readers:
                 return
-            self._lanes.lanes.discard(self)
-            is_last = not self._lanes.lanes
-            # Another lane may be connected; then the work is its.
+            self._connections.readers.discard(self)
+            is_last = not self._connections.readers
+            # another reader may be connected and take the work
             self._queue.changed.notify()
-        logger.info("a lane to %s ended: %s", self._lanes.peer, cause)
+        logger.info("a reader to %s ended: %s", self._connections.peer, cause)
         if is_last:
             self._queue.fail_pending(cause)
 

@@ -1,4 +1,4 @@
-"""`PeerEndpoints`: how the present life of each worker was reached, so that what is kept for it can go when it is over."""
+"""`PeerEndpoints`: the endpoints of each worker's current epoch, so that what is kept for them can be dropped when it is over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PeerEndpoints:
         self._lives: OrderedDict[str, _Life] = OrderedDict()
 
     def reached(self, worker_id: str, epoch: int, connector: str, metadata: bytes) -> dict[str, bytes]:
-        """This life is read from in this way. Returns the ways, by connector, of another life that it ends."""
+        """This epoch is read from at this endpoint. Returns the endpoints, by connector, of another epoch that it ends."""
         ended = self.begun(worker_id, epoch)
         life = self._lives.setdefault(worker_id, _Life(epoch))
         life.ways[connector] = metadata
@@ -31,11 +31,11 @@ class PeerEndpoints:
         return ended
 
     def begun(self, worker_id: str, epoch: int) -> dict[str, bytes]:
-        """This life has come up: any other of this worker is over. Returns that one's ways."""
+        """This epoch has started: any other of this worker is over. Returns that one's endpoints."""
         life = self._lives.get(worker_id)
         return {} if life is None or life.epoch == epoch else self._lives.pop(worker_id).ways
 
     def lost(self, worker_id: str, epoch: int) -> dict[str, bytes]:
-        """Nobody answers there any more. Returns its ways."""
+        """The peer no longer responds. Returns its endpoints."""
         life = self._lives.get(worker_id)
         return self._lives.pop(worker_id).ways if life is not None and life.epoch == epoch else {}

@@ -1,4 +1,4 @@
-"""What a source allows its peers to read: the grants of one connector, and the sends under way on each.
+"""`ReadGrants`: what a source allows its peers to read: the grants of one connector, and the sends under way on each.
 
 open -> [publish ...] -> close -> (sends under way end, or are interrupted after fence_after_s) -> fenced
 """
@@ -59,10 +59,10 @@ class ReadGrant:
         self.waiting: list[Callable[[], None]] = []
         self.closed = False
         self.reader: Hashable | None = None
-        """Who read first: nobody else reads with this token."""
+        """The first reader: no other may read with this token."""
 
     def publish(self, first_index: int, blocks: Sequence[int]) -> None:
-        """As `Grant.publish`; without effect once the grant is closed, for its connector may close it at any time.
+        """As `Grant.publish`; no effect once the grant is closed, since its connector may close it at any time.
 
         Raises: IndexError for a block outside the pool, ValueError for an index that already is another block.
         """
@@ -81,7 +81,7 @@ class ReadGrants:
         self._events = events
         self._fence_after_s = fence_after_s
         self._lock = threading.Lock()
-        # A dict lookup tells an attacker nothing by its duration: bytes are compared only after their keyed 64-bit
+        # the duration of a dict lookup reveals nothing to an attacker: bytes are compared only after their keyed 64-bit
         # hashes are equal, and what is guessed is 128 random bits.
         self._grants: dict[bytes, ReadGrant] = {}
         self._closed = False

@@ -3,8 +3,8 @@
 blocks of a read   |-- window --|-- window --|-- window --|      a window: consecutive indexes, <= window_blocks
 queue of a peer    read A, read B, read C, A, B, C ...           one window each turn, so none waits for another
 
-Each window costs a question, an answer and some waking of threads. So windows grow while they come in `QUICK_S`, and shrink
-when they take longer than `SLOW_S`: what a short read may wait for is bounded in time on a slow network, in bytes on a fast.
+Each window costs a request, an answer and some waking of threads. So windows grow while they arrive within `QUICK_S`, and shrink
+when they take longer than `SLOW_S`: the wait of a short read is bounded in time on a slow network, in bytes on a fast one.
 
 READING --(all landed)--------------------------------> ENDED  (DONE)
 READING --(cancel, failure)--> DRAINING --(no window in flight)--> ENDED  (CANCELLED, FAILED)
@@ -49,7 +49,7 @@ class Window:
     """Position of its first block in `read.blocks`."""
     count: int
     is_reread: bool = False
-    """Its blocks came before with bytes that did not match; they get no third chance."""
+    """Its blocks were read before with bytes that did not match; they are not read a third time."""
 
     @property
     def blocks(self) -> Sequence[BlockToRead]:
@@ -89,12 +89,12 @@ class QueuedRead:
 
 
 class ReadQueue:
-    """The reads from one peer. Thread-safe; listeners are called on the lanes' threads or by `call_soon`, never locked.
+    """The reads from one peer. Thread-safe; listeners are called on reader threads or by `call_soon`, never locked.
 
     window_blocks: most blocks in one window at first, and on a slow network.
     longest_window_blocks: most blocks in one window on a fast one.
     in_flight_blocks: most blocks of one read in flight; a read with none in flight may always begin a window.
-    interrupt: tells whoever moves a window of this read to stop soon; called under the queue's lock, never blocks.
+    interrupt: makes readers that move a window of this read stop soon; called under the queue's lock, never blocks.
     call_soon: runs a call on another thread.
     """
 
@@ -119,7 +119,7 @@ class ReadQueue:
 
     @property
     def num_pending(self) -> int:
-        """Windows that nobody has taken. Asked under the lock."""
+        """Windows that no reader has taken. Called under the lock."""
         return sum(-(-window.count // self.window_blocks) for read in self._turns for window in read.pending)
 
     @property
@@ -158,7 +158,7 @@ class ReadQueue:
         return None
 
     def pace(self, window: Window, seconds: float) -> None:
-        """How long a window took, by which the next are cut. One that is shorter than others says nothing."""
+        """Record the duration of a window, which decides the size of the next ones; a shorter window than usual is ignored."""
         with self.changed:
             if window.count == self.window_blocks and seconds < QUICK_S:
                 self.window_blocks = min(2 * window.count, self._longest_blocks)
@@ -166,17 +166,17 @@ class ReadQueue:
                 self.window_blocks = max(self.window_blocks // 2, self._shortest_blocks)
 
     def give_back(self, window: Window) -> None:
-        """The window did not begin: not a byte of it came. It is next in its read, unless the read is over."""
+        """The window did not begin: no byte of it arrived. It is next in its read, unless the read is over."""
         self._settle(window, [window], None)
 
     def finish(self, window: Window, landed: Sequence[tuple[int, int]], unmatched: Sequence[Window]) -> None:
-        """The window came: report what landed, read again what did not match."""
+        """The window arrived: report landed blocks, read again those that did not match."""
         for first, count in landed:
             self._report(window.read, first, count)
         self._settle(window, unmatched, None)
 
     def fail(self, window: Window, landed: Sequence[tuple[int, int]], cause: TransferFailed) -> None:
-        """The window did not come, or not all of it; nobody writes into its blocks any more."""
+        """The window did not arrive completely; nothing writes into its blocks any more."""
         for first, count in landed:
             self._report(window.read, first, count)
         self._settle(window, (), cause)
@@ -202,7 +202,7 @@ class ReadQueue:
             self.cancel(read)
 
     def _report(self, read: QueuedRead, first: int, count: int) -> None:
-        # A read that drains has said that it wants no more; without a lock, for a late report does no harm.
+        # a draining read needs no more reports; without a lock, since a late report does no harm
         if read.state is ReadState.READING or read.outcome is ReadOutcome.FAILED:
             run_guarded(lambda: read.listener.landed(first, count))
 

@@ -1,13 +1,12 @@
-"""Blocks over TCP: the connector for every network, and what the faster ones fall back to.
+"""Blocks over TCP: the connector for every network, and the fallback of faster ones.
 
-tcp.py            TcpConnector: composes a source and a read desk
-read_desk.py      finds a peer's lanes
-tcp_source.py     accepts, answers from the pool        grant_book.py   who may read what, fences
-tcp_connections.py  places for connections
-tcp_wire.py       asks, receives into the pool          lanes.py        threads of a peer, digests
-tcp_stream.py     sockets                               read_queue.py   windows, round robin, states of a read
-tls_stream.py     TLS over a socket                     tcp_settings.py settings, the peers' address
-tcp_frames.py     the bytes on the wire
+tcp.py              TcpConnector: composes a source and a block reader
+tcp_source.py       accepts, answers from the pool      pull/read_grants.py       which peer may read which blocks; fences
+tcp_connections.py  places for connections              pull/block_reader.py      finds a peer's connections
+tcp_connection.py   asks, receives into the pool        pull/peer_connections.py  reader threads of a peer, digests
+tcp_stream.py       sockets                             pull/read_queue.py        windows, round robin, states of a read
+tls_stream.py       TLS over a socket                   tcp_settings.py           settings, the peers' address
+tcp_frames.py       the bytes on the connection
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class TcpConnector:
         settings.check_peers_host()
         limits = ConnectionLimits.of_bytes(
             pool.block_bytes,
-            max_lanes=settings.sockets_per_peer,
+            max_readers=settings.sockets_per_peer,
             window_bytes=settings.request_bytes,
             longest_window_bytes=settings.longest_request_bytes,
             in_flight_bytes=settings.read_window_bytes,
@@ -93,8 +92,8 @@ class TcpConnector:
         return self._reads.read(lambda: TcpAddress.from_metadata(metadata), token, blocks, listener, digest)
 
     def close(self) -> None:
-        """As `BlockConnector.close`. May take `connect_timeout_s` when a connection is just being made, and as long again
-        for TLS, and for a name that has to be resolved.
+        """As `BlockConnector.close`. May take `connect_timeout_s` while a connection is being made, and as long again
+        for TLS, and for resolving a name.
         """
         if self._started is not None:
             source, reads = self._started

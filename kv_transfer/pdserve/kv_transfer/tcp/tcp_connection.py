@@ -40,7 +40,7 @@ class TcpConnection:
         self._ask(request)
         # All at once, while the peer prepares its answer: between two steps it would find the processor's cache cold.
         steps = list(self._steps(blocks))
-        answer = self._hear(request)
+        answer = self._receive_answer(request)
         if answer.refusal is not None:
             raise TransferFailed(
                 f"{self._peer} refused to send blocks {request.first_index} to "
@@ -64,7 +64,7 @@ class TcpConnection:
         self._stream.close()
 
     def _steps(self, blocks: Sequence[BlockToRead]) -> Iterator[tuple[list[memoryview], int]]:
-        """What is received in one call each: where it goes, and how many blocks it is."""
+        """The parts that are received in one call each: their buffers, and their numbers of blocks."""
         for first in range(0, len(blocks), self._step_blocks):
             numbers = [block.local_block for block in blocks[first : first + self._step_blocks]]
             yield coalesce_contiguous(self._pool, numbers), len(numbers)
@@ -75,7 +75,7 @@ class TcpConnection:
         except StreamBroken as error:
             raise self._broken(request, error) from error
 
-    def _hear(self, request: ReadRequest) -> ReadAnswer:
+    def _receive_answer(self, request: ReadRequest) -> ReadAnswer:
         try:
             self._stream.receive([memoryview(self._header)])
             answer = ReadAnswer.decode(self._header, request)

@@ -1,11 +1,11 @@
-"""The connections of a TCP source, in two sorts: newcomers, and those whose peers have shown a token that counts.
+"""The connections of a TCP source, in two classes: newcomers, and those whose peers have shown a valid token.
 
     accepted --admit--> newcomer --settle (first granted read)--> settled --leave--> gone
                            |
                            +-- first_request_s over, or its place is needed: cut off
 
-Whoever reaches the port can make newcomers, so they take no place of those that read: they have places of their own, and the
-oldest gives way to the newest. A peer that reads is a newcomer for the milliseconds of its handshake and first request.
+Any host that reaches the port can make newcomers, so they have places of their own, apart from connections that read; the
+oldest is closed for the newest. A peer that reads is a newcomer for the milliseconds of its handshake and first request.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SourceConnections:
         """By age, the oldest first."""
         self._settled: dict[TcpStream, _Connection] = {}
         self._cut_off: dict[TcpStream, _Connection] = {}
-        """They hold no place; their threads are about to end."""
+        """Closed connections whose threads are about to end; they hold no place."""
         self._known: OrderedDict[str, None] = OrderedDict()
         """Networks from which reads were granted, the latest last. Others' newcomers go before theirs."""
 
@@ -97,7 +97,7 @@ class SourceConnections:
             return True
 
     def leave(self, stream: TcpStream) -> None:
-        """Its thread is done with it; closes it."""
+        """The thread no longer uses the connection; close it."""
         with self._lock:
             for connections in (self._newcomers, self._settled, self._cut_off):
                 connections.pop(stream, None)
@@ -152,7 +152,7 @@ class SourceConnections:
 
 
 def network_of(host: str) -> str:
-    """Whose share a connection takes: an IPv4 address, or the /64 of an IPv6 address, which one machine may have whole."""
+    """The unit of a connection's share: an IPv4 address, or the /64 of an IPv6 address, which one machine may have as a whole."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

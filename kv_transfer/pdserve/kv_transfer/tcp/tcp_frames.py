@@ -4,8 +4,8 @@
     answer    magic 4s | version u16 | status u16 | serial u64 | first_index u32 | count u32 | block_bytes u64
     blocks    count * block_bytes, only if the status is 0; any other status is a `Refusal`
 
-Big-endian. A connection carries one request at a time; the answer repeats the request's serial, so bytes that belong to
-something else are noticed.
+Big-endian. A connection carries one request at a time; the answer repeats the request's serial, so that bytes of another
+answer are detected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_INDEX = 0xFFFF_FFFF
 
 
 class MalformedFrame(Exception):
-    """Bytes that are no frame of ours; the connection they came over is of no more use."""
+    """Bytes that are not a valid frame; their connection cannot be used any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReadAnswer:
-    """What follows, or why nothing does."""
+    """Header of the blocks that follow, or a refusal."""
 
     NUM_BYTES = _ANSWER.size
 

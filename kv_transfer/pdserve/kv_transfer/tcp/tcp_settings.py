@@ -22,17 +22,17 @@ _LOOKS_NUMERIC = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpSettings:
     host: str = "127.0.0.1"
-    """Where to listen: an address of this machine."""
+    """Address of this machine to listen on."""
     port: int = 0
     """0: any free port."""
     advertise_host: str | None = None
-    """The host that peers are told; needed when `host` is a wildcard. A name is resolved by the peers."""
+    """The host that peers connect to; needed when `host` is a wildcard. Peers resolve a name."""
     sockets_per_peer: int = 2
     """Most connections that reads from one peer use at once; they are kept open and used again."""
     read_window_bytes: int = 16 << 20
     """Most bytes in flight for one read."""
     request_bytes: int = 1 << 20
-    """Most bytes in one answer, save that a block is never cut: what a short read may wait for on each socket."""
+    """Most bytes in one answer, at least one block: what a short read may wait for on each socket."""
     longest_request_bytes: int = 8 << 20
     """The same while answers come within milliseconds (`ReadQueue`)."""
     max_request_bytes: int = 64 << 20
@@ -40,9 +40,9 @@ class TcpSettings:
     connect_timeout_s: float = 2.0
     """For the connection; with TLS as long again for the handshake."""
     read_stall_s: float = 3.0
-    """A read that gets no byte for so long fails."""
+    """Seconds without a received byte after which a read fails."""
     send_stall_s: float = 10.0
-    """A peer that takes no byte for so long loses its connection."""
+    """Seconds without a sent byte after which a peer's connection is closed."""
     first_request_s: float = 5.0
     """A new connection that was granted no read within this time is closed; with TLS its handshake counts too."""
     idle_close_s: float = 60.0
@@ -54,11 +54,11 @@ class TcpSettings:
     max_connections_per_host: int = 128
     """Of these, from one address, or one IPv6 network of 64 bits."""
     max_newcomers: int = 128
-    """Connections that have not shown a token yet; one beyond takes the place of the oldest."""
+    """Connections that have not shown a token yet; one more replaces the oldest."""
     max_newcomers_per_host: int = 64
     """Of these, from one address, or one IPv6 network of 64 bits."""
     tls: TlsIdentity | None = None
-    """Who this process is to its peers, which must show certificates too; None speaks in the clear."""
+    """This process's identity to its peers, which must show certificates, too; None: no encryption."""
 
     def __post_init__(self) -> None:
         if min(self.sockets_per_peer, self.request_bytes) < 1:
@@ -85,7 +85,7 @@ class TcpSettings:
 
 
 class TcpAddress(msgspec.Struct, frozen=True):
-    """Where a source serves its blocks; the metadata of the TCP connector, as JSON."""
+    """The address of a source; the metadata of the TCP connector, as JSON."""
 
     host: str
     port: int

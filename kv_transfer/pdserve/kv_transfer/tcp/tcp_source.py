@@ -1,4 +1,4 @@
-"""The source's side of the TCP connector: one thread accepts, one thread a connection answers."""
+"""The source's side of the TCP connector: one thread accepts, one thread per connection answers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _WARNED_PEERS = 256
 _ACCEPT_RETRY_S = 0.1
 
 Reader = tuple[str, ...]
-"""Who reads: the peer's address, and under TLS the names in its certificate, which stay when the certificate is renewed."""
+"""The reader: its address, and under TLS the names in its certificate, which remain when the certificate is renewed."""
 
 
 @dataclass(slots=True)
 class SourceCounters:
-    """What a source gave and refused, counted up. Thread-safe."""
+    """Totals of what a source sent and refused. Thread-safe."""
 
     blocks_sent: int = 0
     refused_reads: int = 0
@@ -107,7 +107,7 @@ class TcpSource:
     def _on_accept(self, sock: socket.socket, peer: str) -> None:
         try:
             stream = TcpStream(sock, self._settings.first_request_s, self._settings.send_stall_s)
-        except OSError as error:  # the peer has gone already
+        except OSError as error:  # the peer has disconnected already
             logger.debug("connection from %s: %s", peer, error)
             sock.close()
             return
@@ -125,11 +125,11 @@ class TcpSource:
         frame = bytearray(ReadRequest.NUM_BYTES)
         patience_s = self._settings.first_request_s
         try:
-            talk = self._secure(stream)
-            reader = (peer, *talk.peer_names) if isinstance(talk, TlsStream) else (peer,)
-            while talk.wait_readable(patience_s):
-                talk.receive([memoryview(frame)])
-                self._answer(stream, talk, reader, ReadRequest.decode(frame))
+            secured = self._secure(stream)
+            reader = (peer, *secured.peer_names) if isinstance(secured, TlsStream) else (peer,)
+            while secured.wait_readable(patience_s):
+                secured.receive([memoryview(frame)])
+                self._answer(stream, secured, reader, ReadRequest.decode(frame))
                 patience_s = 2 * self._settings.idle_close_s
         except HandshakeFailed as error:
             self.counters.add(handshakes=1)
@@ -145,7 +145,7 @@ class TcpSource:
             self._connections.leave(stream)
 
     def _secure(self, stream: TcpStream) -> Stream:
-        """TLS, where it is wanted; its handshake holds up nobody but this connection's thread."""
+        """Start TLS, if configured; the handshake blocks only this connection's thread."""
         tls = self._settings.tls
         if tls is None:
             return stream
@@ -176,7 +176,7 @@ class TcpSource:
             return Refusal.TOO_MANY
         sending = self._grants.begin(request.token, request.first_index, request.count, stream.shutdown, reader)
         if isinstance(sending, InFlightSend) and request.block_bytes != block_bytes:
-            # Only a bearer of a token learns about the pool.
+            # only a bearer of a token gets information about the pool
             self._grants.end(sending)
             return Refusal.WRONG_BLOCK_BYTES
         return sending

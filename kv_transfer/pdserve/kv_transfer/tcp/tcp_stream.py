@@ -34,19 +34,19 @@ class StreamBroken(Exception):
 
 
 class Stream(Protocol):
-    """What moves the frames: `TcpStream`, or TLS over one."""
+    """Carries the frames: `TcpStream`, or TLS over one."""
 
     def send(self, views: Sequence[memoryview]) -> None:
         """Send all bytes of all views, in order. Raises StreamBroken."""
 
     def receive(self, views: Sequence[memoryview]) -> None:
-        """Fill all views, in order. Raises StreamBroken; what came before is in the views."""
+        """Fill all views, in order. Raises StreamBroken; bytes received before are in the views."""
 
     def wait_readable(self, timeout_s: float) -> bool:
-        """Wait for a byte or the stream's end; False when neither came in time. Raises StreamBroken."""
+        """Wait for a byte or the stream's end; False when neither arrived in time. Raises StreamBroken."""
 
     def shutdown(self) -> None:
-        """Wake whoever sends or receives here, with StreamBroken. From any thread; may be called again."""
+        """Wake the thread that sends or receives here, with StreamBroken. From any thread; may be called again."""
 
     def close(self) -> None:
         """Give the socket back. By the thread that uses it."""
@@ -207,12 +207,12 @@ class Listener:
             return sock, str(address[0])
 
     def wake(self) -> None:
-        """End `accept`, now and for ever."""
+        """End `accept` finally."""
         with contextlib.suppress(OSError):
             self._wake_sender.send(b"\0")
 
     def close(self) -> None:
-        """Free the port; by whoever knows that nobody accepts any more."""
+        """Free the port; no thread may be in `accept` any more."""
         self._sock.close()
         self._wake_receiver.close()
         self._wake_sender.close()

@@ -22,7 +22,7 @@ _RECORD_BYTES = (16 << 10) + 512
 
 
 class HandshakeFailed(StreamBroken):
-    """The peer has no certificate that counts here, takes ours for none, or speaks no TLS."""
+    """The peer has no accepted certificate, rejects ours, or does not use TLS."""
 
 
 class TlsStream:
@@ -39,7 +39,7 @@ class TlsStream:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         is_server = server_name is None
         self._ssl = context.wrap_bio(self._incoming, self._outgoing, is_server, server_name)
-        # a source hears requests alone, and many peers may be connected
+        # a source receives only requests, and many peers may be connected
         self._received = memoryview(bytearray(_RECORD_BYTES if is_server else _PIECE_BYTES))
         self._shake_hands(handshake_s)
 
@@ -89,7 +89,7 @@ class TlsStream:
         self._stream.shutdown()
 
     def close(self) -> None:
-        """As `Stream.close`. Nothing tells the peer: every frame says its length, so none can be cut short unnoticed."""
+        """As `Stream.close`, without a notice to the peer: every frame has its length, so a truncated one is detected."""
         self._stream.close()
 
     def _shake_hands(self, handshake_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Redis introduces workers, and never buries them."""
+"""Redis adds workers, and never removes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lanes to one peer, over wires that do what the test tells them."""
+"""The connections to one peer, over wires that do what the test tells them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, PeerConn
 from .recorded_read import PATIENCE_S, RecordedRead, make_pool
 
 POOL = make_pool(seed=3)
-LIMITS = ConnectionLimits(max_lanes=2, window_blocks=8, longest_window_blocks=8, in_flight_blocks=8, idle_close_s=60.0)
+LIMITS = ConnectionLimits(
+    max_readers=2, window_blocks=8, longest_window_blocks=8, in_flight_blocks=8, idle_close_s=60.0
+)
 
 
 class ScriptedWire:
@@ -44,13 +46,15 @@ class ScriptedWire:
             assert self.may_close.wait(PATIENCE_S)
 
 
-class Lanes:
-    """Lanes that connect to the wires given, one after the other."""
+class Connections:
+    """Connections that connect to the wires given, one after the other."""
 
     def __init__(self, *wires: ScriptedWire) -> None:
         self._wires = iter(wires)
-        self.events = EventThread("lane-events")
-        self.lanes = PeerConnections("peer", POOL, LIMITS, ReadCounters(), self._connect, self.events.call_soon, "lane")
+        self.events = EventThread("reader-events")
+        self.connections = PeerConnections(
+            "peer", POOL, LIMITS, ReadCounters(), self._connect, self.events.call_soon, "reader"
+        )
 
     def _connect(self) -> Connection:
         return next(self._wires)
@@ -58,24 +62,24 @@ class Lanes:
     def read(self, block: int) -> RecordedRead:
         heard = RecordedRead(1)
         blocks = [BlockToRead(block, XXH3.of(POOL.block(block), block), block)]
-        self.lanes.read(bytes(16), blocks, heard)
+        self.connections.read(bytes(16), blocks, heard)
         return heard
 
     def close(self) -> None:
-        self.lanes.close()
+        self.connections.close()
         self.events.close()
 
 
 def test_a_read_does_not_wait_for_a_lane_that_gives_up_its_wire() -> None:
     hung = ScriptedWire(is_broken=True)
-    lanes = Lanes(hung, ScriptedWire())
-    first = lanes.read(0)
+    connections = Connections(hung, ScriptedWire())
+    first = connections.read(0)
     assert hung.closing.wait(PATIENCE_S)
-    assert lanes.read(1).wait_ended() is ReadOutcome.DONE
+    assert connections.read(1).wait_ended() is ReadOutcome.DONE
     assert first.outcome is None, "its wire may still write"
     hung.may_close.set()
     assert first.wait_failed() == "it hangs"
-    lanes.close()
+    connections.close()
 
 
 class _HangingAgent:
