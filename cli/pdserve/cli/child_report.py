@@ -1,4 +1,4 @@
-"""What a child of `pdserve up` tells its parent: JSON lines on a pipe, and a lifeline back.
+"""Reports of a child of `pdserve up` to its parent: JSON lines on a pipe, and a lifeline back.
 
 child -> parent   {"loaded_bytes": .., "total_bytes": .., "name": ..} while weights load, {"address": ..} when ready,
                   {"message": ..} when it cannot start: the parent prints it, and the child does not
@@ -43,11 +43,11 @@ class ReportPipe:
 
     @property
     def is_open(self) -> bool:
-        """False without a parent, or after it has gone."""
+        """False without a parent, or after it has ended."""
         return self._descriptor is not None
 
     def send(self, report: Report) -> None:
-        """Write one line; a parent that is gone is not an error here."""
+        """Write one line; an ended parent is not an error here."""
         if self._descriptor is not None:
             try:
                 os.write(self._descriptor, msgspec.json.encode(report) + b"\n")

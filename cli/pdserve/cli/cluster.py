@@ -1,4 +1,4 @@
-"""`pdserve up`: router, prefill and decode workers on this machine; the router lives in this process."""
+"""`pdserve up`: router, prefill and decode workers on this machine; the router runs in this process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MIN_CORES_FOR_PINNING = 2
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """What `up` was asked for."""
+    """The arguments of `up`."""
 
     model: str
     folder: Path
@@ -43,7 +43,7 @@ class ClusterPlan:
     num_decode: int
     router_flags: dict[str, object]
     worker_settings: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Of the workers of each role, beside what `child_plans` gives them."""
+    """Settings of each role's workers, beside those of `child_plans`."""
     quiet_children: bool = True
     redis: str | None = None
     config: Path | None = None
@@ -52,14 +52,14 @@ class ClusterPlan:
 
 @dataclass(slots=True)
 class Addresses:
-    """Where the cluster answers, once it is ready."""
+    """Addresses of the cluster, once it is ready."""
 
     http: str
     grpc: str
     prefill: list[str] = field(default_factory=list)
     decode: list[str] = field(default_factory=list)
     api_key: str | None = None
-    """One that the front ends accept, when they want one."""
+    """An API key that the front ends accept, if they need one."""
 
 
 def settings_by_role(assignments: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -182,7 +182,7 @@ def child_plans(plan: ClusterPlan, key: str) -> list[ChildPlan]:
         if plan.quiet_children:
             settings["log_level"] = "warning"
         in_file = from_toml(PrefillSettings if role == "prefill" else DecodeSettings, plan.config)
-        # the environment counts more than the file, so what `up` chooses by itself stands back where the file chose
+        # the environment overrides the file, so `up` sets no default that the file sets
         settings = {name: value for name, value in settings.items() if name not in in_file}
         settings |= {"model": plan.model, "worker_id": f"{role}-{index}", "deployment_key": key}
         if plan.redis is not None:

@@ -16,7 +16,7 @@ Connect = Callable[[], GrpcClient]
 
 
 async def show_answer(console: Console, deltas: AsyncIterator[Delta], show_timeline: bool) -> str:
-    """Print an answer as it comes; returns its text. Raises: PdServeError."""
+    """Print an answer while it arrives; returns its text. Raises: PdServeError."""
     text, last = "", None
     async for delta in deltas:
         text += delta.text

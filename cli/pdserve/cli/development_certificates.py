@@ -60,7 +60,7 @@ def make_authority(name: str, begins: datetime, ends: datetime) -> KeyPair:
 def issue(
     authority: KeyPair, name: str, hosts: Sequence[str], uris: Sequence[str], begins: datetime, ends: datetime
 ) -> KeyPair:
-    """A certificate for these hosts (addresses or DNS names) and URIs, good for both sides of a connection."""
+    """A certificate for these hosts (addresses or DNS names) and URIs, valid for both sides of a connection."""
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = authority.certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
     builder = _builder(name, str(issuer), key, begins, ends)
@@ -76,9 +76,9 @@ def issue(
 
 
 def write_certificates(folder: Path, hosts: Sequence[str], days: int, trust_domain: str = TRUST_DOMAIN) -> list[Path]:
-    """Make everything in `folder`; returns the files. hosts: what others connect to, for all services alike.
+    """Make everything in `folder`; returns the files. hosts: addresses or names that others connect to, for all services alike.
 
-    Raises: ConfigError for a host, number of days or trust domain that cannot be, and when one of the files is there.
+    Raises: ConfigError for an invalid host, number of days or trust domain, and when one of the files exists.
     """
     if not 1 <= days <= MAX_DAYS:
         raise ConfigError(f"--days is {days}, 1 to {MAX_DAYS} is needed")

@@ -38,7 +38,7 @@ _SETTINGS: dict[Role, type[PrefillSettings | DecodeSettings | RouterSettings]] =
 
 
 def checks_for(settings: WorkerSettings | RouterSettings) -> list[Check]:
-    """What a service with these settings needs, in the order in which it is shown."""
+    """The checks for a service with these settings, in the order of the report."""
     everywhere: list[Check] = [
         KeyCheck(settings),
         TlsCheck(settings),

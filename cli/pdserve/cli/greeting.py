@@ -1,4 +1,4 @@
-"""What `pdserve up` says when the cluster serves: addresses, and one question answered through it."""
+"""Output of `pdserve up` when the cluster is ready: addresses, and the answer to one question."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Greeting:
     """Called once by the cluster."""
 
     def __init__(self, console: Console, question: str, once: bool, default_url: str) -> None:
-        """default_url: what `pdserve chat` asks when it is told no other."""
+        """default_url: the address that `pdserve chat` uses by default."""
         self._console = console
         self._default_url = default_url
         self._question = question
@@ -25,7 +25,7 @@ class Greeting:
         self.answered = False
 
     async def __call__(self, addresses: Addresses) -> bool:
-        """Returns whether the cluster should go on."""
+        """Returns whether the cluster should continue."""
         console = self._console
         console.print(
             f"[bold green]ready[/]  OpenAI http://{addresses.http}/v1   gRPC {addresses.grpc}   "

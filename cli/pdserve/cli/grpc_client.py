@@ -27,7 +27,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one message of the stream adds."""
+    """New output of one message of the stream."""
 
     text: str
     finish_reason: FinishReason | None
@@ -58,7 +58,7 @@ class GrpcClient:
         return self._generate(inference_pb2.GenerateRequest(chat=prompt, stream=True), sampling)
 
     def generate(self, prompt: str, **sampling: float | int | None) -> AsyncIterator[Delta]:
-        """Continue a text as it stands."""
+        """Continue a text without a chat template."""
         request = inference_pb2.GenerateRequest(text=inference_pb2.TextPrompt(text=prompt), stream=True)
         return self._generate(request, sampling)
 

@@ -46,7 +46,7 @@ def parse_assignments(assignments: list[str]) -> dict[str, str]:
 
 
 def serve_router(flags: Mapping[str, Any], config: Path | None) -> None:
-    """Run a router until it is told to stop. Raises: ConfigError."""
+    """Run a router until it is stopped. Raises: ConfigError."""
     from pdserve.router.service import run_router  # only what this command needs: no torch in a router
 
     settings = load_settings(RouterSettings, flags=flags, toml=config)
@@ -55,7 +55,7 @@ def serve_router(flags: Mapping[str, Any], config: Path | None) -> None:
 
     def ready(http_address: str, grpc_address: str) -> None:
         scheme = "https" if settings.front_tls_cert_file is not None else "http"
-        # what is loaded stays: looking through all of it in a full collection would stop every stream for 0.1 s
+        # loaded objects remain: visiting all of them in a full collection would stop every stream for 0.1 s
         gc.freeze()
         log.info("ready: OpenAI %s://%s/v1  gRPC %s", scheme, http_address, grpc_address)
 
@@ -69,9 +69,9 @@ def serve_worker(
     report_fd: int | None,
     lifeline_fd: int | None,
 ) -> bool:
-    """Run a worker until it is told to stop; returns whether its engine lived to the end.
+    """Run a worker until it is stopped; returns whether its engine worked to the end.
 
-    Raises: ConfigError; ReportedFailure in place of it where a parent process has been sent the message.
+    Raises: ConfigError; ReportedFailure instead if the message was sent to a parent process.
     """
     pipe = ReportPipe(report_fd)
     try:
@@ -98,7 +98,7 @@ def _serve_worker(
     configure_logging(kind.section, settings.log_level)
     raise_descriptor_limit()
     folder = model_folder(settings.model)
-    # torch takes seconds to import: wrong settings are told before
+    # torch takes seconds to import: wrong settings are reported before
     if isinstance(settings, PrefillSettings):
         from pdserve.prefill.service import run_prefill as run
     else:

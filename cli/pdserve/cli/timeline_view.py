@@ -1,4 +1,4 @@
-"""A request's timeline as a person reads it: a row a phase, with its place and length drawn."""
+"""A request's timeline as text: one row per phase, with its start and length as a bar."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ RESTART_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ChildPlan:
-    """What to start."""
+    """Arguments of a worker process."""
 
     role: str
     name: str
@@ -37,7 +37,7 @@ class WorkerChild:
         self.plan = plan
         self.address = ""
         self.on_load = on_load
-        """Hears how much of the weights is in place: the worker's name, and the report."""
+        """Called while weights load, with the worker's name and the report."""
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
 
@@ -79,7 +79,7 @@ class WorkerChild:
         return ("--port", self.address.rpartition(":")[2] or "0")
 
     async def _read_reports(self, descriptor: int) -> ReadyReport | FailedReport | None:
-        """What the start came to; None for a process that ended without a report of it."""
+        """The result of the start; None for a process that ended without a report."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(

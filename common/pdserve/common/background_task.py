@@ -1,4 +1,4 @@
-"""`background_task`: work that goes on as long as a service does, started again when it fails."""
+"""`background_task`: runs a task for the life of a service, and restarts it when it fails."""
 
 from __future__ import annotations
 

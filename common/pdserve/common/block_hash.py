@@ -24,7 +24,7 @@ BLOCK_HASH_BYTES = 24
 PLACEMENT_HASH_BYTES = 8
 """The end of a block's hash. Two blocks of a fleet with 4 million that share it cost one wrong estimate of an overlap."""
 DIGEST_BYTES = 16
-"""Of a root, and of a request digest."""
+"""Bytes of a root, and of a request digest."""
 _VERSION = b"pdserve.block.v1"
 
 
@@ -41,9 +41,9 @@ class BlockHasher:
     def root(
         self, model_fingerprint: str, cache_salt: str | None = None, lora: str | None = None, tenant: str = ""
     ) -> bytes:
-        """What the first block is chained to: requests with different roots never share a block.
+        """The input of the first block's hash: requests with different roots never share a block.
 
-        tenant: whose request it is, or the name of the group of tenants that share cached prefixes.
+        tenant: the owner, or the name of the group of tenants that share cached prefixes.
         """
         named = (model_fingerprint, lora or "", cache_salt or "", *((tenant,) if tenant else ()))
         parts = (_VERSION, *(name.encode() for name in named))
@@ -63,14 +63,14 @@ class BlockHasher:
     def request_digest(
         self, root: bytes, block_hashes: Sequence[bytes], token_ids: Sequence[int], extras: bytes = b""
     ) -> bytes:
-        """What both calls of an attempt compare: equal only if they speak of the same prompt under the same root."""
+        """A digest that both calls of an attempt compare: equal only for the same prompt under the same root."""
         tail = token_bytes(token_ids[len(block_hashes) * self.block_size :])
         last = block_hashes[-1] if block_hashes else root
         return self._digest(b"digest" + last + len(tail).to_bytes(4, "little") + tail + extras)
 
 
 def placement_hash(block_hash: bytes) -> bytes:
-    """What names a block to routers: enough to place by, and worth nothing at a worker."""
+    """The part of a block's hash that routers get: enough for placement, and useless at a worker."""
     return block_hash[-PLACEMENT_HASH_BYTES:]
 
 

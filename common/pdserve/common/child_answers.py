@@ -1,4 +1,4 @@
-"""`ChildAnswers`: how a probe's process answers its parent, one JSON line each, whatever its libraries print."""
+"""`ChildAnswers`: answers of a probe's process to its parent, one JSON line each, apart from its libraries' output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ChildAnswers:
         os.dup2(2, 1)
 
     def say(self, value: object) -> None:
-        """A line. Raises: OSError when the parent is gone."""
+        """Write one line. Raises: OSError when the parent has ended."""
         line = msgspec.json.encode(value) + b"\n"
         while line:
             line = line[os.write(self._descriptor, line) :]

@@ -1,28 +1,28 @@
-"""One tree of errors; each class knows its gRPC status, its HTTP status and whether another attempt may help.
+"""The tree of errors; each class has its gRPC status, its HTTP status and whether another attempt may help.
 
     PdServeError
       InvalidRequest          the client's fault, named by field, value and limit
         PromptTooLong
         BodyTooLarge
         UnsupportedMediaType
-      NotFound                a model, worker or request that is not there
+      NotFound                a model, worker or request that does not exist
       Unauthenticated         no or a wrong API key
       PermissionDenied        a service's certificate lacks the role for a call
       Overloaded              admission refused it; `retry_after_s` says when to come back
       DeadlineExceeded        the request's own deadline passed
-      Cancelled               the client left, or somebody aborted it
+      Cancelled               the client disconnected, or the request was aborted
       LayoutMismatch          two workers whose KV blocks differ
       KeyMismatch             a call between services without a valid proof of the deployment key
         ClockSkew             its time stamp is too far from the receiver's clock
       ProtocolMismatch        two services whose protocol versions do not work together
-      PeerError               a peer sent what cannot be read: a message, or an error code
+      PeerError               a peer sent a message or an error code that cannot be read
       TransferFailed          KV blocks could not be moved or did not verify
-        DigestMismatch        the two calls speak of different requests: never retried on the same pair
-      WorkerLost              a worker died, or none is there
-        WrongWorker           a call reached another worker, or another life of it, than it was made for
-      Evicted                 a sequence lost its blocks and prefers to be placed anew
-      NeedsPrefill            decode asks for a prefill worker first
-      Draining                the worker is leaving
+        DigestMismatch        the two calls carry different requests: never retried on the same pair
+      WorkerLost              a worker died, or none is available
+        WrongWorker           a call reached another worker or epoch than it was made for
+      Evicted                 a sequence lost its blocks and is placed again
+      NeedsPrefill            decode requires a prefill worker first
+      Draining                the worker is shutting down
       InternalError           a bug of ours
         LogitsProcessorFailed a bug of a plug-in that the request named
       ConfigError             settings, a model folder or a port that cannot be used; raised before serving
@@ -85,7 +85,7 @@ class BodyTooLarge(InvalidRequest):
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """An HTTP body that is said to be no JSON."""
+    """An HTTP body whose content type is not JSON."""
 
     code = "unsupported_media_type"
     http_status = 415
@@ -106,7 +106,7 @@ class Unauthenticated(PdServeError):
     grpc_status = grpc.StatusCode.UNAUTHENTICATED
     http_status = 401
     hold_back_s: float = 0.0
-    """How long the answer should be held back: addresses that fail again and again are answered later."""
+    """Seconds by which the response should be delayed: addresses that fail repeatedly wait."""
 
 
 class PermissionDenied(PdServeError):
@@ -129,7 +129,7 @@ class Overloaded(PdServeError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.by_peer = False
-        """Another service said so itself; otherwise this one did, or a channel."""
+        """Whether another service raised it; otherwise this one or a channel did."""
 
 
 class DeadlineExceeded(PdServeError):
@@ -166,7 +166,7 @@ class KeyMismatch(PdServeError):
 
 
 class ClockSkew(KeyMismatch):
-    """The clocks of two services differ too much for a proof to be told from an old one."""
+    """The clocks of two services differ too much to distinguish a proof from an old one."""
 
     code = "clock_skew"
 
@@ -208,7 +208,7 @@ class DigestMismatch(TransferFailed):
 
 
 class WorkerLost(PdServeError):
-    """A worker died, became unreachable, or none is there to serve."""
+    """A worker died, became unreachable, or none is available."""
 
     code = "worker_lost"
     grpc_status = grpc.StatusCode.UNAVAILABLE
@@ -217,7 +217,7 @@ class WorkerLost(PdServeError):
 
 
 class WrongWorker(WorkerLost):
-    """A call reached another worker than it was made for: the life that it was made for is over, or elsewhere."""
+    """A call reached another worker than it was made for: that epoch is over, or elsewhere."""
 
     code = "wrong_worker"
 

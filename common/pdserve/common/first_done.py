@@ -1,4 +1,4 @@
-"""`first_done` and `first_of`: wait for whatever comes first."""
+"""`first_done` and `first_of`: wait for the first of several tasks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ async def first_done(*waiting: Awaitable[object], timeout_s: float | None = None
 
 @contextlib.asynccontextmanager
 async def first_of(*waiting: asyncio.Future[Any], timeout_s: float | None = None) -> AsyncIterator[None]:
-    """Inside, one of them is done, or `timeout_s` is over.
+    """Inside the context one of them is done, or `timeout_s` is over.
 
-    At the end all are: those that were not are cancelled, and errors that nobody asked for are dropped.
+    At its end all are done: unfinished ones are cancelled, and their errors are dropped.
     """
     try:
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -73,7 +73,7 @@ def parse_json_object(text: str | bytes, where: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises: ValueError for a name that comes twice: readers differ in which value they take."""
+    """Raises: ValueError for a duplicate name: parsers differ in which value they take."""
     values = dict(pairs)
     if len(values) < len(pairs):
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""What workers publish about the blocks they hold, by placement hash, as values, and the interface of whoever listens."""
+"""Events about the blocks that workers hold, by placement hash, and the interface of their receiver."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Protocol
 import msgspec
 
 WorkerKey = tuple[str, int]
-"""(worker_id, epoch): one life of one worker."""
+"""(worker_id, epoch)."""
 
 MAX_HASHES = 4096
 """In one change; 32 KiB."""
 
 
 class KvCacheEvents(msgspec.Struct, frozen=True, kw_only=True):
-    """One step from what a worker held to what it holds."""
+    """A change of the blocks that a worker holds."""
 
     cleared: bool = False
-    """Nothing said before counts any more; applied first."""
+    """Discard all earlier events; applied first."""
     stored: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
 
 
 class KvEventSink(Protocol):
-    """Keeps which worker holds which blocks; the router's `PrefixIndex`."""
+    """Records which worker holds which blocks: the router's `PrefixIndex`."""
 
     def stored(self, worker: WorkerKey, hashes: Iterable[bytes]) -> None:
         """The worker has these blocks now."""
 
     def removed(self, worker: WorkerKey, hashes: Iterable[bytes]) -> None:
-        """The worker has these no more; unknown ones are nothing."""
+        """The worker no longer has these; unknown ones are ignored."""
 
     def cleared(self, worker: WorkerKey) -> None:
-        """The worker begins anew, or is gone."""
+        """The worker starts again without blocks, or is lost."""
 
 
 def apply_change(held: KvEventSink, worker: WorkerKey, change: KvCacheEvents) -> None:

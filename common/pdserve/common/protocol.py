@@ -8,9 +8,9 @@ a worker of version 2 for one with sampler 1.
 from __future__ import annotations
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Of one gRPC message."""
+"""Bytes of one gRPC message, at most."""
 PROTOCOL_VERSION = 3
-"""Raised by one with each change that older services cannot live with; the code then says what it does for the one before."""
+"""Raised by one with each change that older services do not support; comments describe the version before."""
 OLDEST_AUTHENTICATED = 2
 MAX_DISTANCE = 1
 

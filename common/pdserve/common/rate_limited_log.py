@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 EVERY_S = 60.0
 MAX_KEYS = 1024
-"""Peers that are told apart; beyond them the one that was warned of longest ago is forgotten."""
+"""Peers that are distinguished; beyond them the one with the oldest warning is forgotten."""
 
 
 class RateLimitedLog:
-    """Bounded memory. Each warning says how many before it were left out."""
+    """Warns at most once per interval and key, with the number of warnings left out. Bounded memory."""
 
     def __init__(
         self, log: logging.Logger, every_s: float = EVERY_S, *, clock: Callable[[], float] = time.monotonic
@@ -22,7 +22,7 @@ class RateLimitedLog:
         self._every_s = every_s
         self._clock = clock
         self._warned: OrderedDict[str, tuple[float, int]] = OrderedDict()
-        """Key -> when the last warning came, and how many were left out since."""
+        """Key -> time of the last warning, and the number left out since."""
 
     def warning(self, key: str, message: str, *args: object) -> None:
         """Log it, unless there was one with this key within `every_s`. key: names the peer, and the kind of warning."""

@@ -11,7 +11,7 @@ from pdserve.text.request_output import CompletionOutput
 
 
 def for_engines(params: SamplingParams) -> SamplingParams:
-    """What engines are asked for: all sequences, and the log-probabilities by which they are judged."""
+    """Parameters for engines: all sequences, with the log-probabilities by which they are ranked."""
     if params.num_sequences == params.n:
         return msgspec.structs.replace(params, best_of=None)
     logprobs = 0 if params.logprobs is None else params.logprobs
@@ -19,9 +19,9 @@ def for_engines(params: SamplingParams) -> SamplingParams:
 
 
 def best(outputs: Sequence[CompletionOutput], params: SamplingParams) -> list[CompletionOutput]:
-    """The n whole sequences with the highest cumulative log-probability, the highest first, numbered anew from 0.
+    """The n whole sequences with the highest cumulative log-probability, the highest first, renumbered from 0.
 
-    outputs: all of them, whole. params: as the client gave them; what it did not ask for is left out.
+    outputs: all of them, whole. params: the client's; output that it did not ask for is left out.
     Source: vLLM's rule; among equals the lower index comes first.
     """
     ranked = sorted(outputs, key=lambda output: -(output.cumulative_logprob or 0.0))

@@ -21,7 +21,7 @@ from pdserve.text.tool_prompt import as_plain_text, with_parsed_calls
 FIELD = "messages"
 _MAX_DEPTH = 64
 _TOLD_CHARS = 120
-"""Of what a template says against the messages, which it may repeat."""
+"""Characters of a template's error, which may repeat the messages."""
 
 
 class ChatTemplate:
@@ -89,7 +89,7 @@ class ChatTemplate:
                 f"the model's chat template needs too much for these messages: {error}", FIELD
             ) from error
         except Exception as error:
-            # A template is a program over the client's values: whatever it stumbles on is about this request.
+            # a template is a program over the client's values: any error concerns this request
             told = f"{error!s:.{_TOLD_CHARS}}"
             raise InvalidRequest(f"the model's chat template refused the messages: {told}", FIELD) from error
         if len(text) > MAX_VALUE_CHARS:

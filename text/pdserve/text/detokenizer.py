@@ -1,7 +1,7 @@
-"""From token ids to text as they come: `IncrementalDetokenizer` and its two implementations.
+"""`IncrementalDetokenizer` and its two implementations: text from token ids as they arrive.
 
 `tokenizers.decoders.DecodeStream` would be the obvious choice. It raises when a byte-fallback run turns out malformed
-after part of it was shown, and it withholds text that really ends in U+FFFD for ever; a model can cause both.
+after part of it was shown, and it never releases text that really ends in U+FFFD; a model can cause both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class IncrementalDetokenizer(ABC):
 
 
 class NoDetokenizer(IncrementalDetokenizer):
-    """For a sequence whose client wants token ids alone."""
+    """For a sequence whose client wants only token ids."""
 
     __slots__ = ()
 
@@ -66,10 +66,10 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class ByteDetokenizer(IncrementalDetokenizer):
-    """Looks up each token's bytes and decodes them as a stream: constant time a token, exact at any cut.
+    """Looks up each token's bytes and decodes them as a stream: constant time per token, exact at any cut.
 
     Equal to decoding all ids at once, with one exception: where a run of byte-fallback tokens is not UTF-8, the library
-    turns the whole run into U+FFFD; here the characters that were complete, and perhaps shown already, stay.
+    turns the whole run into U+FFFD; here characters that were complete, and perhaps sent already, remain.
     """
 
     __slots__ = ("_decoder", "_pieces", "_started", "_strip_left", "_token_bytes")
@@ -143,9 +143,9 @@ class WindowDetokenizer(IncrementalDetokenizer):
         prompt_token_ids: Sequence[int] = (),
         bare: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """hidden: ids that make no text, here the special tokens when they are skipped.
+        """hidden: ids without text: the special tokens when they are skipped.
 
-        bare: token id -> its text, for those that follow one another without whatever the decoder sets between tokens.
+        bare: token id -> its text, for those between which the decoder inserts nothing.
         """
         self._bare = bare
         self._backend = backend

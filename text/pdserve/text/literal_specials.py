@@ -22,7 +22,7 @@ _PLACE_DIGITS = 6
 
 
 class LiteralSpecials:
-    """Of one tokenizer. Every method may be called from any thread."""
+    """The special tokens of one tokenizer. Every method may be called from any thread."""
 
     def __init__(self, backend: Backend) -> None:
         """backend: is not changed."""
@@ -54,7 +54,7 @@ class LiteralSpecials:
 
 
 class LiteralsOfPrompt:
-    """The special tokens that stand in the client's texts of one prompt."""
+    """The special tokens in the client's texts of one prompt."""
 
     def __init__(self, literals: LiteralSpecials) -> None:
         self._literals = literals

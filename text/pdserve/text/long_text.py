@@ -19,9 +19,9 @@ from tokenizers import models, pre_tokenizers
 from pdserve.common.errors import InvalidRequest
 
 PART_BYTES = 1 << 16
-"""Of a text that is tokenized at once; a longer one goes in parts."""
+"""Characters of a text that is tokenized at once; a longer one is tokenized in parts."""
 MAX_WORD_BYTES = 1 << 17
-"""Of a run of text that the tokenizer does not split, at most: its tokens depend on each other."""
+"""Characters of a run of text that the tokenizer does not split, at most: its tokens depend on each other."""
 _LOOK_AHEAD_BYTES = 64
 """More than any known expression looks ahead, with the characters of one word's beginning."""
 _LOOKS_BACK = ("(?<", r"\b", r"\B", r"\A", r"\G", r"\K")
@@ -41,7 +41,7 @@ class LongText:
         self._num_bytes = [num_bytes.get(token_id, 0) for token_id in range(max(num_bytes) + 1)]
         longest = max((len(token.content.encode()) for token in added.values()), default=0)
         self._margin_bytes = longest + _LOOK_AHEAD_BYTES
-        # the library looks for these before it normalizes what lies between them
+        # the library looks for these before it normalizes the text between them
         contents = sorted((token.content for token in added.values() if not token.normalized), key=len, reverse=True)
         self._kept = re.compile(f"({'|'.join(map(re.escape, contents))})") if contents else None
 
@@ -149,7 +149,7 @@ def _splits_ahead(pre_tokenizer: Any) -> bool:
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") is not False:
         return False
     if last.get("use_regex", True):
-        # GPT-2's own, behind nothing, or behind a step that sets each digit apart
+        # GPT-2's own, alone, or after a step that separates digits
         return all(step.get("type") == "Digits" and step.get("individual_digits") for step in before)
     return len(before) == 1 and _isolates_ahead(before[0])
 

@@ -1,4 +1,4 @@
-"""How many bytes of a text one token can stand for, where that can be known: then a text has a least number of tokens."""
+"""The most bytes of a text that one token can represent, if known: then a text has a least number of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def longest_token_bytes(backend: Backend, pre_tokenizer: Any) -> int | None:
     """The most UTF-8 bytes of a text that become one token; None where some text might lose bytes, or stretch a token.
 
     Known for byte-level BPE (GPT-2, Llama 3, Qwen): each byte of a text is one character for the model, and in exactly
-    one token; what a post-processor writes comes on top. pre_tokenizer: that object of tokenizer.json.
+    one token; tokens that a post-processor adds are extra. pre_tokenizer: that object of tokenizer.json.
     """
     model = backend.model
     if backend.normalizer is not None or not isinstance(model, models.BPE) or not _is_byte_level(pre_tokenizer):
@@ -26,7 +26,7 @@ def longest_token_bytes(backend: Backend, pre_tokenizer: Any) -> int | None:
         return None  # the model leaves out what it cannot spell, or makes one unknown token of much
     added = backend.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
-        return None  # such a token takes the spaces beside it along, however many
+        return None  # such a token includes the spaces beside it, however many
     return max(*map(len, spelled), *(len(token.content.encode()) for token in added), 1)
 
 

@@ -17,8 +17,8 @@ from pdserve.text.tokenizer import Tokenizer
 
 
 class PositionConflict(InternalError):
-    """An engine speaks of another continuation than the one the client has: another token at a position it was sent,
-    an end before its last token, or an unknown sequence. The attempt has failed; the next resumes from the ledger."""
+    """An engine's output contradicts the client's: another token at a position that was sent, an end before the last token
+    that was sent, or an unknown sequence. The attempt has failed; the next resumes after the client's last token."""
 
     code = "position_conflict"
     retryable = True
@@ -58,13 +58,13 @@ class RequestState:
         stop_ids_without_text: frozenset[int],
         ledger: LogprobsAccumulator | None = None,
     ) -> None:
-        """silent_ids: tokens without text where they end the sequence; they count as tokens all the same.
+        """stop_ids_without_text: tokens without text if they end the sequence; they still count as tokens.
 
-        ledger: for a sequence whose log-probabilities were asked for.
+        ledger: collects log-probabilities, if they were asked for.
         """
         self.index = index
         self.output_token_ids: list[int] = []
-        """What the client was sent: the truth that a resumed attempt continues."""
+        """Tokens that the client was sent: authoritative for a resumed attempt."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._detokenizer = detokenizer
@@ -76,7 +76,7 @@ class RequestState:
         self._num_chars = 0
         """Counted only for `_offsets`."""
         self._offsets: list[int] = []
-        """Where the tokens of the output at hand begin."""
+        """Character offsets of the tokens of the current output."""
 
     @property
     def finished(self) -> bool:
@@ -160,7 +160,7 @@ class RequestState:
     def _until_stop(self, matcher: StopStringMatcher, token_ids: Sequence[int], last: bool) -> tuple[str, int]:
         """(text released, tokens up to and with the one that completed a stop string).
 
-        A token at a time, because the ledger ends with that very token.
+        One token at a time, because the output ends with that token.
         """
         released = []
         num_before = len(self.output_token_ids)
@@ -229,8 +229,8 @@ def _detokenizer(
 class OutputProcessor:
     """The stream of one client: n sequences, each by output position. Not shared between tasks.
 
-    Whatever attempts come and go behind it, the client gets every position once: what it has is dropped, so that two
-    calls may report the same token and a resumed attempt may repeat.
+    The client gets every position once, whatever the number of attempts: known positions are dropped, so that two
+    calls may report the same token and a resumed attempt may repeat tokens.
     """
 
     def __init__(
@@ -249,9 +249,9 @@ class OutputProcessor:
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.num_cached_tokens: int | None = None
-        """Prompt tokens that needed no computing; set by whoever hears of it."""
+        """Prompt tokens that needed no computing; set by the caller."""
         self.metrics: RequestMetrics | None = None
-        """Kept by whoever has the engine in this process."""
+        """Set by a caller with the engine in this process."""
         params = sampling_params
         automaton = StopAutomaton(params.stop) if params.stop else None
         include = params.include_stop_str_in_output
@@ -296,7 +296,7 @@ class OutputProcessor:
         return self._states[index].process(first_position, token_ids, finish_reason, stop_reason, logprobs)
 
     def add_prompt_logprobs(self, first_position: int, logprobs: LogprobsLists) -> None:
-        """Of prompt tokens from this position on; what is known, or was not asked for, is dropped. Raises: InternalError."""
+        """Add those of prompt tokens from this position on; known or unrequested ones are dropped. Raises: InternalError."""
         if self._prompt_logprobs is not None:
             self._prompt_logprobs.add(first_position, logprobs)
 

@@ -1,4 +1,4 @@
-"""A prompt as a client gives it (text, chat messages or token ids), and what it is held to before it is computed."""
+"""A client's prompt (text, chat messages or token ids), and the checks before it is computed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pdserve.common.request.sampling_params import verify_token_ids
 from pdserve.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion; a chat may use what the model's length leaves."""
+"""Default of a completion; a chat's is the rest of the model's length."""
 MAX_CACHE_SALT_CHARS = 256
 
 
 class TextInput(msgspec.Struct, frozen=True):
     text: str
     add_special_tokens: bool = True
-    """False where the text goes on with something."""
+    """False if the text continues an earlier one."""
 
 
 class ChatInput(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class ChatInput(msgspec.Struct, frozen=True):
     template_variables: Mapping[str, Any] = {}
     """The client's own for the chat template, such as `enable_thinking`."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """What the model may call, as OpenAI's `tools`."""
+    """Functions that the model may call, as OpenAI's `tools`."""
 
 
 class TokenInput(msgspec.Struct, frozen=True):
@@ -39,24 +39,24 @@ Prompt = TextInput | ChatInput | TokenInput
 
 
 class EncodedPrompt(NamedTuple):
-    """What a model is given."""
+    """The input of a model."""
 
     text: str | None
-    """What was tokenized, a chat as its template wrote it; None for token ids."""
+    """The tokenized text, of a chat the template's output; None for token ids."""
     token_ids: list[int]
 
 
 class LengthRule(msgspec.Struct, frozen=True):
-    """How many tokens a prompt may have."""
+    """Limit of a prompt's tokens."""
 
     max_model_len: int
     num_before: int = 0
-    """Tokens of a session that come before it."""
+    """Tokens of a session before the prompt."""
     has_output: bool = True
     """False for an embedding, which ends with its prompt."""
 
     def verify(self, num_tokens: int, field: str, *, at_least: bool = False) -> None:
-        """field: what the client calls the prompt. at_least: it may have more. Raises: PromptTooLong."""
+        """field: the client's name of the prompt. at_least: it may have more. Raises: PromptTooLong."""
         num_tokens += self.num_before
         if num_tokens + self.has_output <= self.max_model_len:
             return
@@ -73,7 +73,7 @@ def encode_prompt(
 ) -> EncodedPrompt:
     """At least one token; ids given as such are not checked. Safe from any thread.
 
-    field: what the client calls the prompt. length_rule: where it is given, a text that cannot fit is refused before it
+    field: the client's name of the prompt. length_rule: where it is given, a text that cannot fit is refused before it
     is tokenized, or as soon as too many tokens are known, since the rest could take many seconds and much memory; the
     caller holds all tokens to it. Raises: InvalidRequest.
     """
@@ -118,7 +118,7 @@ def verify_prompt_tokens(
     """Check that the model has an embedding for every token of a prompt.
 
     A tokenizer may have more tokens than the model, so a text is checked like ids. vocab_size: rows of the model's
-    embedding. field: what the client calls the prompt. Raises: InvalidRequest naming the first such token.
+    embedding. field: the client's name of the prompt. Raises: InvalidRequest naming the first such token.
     """
     if isinstance(prompt, TokenInput):
         verify_token_ids(field, token_ids, vocab_size)
@@ -135,9 +135,9 @@ def verify_prompt_tokens(
 def resolve_max_tokens(
     prompt: Prompt, num_tokens: int, max_model_len: int, max_tokens: int | None, *, field: str, max_tokens_field: str
 ) -> int:
-    """How many output tokens a prompt of `num_tokens` tokens may have; max_tokens: None takes its kind's default.
+    """Largest number of output tokens after a prompt of `num_tokens` tokens. max_tokens: None takes the default of its kind.
 
-    field, max_tokens_field: what the client calls the two. Raises: PromptTooLong, InvalidRequest.
+    field, max_tokens_field: the client's names of the two. Raises: PromptTooLong, InvalidRequest.
     """
     LengthRule(max_model_len).verify(num_tokens, field)
     left = max_model_len - num_tokens

@@ -12,13 +12,13 @@ C = TypeVar("C")
 
 
 class PromptLogprobsLedger(Generic[C]):
-    """Takes each prompt position once, whichever attempt sends it. C: what becomes of a token's candidates."""
+    """Takes each prompt position once, whichever attempt sends it. C: the converted form of a token's candidates."""
 
     def __init__(self, num_prompt_tokens: int, decode: Callable[[LogprobsLists], list[C]]) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._decode = decode
         self._candidates: list[C | None] = [None]
-        """Of each prompt token so far; the first has none."""
+        """Entries of the prompt tokens so far; the first token has none."""
 
     def add(self, first_position: int, logprobs: LogprobsLists) -> None:
         """A run of prompt tokens, of which some may be known. Raises: InternalError where one is missing before them."""
@@ -32,7 +32,7 @@ class PromptLogprobsLedger(Generic[C]):
 
     @property
     def whole(self) -> list[C | None]:
-        """Of every prompt token, None for the first. Raises: InternalError when some have not come."""
+        """One entry per prompt token, None for the first. Raises: InternalError when some have not arrived."""
         if len(self._candidates) != self._num_prompt_tokens:
             raise InternalError(
                 f"the engine sent log-probabilities of {len(self._candidates)} of {self._num_prompt_tokens} prompt tokens"

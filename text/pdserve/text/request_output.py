@@ -1,4 +1,4 @@
-"""What a request came to, for those who asked: `RequestOutput`, its `CompletionOutput`s, their `Logprob`s."""
+"""Outputs of a request for callers: `RequestOutput`, its `CompletionOutput`s, their `Logprob`s."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ class Logprob(msgspec.Struct, kw_only=True):
     rank: int
     """1 is the most likely."""
     decoded_token: str
-    """Its text alone; U+FFFD for a part of a character."""
+    """The token's own text; U+FFFD for a part of a character."""
     decoded_bytes: bytes
-    """The same in UTF-8, a part of a character as it is."""
+    """The same in UTF-8, a part of a character unchanged."""
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One sequence of a request: a delta from `process`, or everything from `request_output`."""
+    """One sequence of a request: new output from `process`, or all output from `request_output`."""
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum over the sequence's sampled tokens, up to and with these; None where none were asked for."""
+    """Sum over the sequence's sampled tokens up to these; None if log-probabilities were not asked for."""
     logprobs: list[dict[int, Logprob]] | None = None
     """For each of `token_ids` token id -> candidate: the sampled one, then the most likely, best first."""
     text_offsets: list[int] | None = None
-    """With `logprobs`: how many characters of the sequence's text come before each of `token_ids`."""
+    """With `logprobs`: number of characters of the sequence's text before each of `token_ids`."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """With a router's first output of the sequence: of every prompt token, None for the first; None where not asked for."""
+    """In a router's first output of the sequence: one entry per prompt token, None for the first; None if not asked for."""
     prompt_token_ids: list[int] | None = None
-    """With `prompt_logprobs`."""
+    """The prompt's token ids, if `prompt_logprobs` is set."""
     finish_reason: str | None = None
     """"stop", "length", "abort" or "error"; set in the sequence's last delta."""
     stop_reason: int | str | None = None
@@ -52,5 +52,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     finished: bool
     num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Of every prompt token, None for the first; None where they were not asked for, or have not come."""
+    """One entry per prompt token, None for the first; None if they were not asked for, or have not arrived."""
     metrics: RequestMetrics | None = None

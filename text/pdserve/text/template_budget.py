@@ -30,7 +30,7 @@ MAX_CPU_S = 2.0
 """Processor time of the thread that renders."""
 MAX_NUMBER_BITS = 4096
 _MAX_WIDTH = 1000
-"""Of a padded or indented piece of text."""
+"""Characters of a padded or indented piece of text."""
 _SCALAR_CHARS = 8
 _LARGE_CHARS = 4096
 _LOOK_EVERY = 64
@@ -38,11 +38,11 @@ _PERCENT = re.compile(r"%[^%a-zA-Z]*")
 _STRINGS = (str, bytes)
 _LISTS = (list, tuple, set, frozenset, range)
 _UNSIZED = (Iterator, KeysView, ValuesView, ItemsView)
-"""What must be made a list to be measured."""
+"""Types that must be converted to a list to be measured."""
 
 
 class TemplateTooCostly(Exception):
-    """The rendering would exceed its budget; the text says which part of it."""
+    """The rendering would exceed its budget; the message names the limit."""
 
 
 class _Budget:
@@ -99,7 +99,7 @@ _rendering = threading.local()
 
 
 def _budget() -> _Budget:
-    """Of the rendering under way. None is under way while a template is compiled: constants are not computed then."""
+    """Budget of the current rendering. There is none while a template is compiled, so constants are not computed then."""
     budget: _Budget | None = getattr(_rendering, "budget", None)
     if budget is None:
         raise TemplateTooCostly("nothing may be computed while a template is compiled")
@@ -127,7 +127,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def measure_filters(self) -> None:
-        """Call once, when every filter is there."""
+        """Call once, after all filters are registered."""
         self.filters = {name: _measured(name, function) for name, function in self.filters.items()}
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -149,7 +149,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return _counted(budget, super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """As the sandbox does, for formats whose text says how long the result can be."""
+        """As in the sandbox, for formats whose text bounds the length of the result."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -167,13 +167,13 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return checked
 
     def joined(self, *parts: Any) -> str:
-        """What `~` makes of its operands."""
+        """The result of `~` on its operands."""
         budget = _budget()
         budget.spend(sum([len(part) if type(part) is str else budget.size(part) for part in parts]))
         return "".join(map(str, parts))
 
     def passed(self, num_chars: int) -> str:
-        """The body of a loop or macro begins, which has so many characters of its own."""
+        """The body of a loop or macro begins, with so many characters of its own."""
         _budget().spend(num_chars)
         return ""
 
@@ -218,7 +218,7 @@ def _call(method: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
 
 @pass_context
 def _written(context: Context, value: Any) -> Any:
-    """What `{{ }}` writes; it comes by here before it becomes text."""
+    """Measure the value of `{{ }}` before it becomes text."""
     budget = _budget()
     budget.spend(len(value) if type(value) is str else budget.size(value))
     return value
@@ -280,7 +280,7 @@ def _filter_size(budget: _Budget, name: str, operands: Sequence[Any], kwargs: Ma
 
 
 def _depth(value: Any) -> int:
-    """How deep lists and objects lie in each other."""
+    """Nesting depth of lists and objects."""
     depth, level = 0, [value]
     while level:
         depth += 1

@@ -1,4 +1,4 @@
-"""What each token id adds to the stream of UTF-8 bytes, for the tokenizers whose decoder works a token at a time."""
+"""The UTF-8 bytes of each token id, for tokenizers whose decoder works token by token."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class DecoderRules:
     """Tokens are spelled in the byte alphabet; everything below is then unused."""
     replacements: tuple[tuple[str, str], ...] = ()
     byte_fallback: bool = False
-    """`<0x41>` stands for a byte."""
+    """`<0x41>` represents a byte."""
     strip_char: str = ""
     strip_count: int = 0
-    """So many of `strip_char` fall off the front of the whole text."""
+    """Number of `strip_char` removed from the front of the whole text."""
     first_token_drops: str = ""
     """This character is dropped from the first token (Metaspace), where elsewhere it is a space."""
 

@@ -52,7 +52,7 @@ class Tokenizer:
         declared = folder.declared_ids("eos_token_id")
         self.eos_token_ids: tuple[int, ...] = self._own_eos(folder) if declared is None else declared
         self.generation_defaults: dict[str, float | int] = folder.generation_defaults()
-        """Of temperature, top_p, top_k, min_p and repetition_penalty those that the model's authors recommend."""
+        """Values of temperature, top_p, top_k, min_p and repetition_penalty that the model's authors recommend."""
         self.fingerprint: str = tokenizer_fingerprint(folder.path)
         """32 hex digits; router and workers compare theirs."""
         templates, named_tokens = folder.chat_templates(), folder.special_tokens()
@@ -69,7 +69,7 @@ class Tokenizer:
     def from_folder(cls, folder: Path, *, parse_special: bool = True) -> Tokenizer:
         """Read tokenizer.json and the JSON files beside it.
 
-        parse_special: False keeps special tokens that stand in clients' chat messages plain text.
+        parse_special: False keeps special tokens in clients' chat messages plain text.
         Raises: ConfigError naming the folder or file that is missing or broken.
         """
         files = TokenizerFolder.read(folder)
@@ -95,11 +95,11 @@ class Tokenizer:
         field: str = "prompt",
         count: Callable[[int], None] | None = None,
     ) -> list[int]:
-        """Special tokens written out in the text are recognised either way. Holds no GIL while it works.
+        """Special tokens in the text are always parsed. Releases the GIL while it works.
 
-        field: what the client calls the text, for messages. count: where it is given, a long text is tokenized in parts,
-        so that memory does not grow with it, by the tokenizers of which `LongText` knows how; it is called with the number
-        of tokens so far, and may raise.
+        field: the client's name of the text, for errors. count: if given, a long text is tokenized in parts, so that memory
+        does not grow with it, by tokenizers that `LongText` supports; it is called with the number of tokens so far, and
+        may raise.
         Raises: InvalidRequest for text that is not valid Unicode (a lone surrogate, which JSON can carry), and with
         `count` for a run of text that is too long to be tokenized at once.
         """
@@ -115,13 +115,13 @@ class Tokenizer:
         return [*before, *self._long_text.encode(text, field, count), *after]
 
     def least_tokens(self, text: str) -> int:
-        """`encode` makes at least so many of a text, told without making them; 0 where that cannot be known."""
+        """A lower bound of the number of tokens of a text, without tokenizing it; 0 if unknown."""
         if self._longest_token_bytes is None:
             return 0
         return -(-len(text.encode(errors="surrogatepass")) // self._longest_token_bytes)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of all ids at once; ids without a token are skipped.
+        """The text of all ids together; ids without a token are skipped.
 
         Raises: InvalidRequest for a number that cannot be an id.
         """
@@ -145,7 +145,7 @@ class Tokenizer:
         return WindowDetokenizer(self._backend, hidden, prompt_token_ids, bare)
 
     def token_piece(self, token_id: int) -> bytes:
-        """What a token adds to a text, in UTF-8; perhaps a part of a character. Empty for a number that is no token."""
+        """The UTF-8 bytes that a token adds to a text, perhaps a part of a character. Empty for a number that is not a token."""
         if self._token_bytes is not None:
             return self._token_bytes.table(skip_special_tokens=False)[token_id]
         return self.decode([token_id], skip_special_tokens=False).encode(errors="replace")
@@ -215,7 +215,7 @@ class Tokenizer:
 
 
 def _complete(backend: Backend, folder: TokenizerFolder) -> None:
-    """What transformers' loader does after reading tokenizer.json: the same text must give the same ids.
+    """Apply the changes that transformers' loader makes after reading tokenizer.json, so that a text gives the same ids.
 
     Like it, this trusts tokenizer.json's post-processor and not `add_bos_token` of tokenizer_config.json.
     """
@@ -224,14 +224,14 @@ def _complete(backend: Backend, folder: TokenizerFolder) -> None:
     backend.no_padding()
     special = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     for token in folder.added_tokens():
-        # A token may be known and only now be declared special; the reverse the library does not carry through.
+        # a known token may only now be declared special; the library does not implement the reverse
         if token.special > special.get(token.content, -1):
             special[token.content] = token.special
             backend.add_tokens([token])
 
 
 def _tokens_around(backend: Backend) -> tuple[list[int], list[int]] | None:
-    """What the post-processor puts before a text and after it; None where that depends on the text."""
+    """Tokens that the post-processor adds before and after a text; None if they depend on the text."""
     around: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for text in ("a", "b 1"):
         plain, whole = (backend.encode(text, add_special_tokens=special).ids for special in (False, True))
@@ -261,5 +261,5 @@ def _checked_token_bytes(backend: Backend, decoder: Any, special_token_ids: froz
         text = detokenizer.add(token_ids) + detokenizer.flush()
         return text == backend.decode(token_ids, skip_special_tokens=False)
 
-    # Each alone, as the first of a text, then all in a row.
+    # each alone, as the first of a text, then all together
     return token_bytes if all(agrees([token_id]) for token_id in sample) and agrees(sample) else None

@@ -64,7 +64,7 @@ class TokenizerFolder:
     def added_tokens(self) -> Iterator[AddedToken]:
         """Tokens that tokenizer_config.json and special_tokens_map.json declare, in the order of their ids.
 
-        Normally all of them stand in tokenizer.json as well; older folders rely on the loader to add them.
+        Normally tokenizer.json contains all of them, too; older folders rely on the loader to add them.
         """
         declared = self._require(self.tokenizer_config, "tokenizer_config", "added_tokens_decoder", dict, {})
         try:
@@ -104,9 +104,9 @@ class TokenizerFolder:
         return None
 
     def known_ids(self, ids: Iterable[int], name: str) -> tuple[int, ...]:
-        """Those below config.json's `vocab_size`: the model never gives the others, and a grammar refuses them.
+        """Ids below config.json's `vocab_size`: the model never samples the others, and a grammar refuses them.
 
-        name: for the warning that says which were left out.
+        name: for the warning that lists ignored ids.
         """
         ids = tuple(ids)
         vocab_size = self.config.get("vocab_size")
@@ -125,10 +125,10 @@ class TokenizerFolder:
         return known
 
     def generation_defaults(self) -> dict[str, float | int]:
-        """The sampling values that generation_config.json gives, as vLLM takes them; absent ones stay absent.
+        """The sampling values of generation_config.json, as vLLM reads them; absent ones remain absent.
 
-        `"do_sample": false` makes its values meaningless, so none is taken then. Raises: ConfigError for a value that a
-        request could not have.
+        `"do_sample": false` disables its values, so they are ignored then. Raises: ConfigError for a value that is out of
+        range.
         """
         if self.generation_config.get("do_sample") is False:
             return {}
@@ -152,10 +152,10 @@ class TokenizerFolder:
         return defaults
 
     def chat_templates(self) -> dict[str, tuple[str, str]]:
-        """Name -> (source, the file it stands in); of interest are "default" and "tool_use". Empty without any.
+        """Name -> (source, its file); "default" and "tool_use" are used. Empty without any.
 
-        As in transformers, files of their own take the place of what tokenizer_config.json has, and one in
-        additional_chat_templates/ that of chat_template.jinja.
+        As in transformers, separate files replace the template of tokenizer_config.json, and one in
+        additional_chat_templates/ replaces chat_template.jinja.
         """
         files = {"default": self.path / "chat_template.jinja"} | {
             path.stem: path for path in sorted((self.path / "additional_chat_templates").glob("*.jinja"))
@@ -192,7 +192,7 @@ class TokenizerFolder:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token, which is written as such or as an object that holds it; None for anything else."""
+    """The text of a token, given as a string or as an object that contains it; None for any other value."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text and _is_unicode(text) else None
 
@@ -203,7 +203,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _instead(folder: Path) -> str:
-    """What there is in place of tokenizer.json, and what can be done."""
+    """Advice for a folder without tokenizer.json, by the files that it has."""
     for file, kind in _OTHER_TOKENIZERS.items():
         if (folder / file).is_file():
             return (

@@ -1,7 +1,7 @@
-"""`ToolCallParser`: calls of tools out of a model's text, as it comes.
+"""`ToolCallParser`: finds calls of tools in a model's text, as it arrives.
 
-The form is that of Hermes and Qwen: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, as often as the model
-likes, with text around it. What is between the tags and is no call stays text.
+The form is that of Hermes and Qwen: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, any number
+of times, with text around it. Content of the tags that is not a call remains text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ END = "</tool_call>"
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """What is new of one call."""
+    """New output of one call."""
 
     index: int
     """Which call of the answer."""
@@ -39,7 +39,7 @@ class _State(enum.Enum):
     TEXT = enum.auto()
     CALL = enum.auto()
     AFTER_OBJECT = enum.auto()
-    """The call is complete; its closing tag, or what stands in its place, is next."""
+    """The call is complete; its closing tag, or text in its place, is next."""
 
 
 class ToolCallParser:
@@ -53,13 +53,13 @@ class ToolCallParser:
         self._max_calls = max_calls
         self._state = _State.TEXT
         self._held = ""
-        """Text that is not told yet: the beginning of a tag perhaps, white space before one, or a call so far."""
+        """Text that is held back: perhaps the beginning of a tag, white space before one, or a call so far."""
         self._call = _CallScanner()
         self._has_told_text = False
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Delta]:
-        """What the next piece of text brings."""
+        """New output from the next piece of text."""
         deltas: list[Delta] = []
         while text:
             match self._state:
@@ -143,7 +143,7 @@ class ToolCallParser:
 
 
 def _tag_begun(text: str, tag: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `tag`."""
+    """Number of characters at the end of `text` that may be the beginning of `tag`."""
     start = text.rfind("<", max(0, len(text) - len(tag) + 1))
     return len(text) - start if start >= 0 and tag.startswith(text[start:]) else 0
 
@@ -163,7 +163,7 @@ def _joined(deltas: list[Delta]) -> list[Delta]:
 
 
 class _Expect(enum.Enum):
-    """What may come next at the top level of a call's object."""
+    """The token expected next at the top level of a call's object."""
 
     OBJECT = enum.auto()
     KEY = enum.auto()
@@ -173,7 +173,7 @@ class _Expect(enum.Enum):
 
 
 class _CallScanner:
-    """Reads one call's object a character at a time; gives out the arguments as they come."""
+    """Reads one call's object a character at a time; returns the arguments as they arrive."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -182,7 +182,7 @@ class _CallScanner:
         self.complete = False
         self._expect = _Expect.OBJECT
         self._may_end = False
-        """Whether `}` may stand in a key's place: in an empty object."""
+        """Whether `}` may follow instead of a key: in an empty object."""
         self._key = ""
         self._value: list[str] = []
         """Characters of the key or string that is being read; of any other value, the first. Strings would be copied with
@@ -196,16 +196,16 @@ class _CallScanner:
 
     @property
     def has_begun(self) -> bool:
-        """Its name is known, and its arguments are coming or it has none."""
+        """Whether its name is known, and its arguments have begun or it has none."""
         return self.name is not None and (self._arguments is not None)
 
     def take_arguments(self) -> str:
-        """What is new of them."""
+        """New text of the arguments."""
         taken, self._arguments = self._arguments or [], []
         return "".join(taken)
 
     def read(self, text: str) -> int:
-        """How many characters were read: fewer than given when the object is complete, or where it failed."""
+        """Returns the number of characters read: fewer than given when the object is complete, or has failed."""
         for place, char in enumerate(text):
             if self._in_string or self._depth:
                 self._in_value(char)
@@ -218,7 +218,7 @@ class _CallScanner:
         return len(text)
 
     def _between(self, char: str) -> bool:
-        """A character outside all keys and values; whether it may stand there."""
+        """Read a character outside all keys and values; returns whether it is allowed there."""
         if char in " \t\r\n":
             return True
         match self._expect, char:

@@ -1,4 +1,4 @@
-"""Tools in a chat's messages: made ready for templates that know tools, written as plain text for those that do not."""
+"""Tools in a chat's messages: prepared for templates that use tools, written as plain text for others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIELD = "messages"
 def with_parsed_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The arguments of earlier calls as objects, as templates expect them; clients send them as JSON text.
 
-    Raises: InvalidRequest naming the call that is malformed, or the answer of a tool that says not to which call.
+    Raises: InvalidRequest naming the call that is malformed, or the tool's message whose `tool_call_id` is not a string.
     """
     return [_with_parsed_calls(message, f"{FIELD}[{place}]") for place, message in enumerate(messages)]
 
@@ -50,7 +50,7 @@ def _parsed(call: Any, where: str) -> dict[str, Any]:
 def as_plain_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """For a template that does not know tools: they go into the system message, calls and their results into the text.
+    """For a template without tools: they go into the system message, calls and their results into the text.
 
     messages: contents are strings, arguments objects.
     """

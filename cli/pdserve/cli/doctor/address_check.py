@@ -1,4 +1,4 @@
-"""Addresses: what peers are told to connect to, and what this service connects to."""
+"""Addresses that peers connect to, and addresses that this service connects to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TLS = "all services need certificates of the CA in tls_ca_file, made out to the
 
 
 class _HungUp(Exception):
-    """A worker did so before it said a word."""
+    """A worker closed the connection before it sent anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def _reach(role: str, address: str, tls: ClientTls | None) -> Finding:
 
 
 def _shake_hands(connection: socket.socket, name: str, tls: ClientTls) -> None:
-    """Until the worker has said its first word, which it does only when it takes our certificate.
+    """Wait for the worker's first bytes, which it sends only if it accepts our certificate.
 
     Raises: SSLError, _HungUp, or another OSError.
     """

@@ -11,9 +11,9 @@ Result = TypeVar("Result")
 
 
 def in_background(call: Callable[[], Result], name: str) -> queue.SimpleQueue[Result]:
-    """Start a call that raises nothing: what it returns comes through the queue, and nothing comes of one that raises.
+    """Start a call that raises nothing: its result arrives through the queue; a call that raises delivers none.
 
-    A thread pool would not do: the interpreter waits for its threads, and a name service may keep one for minutes.
+    Not in a thread pool: the interpreter waits for its threads, and a name service may block one for minutes.
     """
     answer: queue.SimpleQueue[Result] = queue.SimpleQueue()
     threading.Thread(target=lambda: answer.put(call()), name=f"doctor-{name}", daemon=True).start()

@@ -1,4 +1,4 @@
-"""A child process that looks at something which may abort or hang, and says what it saw as one JSON line."""
+"""A child process for checks that may abort or hang; it returns its result as one JSON line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 
 class ChildBroke(Exception):
-    """It ended, or went on, without an answer; the text says how."""
+    """The child ended, or continued, without an answer; the text says how."""
 
 
 class Child:

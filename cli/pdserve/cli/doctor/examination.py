@@ -15,7 +15,7 @@ _REPORT = "this is a fault of the doctor's, not of yours: report it, and go by t
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Examined]:
-    """What each check found, in the order given, as soon as it is known."""
+    """The findings of each check, in the given order, as soon as they are known."""
     started_at = time.monotonic()
     running = [(check, in_background(partial(_look, check), check.name)) for check in checks]
     for check, answer in running:

@@ -1,4 +1,4 @@
-"""`Finding`: one line of what the doctor says, and `Check`: what makes some."""
+"""`Finding`: one line of the doctor's report, and `Check`, which makes findings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Verdict(enum.Enum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What was found. advice: what to do about it; empty when all is well."""
+    """A result. advice: the remedy; empty when all is well."""
 
     verdict: Verdict
     what: str
@@ -47,7 +47,7 @@ class Check(Protocol):
         """Findings that are not here by then are not waited for."""
 
     def run(self) -> list[Finding]:
-        """Look. Called once, in a thread of its own; whatever it raises is a finding too."""
+        """Run the check. Called once, in a thread of its own; an exception is a finding, too."""
 
 
 class Examined(msgspec.Struct, frozen=True):

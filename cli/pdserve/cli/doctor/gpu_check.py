@@ -15,7 +15,7 @@ _NEEDED = "install a torch with CUDA and the driver it needs (`nvidia-smi` shows
 
 
 class NoView(Exception):
-    """The devices could not be looked at; the text says why."""
+    """The devices could not be examined; the text says why."""
 
 
 def look_at_gpus() -> CudaView:

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what the machine has, and what its control groups leave of it."""
+"""Memory that this process may still use: the machine's, within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FreeMemory:
 
 
 def free_memory(root: Path = Path("/")) -> FreeMemory | None:
-    """The least of what machine and groups leave; None where the system does not tell. root: of `proc` and `sys`."""
+    """The smallest of what machine and groups leave, bytes; None if the system does not report it. root: of `proc` and `sys`."""
     found = [*_machine(root), *_groups(root)]
     return min(found, key=lambda free: free.num_bytes, default=None)
 

@@ -1,4 +1,4 @@
-"""Memory: weights, KV pool and a step against what machine, control group and GPU have free."""
+"""Memory: weights, KV pool and a step against the free memory of machine, control group and GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.models.model_folder import model_folder
 
 TIGHT_SHARE = 0.9
-"""Of what is free: above it little else may happen on the machine."""
+"""Share of free memory above which little else can run on the machine."""
 
 
 @dataclass(frozen=True, slots=True)

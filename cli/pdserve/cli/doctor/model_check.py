@@ -1,4 +1,4 @@
-"""The model folder: its files, what they say, and whether they agree. No weight is read."""
+"""The model folder: its files, their content, and whether they agree. No weight is read."""
 
 from __future__ import annotations
 

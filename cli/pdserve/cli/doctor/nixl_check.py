@@ -78,7 +78,7 @@ class NixlCheck:
 
 
 def transports_text(view: NixlView) -> str:
-    """What UCX finds by kind, and what of it stays unused."""
+    """Transports of UCX by kind, and those that are not used."""
     if not view.found:
         return "UCX does not tell which transports it finds"
     parts = []
@@ -91,7 +91,7 @@ def transports_text(view: NixlView) -> str:
 
 
 def choice(settings: WorkerSettings, used: Sequence[UcxTransport]) -> Finding:
-    """What a worker with these settings would move blocks over, and why. Blocks lie in host memory, also with a GPU."""
+    """The data plane of a worker with these settings, and the reason. Blocks are in host memory, also with a GPU."""
     kinds = {transport.kind for transport in used}
     if not kinds:
         return ok(f"connector is {settings.connector}: NIXL is tried first with every peer that has it, then TCP")

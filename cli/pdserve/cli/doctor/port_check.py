@@ -1,4 +1,4 @@
-"""Ports that a service listens on: free, allowed, on an address of this machine, and told apart."""
+"""Ports that a service listens on: free, allowed, on an address of this machine, and distinct."""
 
 from __future__ import annotations
 

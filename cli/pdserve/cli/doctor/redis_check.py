@@ -79,13 +79,13 @@ class RedisCheck:
             await redis.aclose()
 
     async def _workers(self, redis: Redis, keys: Keys) -> list[Finding]:
-        """Who is there now, and whether they could work with this service."""
+        """Services in the namespace now, and whether they could work with this service."""
         try:
             members = await redis.zrevrange(keys.workers, 0, MAX_SHOWN - 1)
             records = [await _record(redis, keys, member) for member in members]
         except REDIS_ERRORS as error:
             if error_kind(error) == "denied":
-                return []  # the missing right is told already
+                return []  # the missing right is reported already
             raise
         except InvalidRequest as error:
             advice = "another program writes there: use a redis_namespace of your own"
@@ -116,7 +116,7 @@ class RedisCheck:
         except InvalidRequest:
             return False
         except ConfigError:
-            return True  # the check of the key says so
+            return True  # the check of the key reports it
         return True
 
 

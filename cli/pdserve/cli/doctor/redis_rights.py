@@ -1,4 +1,4 @@
-"""What services ask of Redis, asked so that nothing changes: which of it this user may do."""
+"""Checks which of the services' Redis commands this user may run, with calls that change nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def harmless_commands(keys: Keys) -> list[Command]:
 
 
 def transaction_commands(keys: Keys) -> list[Command]:
-    """Those around a transaction, here around an empty one."""
+    """Commands of a transaction, here an empty one."""
     return [("PING",), ("WATCH", keys.workers), ("UNWATCH",), ("MULTI",), ("EXEC",)]
 
 

@@ -1,4 +1,4 @@
-"""What the doctor found, for people and for programs."""
+"""The doctor's report, as text and as JSON."""
 
 from __future__ import annotations
 

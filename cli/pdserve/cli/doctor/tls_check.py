@@ -53,7 +53,7 @@ def _shown(to_whom: str, tls: ServerTls, certificate: str | None, key: str | Non
 
 
 def _workers_in_the_clear(settings: WorkerSettings | RouterSettings) -> list[Finding]:
-    """Those that a router is told of; whom Redis introduces says itself."""
+    """Workers in a router's settings; workers found through Redis check themselves."""
     named = (*settings.prefill, *settings.decode) if isinstance(settings, RouterSettings) else ()
     beyond = [address for address in named if not is_loopback(address)]
     return [warning(f"not configured: what goes to {', '.join(beyond)} is in the clear", _HOW)] if beyond else []

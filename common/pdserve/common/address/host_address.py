@@ -30,7 +30,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def own_address() -> str:
-    """The first address beyond loopback that this machine's name stands for, IPv4 before IPv6.
+    """The first address beyond loopback to which this machine's name resolves, IPv4 before IPv6.
 
     Raises: ConfigError when there is none.
     """

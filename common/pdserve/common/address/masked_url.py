@@ -1,4 +1,4 @@
-"""`masked_url`: a URL as it may stand in a log."""
+"""`masked_url`: a URL without its secrets, for logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one service says of another: its id, and an address, `host:port` and nothing else that gRPC would connect to."""
+"""Checks of worker ids and of addresses: `host:port`, and no other target that gRPC would accept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN_CHARS = 100
 
 
 def verify_worker_id(field: str, worker_id: str) -> None:
-    """Refuse what no worker is called: ids stand in logs, metrics and keys. Raises: InvalidRequest."""
+    """Refuse an invalid worker id: ids are part of logs, metrics and keys. Raises: InvalidRequest."""
     if WORKER_ID.fullmatch(worker_id) is None:
         raise InvalidRequest(
             f"{field} is {worker_id[:_SHOWN_CHARS]!r}, 1 to 128 letters, digits, `_`, `.` or `-` are needed", field

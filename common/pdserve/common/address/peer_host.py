@@ -1,4 +1,4 @@
-"""The caller's host, out of gRPC's name for the caller's end of a connection."""
+"""The caller's host, from gRPC's name of the caller's end of a connection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import unquote
 def peer_host(peer: str) -> str:
     """peer: as `ServicerContext.peer` gives it. Returns an IP address; `localhost` for a socket of this machine.
 
-    Anything else is returned as it stands, and is no loopback address.
+    Any other name is returned unchanged, and is no loopback address.
     """
     scheme, _, rest = peer.partition(":")
     if scheme in ("unix", "unix-abstract"):

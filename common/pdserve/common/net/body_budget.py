@@ -79,7 +79,7 @@ class BodyBudget:
 
 
 class BodyRoom:
-    """Use as an async context: the room is held while it lasts. Raises: Overloaded when none came in time."""
+    """Use as an async context: the room is held inside it. Raises: Overloaded when none is free in time."""
 
     def __init__(self, budget: BodyBudget, num_bytes: int) -> None:
         self._budget = budget

@@ -1,4 +1,4 @@
-"""`ConnectionGate`: which connections an HTTP server keeps when more come than it may have."""
+"""`ConnectionGate`: chooses the connections that an HTTP server keeps when there are more than its limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     total: int = 1024
     per_address: int = 512
-    """Of one IPv4 address, or of one /64 of IPv6."""
+    """Connections of one IPv4 address, or of one /64 of IPv6."""
 
 
 class Place:
@@ -26,29 +26,29 @@ class Place:
         self.gate = gate
         self.network = network
         self.is_open = False
-        """Set once its protocol has it, which then says when it is closed."""
+        """Set when its protocol has it, which then reports its end."""
         self.end: Callable[[], object] = _nothing
         """Closes it at once; called by the gate alone."""
 
     def waits(self) -> None:
-        """Its client owes a complete header, or it rests between two requests."""
+        """The connection waits for a complete header, or is idle between two requests."""
         self.gate._waiting[self] = None
         self.gate._waiting_of[self.network][self] = None
 
     def serves(self) -> None:
-        """A request is being read or answered: from now on it is not closed in favour of others."""
+        """A request is being read or answered: the connection is not closed in favour of others."""
         self.gate._forget(self)
 
     def leave(self) -> None:
-        """It is closed. Harmless the second time."""
+        """The connection is closed. Harmless the second time."""
         self.gate._leave(self)
 
 
 class ConnectionGate:
     """Used in one event loop.
 
-    A newcomer that finds no room takes the place of the connection that has waited for longest without a request,
-    of its own address where that has its share: so silent connections keep nobody out.
+    When it is full, a new connection replaces the one that has waited longest without a request,
+    of its own address if that has its full share: so silent connections do not exclude others.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -64,7 +64,7 @@ class ConnectionGate:
         return len(self._places)
 
     def enter(self, host: str) -> Place | None:
-        """A place for a connection from this address; None where there is none and nobody waits who could leave."""
+        """A place for a connection from this address; None if it is full and no connection can be closed."""
         network = network_of(host)
         if self._by_network[network] >= self.limits.per_address:
             self._close_first(self._waiting_of[network])
@@ -110,7 +110,7 @@ class ConnectionGate:
 
 
 def network_of(host: str) -> str:
-    """What counts as one address: of IPv6 the /64, which one machine has for itself."""
+    """The unit of counting: an IPv4 address, or the /64 of an IPv6 address, which one machine has for itself."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -16,11 +16,11 @@ HEADER_TIMEOUT_S = 10.0
 """Within which a header must be complete, from the connection's or the request's first byte on."""
 BODY_WINDOW_S = 10.0
 MIN_BODY_BYTES_PER_S = 1024
-"""Of a body, over each `BODY_WINDOW_S`."""
+"""Least bytes of a body per second, over each `BODY_WINDOW_S`."""
 LINGER_S = 5.0
-"""How long the rest of a body is read and dropped after its request was answered."""
+"""Seconds for which the rest of a body is read and dropped after the response."""
 WRITE_STALL_S = 60.0
-"""How long a client may take nothing of what was sent to it."""
+"""Seconds for which a client may read nothing of its response."""
 
 
 class GuardedConnection(H11Protocol):
@@ -97,7 +97,7 @@ class GuardedConnection(H11Protocol):
             self._since, self._received_then = now, self._num_received
 
     def _is_stuck(self, now: float) -> bool:
-        """Whether nothing of what waits to be sent has gone out for too long."""
+        """Whether none of the waiting output has been sent for too long."""
         unsent = self.transport.get_write_buffer_size()
         if not unsent or unsent < self._unsent:
             self._unsent_since = now

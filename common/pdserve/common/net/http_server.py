@@ -34,9 +34,9 @@ class HttpServer(uvicorn.Server):
         tls: ServerTls | None = None,
         limits: ConnectionLimits | None = None,
     ) -> None:
-        """app: ASGI. keep_alive_s: how long an idle connection stays. grace_s: what open answers have after `stop`.
+        """app: ASGI. keep_alive_s: time after which an idle connection is closed. grace_s: time for open responses after `stop`.
 
-        tls: None speaks in the clear. limits: connections at a time; None: those of `ConnectionLimits`.
+        tls: None for no encryption. limits: connections at a time; None: those of `ConnectionLimits`.
         """
         config = uvicorn.Config(
             app,
@@ -72,7 +72,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's would leave accepting to the loop, which takes all that come and counts none."""
+        """Accept connections itself: uvicorn leaves this to the loop, which accepts all without counting."""
         await self.lifespan.startup()
         self.servers = []
         for bound in sockets or ():
@@ -115,7 +115,7 @@ class HttpServer(uvicorn.Server):
             self._connect(accepted, place)
 
     def _connect(self, accepted: socket.socket, place: Place) -> None:
-        """Begin to speak, after a handshake with TLS, which has as much time as a header."""
+        """Begin to read, after a handshake with TLS, which may take as long as a header."""
 
         def make_protocol() -> GuardedConnection:
             return GuardedConnection(self.config, self.server_state, self.lifespan.state, place=place)

@@ -1,4 +1,4 @@
-"""`LoopLag`: how late the event loop comes to what is due, as a metric and, where it is long, as a warning."""
+"""`LoopLag`: measures the delay of the event loop's timers, as a metric and, if it is long, as a warning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoopLag:
         self._warned_at: float | None = None
 
     async def run(self) -> None:
-        """Until cancelled. A loop that stands still is seen when it goes on."""
+        """Run until cancelled. A blocked loop is detected when it continues."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LOOK_EVERY_S

@@ -16,7 +16,7 @@ from pdserve.common.net.body_budget import BodyBudget
 from pdserve.common.net.rpc import abort_with
 
 MAX_OPEN_BYTES = 4096
-"""Of one message."""
+"""Bytes of one message."""
 MAX_OPEN_CALLS = 256
 MAX_OPEN_CALLS_PER_ADDRESS = 32
 _READ_S = 5.0

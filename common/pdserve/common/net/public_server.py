@@ -1,7 +1,7 @@
-"""`make_public_server`: a gRPC server for strangers. Nothing of a call is read before its caller is known.
+"""`make_public_server`: a gRPC server for clients. It reads nothing of a call before the caller is authenticated.
 
-Servers between services are made in `common/net/rpc.py`; their keepalive, which ends leases within seconds, would cut off
-clients that stand still for a moment, and their messages are larger.
+Servers between services are made in `common/net/rpc.py`; their keepalive, which ends leases within seconds, would disconnect
+clients that stop for a moment, and their messages are larger.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _options(max_request_bytes: int, max_connections: int) -> list[tuple[str, in
         ("grpc.max_allowed_incoming_connections", max_connections),
         # clients connect again unseen; a stranger's connection takes a place for no longer
         ("grpc.max_connection_idle_ms", 60_000),
-        # streams of an aged connection go on; new calls use a new connection
+        # streams of an aged connection continue; new calls use a new connection
         ("grpc.max_connection_age_ms", 3_600_000),
         ("grpc.http2.max_ping_strikes", 2),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
@@ -84,7 +84,7 @@ def make_public_server(
 
 
 def make_public_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
-    """A client's channel to a public server at `host:port`. tls: None speaks in the clear."""
+    """A client's channel to a public server at `host:port`. tls: None for no encryption."""
     options = [
         *_CLIENT_KEEPALIVE,
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -130,7 +130,7 @@ class _PublicInterceptor(grpc.aio.ServerInterceptor):
         return self._guarded(handler)
 
     def _guarded(self, handler: Any) -> Any:
-        """The same handler, which knows its caller before it reads, within the limit and the budget."""
+        """Wrap a handler: it authenticates the caller before it reads, within the limit and the budget."""
         parse = handler.request_deserializer
 
         async def first(requests: AsyncIterator[bytes]) -> Any:

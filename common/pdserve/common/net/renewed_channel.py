@@ -22,12 +22,12 @@ class _Inner:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
-        # weak, for gRPC cancels a call that nobody holds any more
+        # weak, since gRPC cancels a call without references
         self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class RenewedChannel(grpc.aio.Channel):
-    """Lives in the asyncio thread, as a `grpc.aio.Channel` does."""
+    """Used in the asyncio thread, like `grpc.aio.Channel`."""
 
     def __init__(self, tls: ClientTls, connect: Callable[[ClientTls], grpc.aio.Channel]) -> None:
         """connect: makes a channel with one generation's certificates."""
@@ -51,20 +51,20 @@ class RenewedChannel(grpc.aio.Channel):
         inners, self._retired = [self._inner, *self._retired], set()
         await asyncio.gather(*(inner.channel.close(grace) for inner in inners), *self._closing)
         for inner in inners:
-            # gRPC itself cancels those alone that somebody awaits
+            # gRPC itself cancels only calls that are awaited
             for call in list(inner.calls):
                 call.cancel()
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Of the newest generation's channel."""
+        """State of the newest generation's channel."""
         return self._newest().channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Of the newest generation's channel."""
+        """Waits on the newest generation's channel."""
         await self._newest().channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Of the newest generation's channel."""
+        """Waits for the newest generation's channel."""
         await self._newest().channel.channel_ready()
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 ERROR_CODE_KEY = "pdserve-error-code"
 ERROR_FIELD_KEY = "pdserve-error-field"
-"""Of an `InvalidRequest`: which field is wrong."""
+"""Metadata key of the field at fault of an `InvalidRequest`."""
 RETRY_AFTER_KEY = "pdserve-retry-after-s"
 _TOO_LARGE = "message larger than max"
 """Stands in the status with which gRPC itself refuses a message."""
@@ -74,9 +74,9 @@ def _limits(max_received_bytes: int) -> list[tuple[str, int]]:
 def make_channel(
     address: str, tls: ClientTls | None = None, *, max_received_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Channel:
-    """A channel to `host:port` with the keepalive that leases rely on. tls: None speaks in the clear.
+    """A channel to `host:port` with the keepalive that leases rely on. tls: None for no encryption.
 
-    With TLS each call takes the certificates that are current then; calls that run live on (`RenewedChannel`).
+    With TLS each call uses the certificates that are current then; running calls continue (`RenewedChannel`).
     max_received_bytes: of one message; a larger one ends its call.
     """
     options = [*_CHANNEL_OPTIONS, *_limits(max_received_bytes)]
@@ -102,9 +102,9 @@ def make_server(*guards: grpc.aio.ServerInterceptor, max_received_bytes: int = M
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None = None) -> int:
-    """Listen on host:port (0 draws a free port) and return the port. tls: None speaks in the clear.
+    """Listen on host:port (0 draws a free port) and return the port. tls: None for no encryption.
 
-    Raises: ConfigError naming the address, when it is in use or not ours.
+    Raises: ConfigError naming the address, when it is in use or not of this machine.
     """
     address = host_and_port(host, port)
     try:
@@ -131,13 +131,13 @@ def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
         used = current
         return configuration(current)
 
-    # the stubs do not know that None leaves everything as it is
+    # the type stubs do not allow None, which changes nothing
     fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], renewed)
     return grpc.dynamic_ssl_server_credentials(configuration(used), fetch, tls.client_ca is not None)
 
 
 def metadata_of(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
-    """What the caller sent along, names in lower case."""
+    """The caller's metadata, names in lower case."""
     return {
         key.lower(): value if isinstance(value, str) else value.decode("ascii", "replace")
         for key, value in context.invocation_metadata() or ()
@@ -145,7 +145,7 @@ def metadata_of(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
-    """What a failed call means here. A status without our code comes from the channel itself, not from a servicer."""
+    """The error of a failed call. A status without our code comes from the channel itself, not from a servicer."""
     code = _metadata_value(error, ERROR_CODE_KEY)
     message = error.details() or ""
     if code is not None:
@@ -164,21 +164,21 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
         case grpc.StatusCode.INVALID_ARGUMENT:
             return errors.InvalidRequest(message)
         case grpc.StatusCode.RESOURCE_EXHAUSTED if _TOO_LARGE in message:
-            # the channel's own refusal: another attempt would be refused likewise
+            # the channel's own refusal: another attempt would be refused, too
             return errors.BodyTooLarge(message)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return errors.Overloaded(message)
         case grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:
             return errors.WorkerLost(f"the call broke: {message}")
         case _:
-            # no servicer of ours says that without a code of ours
+            # no servicer of ours returns this without a code of ours
             return errors.PeerError(f"{error.code().name}: {message}")
 
 
 def failed_to_shake_hands(message: str) -> bool:
-    """Whether a call that never reached its server failed at TLS, as far as gRPC's words tell: no status says it.
+    """Whether a call that never reached its server failed at TLS, judged by gRPC's text, since no status shows it.
 
-    A server that does not like a client's certificate, or hears no TLS, hangs up without a word.
+    A server that rejects a client's certificate, or gets no TLS, closes the connection without a message.
     """
     words = ("handshake failed", "verification check failed", "socket closed")
     return "failed to connect" in message and any(word in message.lower() for word in words)

@@ -1,6 +1,6 @@
-"""`ServiceChannel`: calls to one life of one worker, each with a proof of the deployment key.
+"""`ServiceChannel`: calls to one epoch of one worker, each with a proof of the deployment key.
 
-A request is serialized once: the proof covers the same bytes that travel. A response that cannot be decoded comes as
+A request is serialized once: the proof covers the bytes that are sent. A response that cannot be decoded arrives as
 `Undecodable` instead of a traceback in gRPC's own log; `readable` turns it into an error of that peer.
 """
 
@@ -49,7 +49,7 @@ MEET = Method("/pdserve.v1.WorkerService/Meet", worker_pb2.MeetRequest, worker_p
 
 
 class Undecodable:
-    """What a peer sent in place of a message."""
+    """A peer's message that cannot be decoded."""
 
     __slots__ = ("error",)
 
@@ -65,7 +65,7 @@ def readable(message: M | Undecodable) -> M:
 
 
 def warn_of(peer: str, error: PeerError) -> None:
-    """Once a minute per peer. Its messages may be as hostile as anybody's."""
+    """Log at most once per minute and peer, since a peer's messages may be hostile."""
     _warnings.warning(peer, "%s; the call fails", error.message)
 
 

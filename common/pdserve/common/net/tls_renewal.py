@@ -1,8 +1,8 @@
-"""`TlsRenewal`: certificates, keys and CAs are read again when their files change, without a restart.
+"""`TlsRenewal`: reads certificates, keys and CAs again when their files change, without a restart.
 
-Files are looked at each `POLL_S`. Once they have stayed the same for one more look, so that half of a new pair is not tried,
-they are loaded with every check of the start and take over for new connections; those that are open live on. Files that
-cannot be used are told of once, and what was there before goes on being used.
+Files are checked every `POLL_S`. When they have not changed again at one more check, so that half of a new pair is not tried,
+they are loaded with every check of the start and are used for new connections; open ones continue. Files that
+cannot be used are logged once, and the earlier ones remain in use.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _Source(Generic[T]):
     renew: Callable[[T], None]
     """Lets what was loaded take over."""
     used: _Signature = field(init=False)
-    """Of the files that were loaded, or refused, last."""
+    """Signature of the files that were loaded, or refused, last."""
     seen: _Signature = field(init=False)
-    """Of the files at the last look."""
+    """Signature of the files at the last check."""
 
     def __post_init__(self) -> None:
         self.used = self.seen = _signature(self.paths)
@@ -83,7 +83,7 @@ class _Source(Generic[T]):
 
 
 class TlsRenewal:
-    """Of one service. `run` is a background task."""
+    """Renewal for one service. `run` is a background task."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ def _paths(settings: ServiceSettings, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _signature(paths: Sequence[str]) -> _Signature:
-    """What changes when a file is written or another takes its name; None for one that is not there."""
+    """Changes when a file is written or replaced; None for a missing file."""
     return tuple(_file_signature(path) for path in paths)
 
 

@@ -1,4 +1,4 @@
-"""`CircuitBreaker`: keeps one loop from hammering something that fails, and says so once."""
+"""`CircuitBreaker`: limits retries of an operation that fails, and logs its outage once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 FAILURES_TO_OPEN = 2
-"""In a row: one may be a kept connection that the other side has closed."""
+"""Consecutive failures: a single one may be a kept connection that the other side has closed."""
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 1.0
 
@@ -48,7 +48,7 @@ class CircuitBreaker:
 
     @property
     def allows(self) -> bool:
-        """Whether to try now; in an outage that is the probe, and its outcome must be told."""
+        """Whether to try now; in an outage this is the probe, and its outcome must be reported."""
         if self.state is BreakerState.OPEN and self._clock() >= self._probe_at:
             self._move(BreakerState.HALF_OPEN)
         return self.state is not BreakerState.OPEN

@@ -1,4 +1,4 @@
-"""How services reach Redis: one way to make a client, and names for what can go wrong."""
+"""Connections to Redis: one function that makes a client, and names of its errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from redis.backoff import NoBackoff
 from pdserve.common.registry.redis_url import RedisUrl
 
 OPERATION_S = 1.0
-"""For one round trip. Nothing that a request waits for waits for Redis."""
+"""Seconds for one round trip. No request waits for Redis."""
 MAX_CONNECTIONS = 8
 
 
@@ -39,13 +39,13 @@ def make_redis(url: RedisUrl, ca_file: str | None = None) -> Redis:
 
 
 REDIS_ERRORS = (exceptions.RedisError, OSError, TimeoutError)
-"""What a round trip may raise."""
+"""Errors that a round trip may raise."""
 
 
 def raise_if_cancelled() -> None:
-    """Called in loops after round trips. Raises: CancelledError when this task was told to end.
+    """Called in loops after round trips. Raises: CancelledError when this task was cancelled.
 
-    redis-py writes inside `asyncio.wait_for`, which until Python 3.12 forgets a cancellation that comes as it finishes.
+    redis-py writes inside `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives as it finishes.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -80,7 +80,7 @@ def error_kind(error: BaseException) -> str:
 
 
 def concerns_keys(kind: str) -> bool:
-    """Whether a failure of this kind comes from what stands under our keys, rather than from Redis itself."""
+    """Whether a failure of this kind is caused by the content of our keys, rather than by Redis itself."""
     return kind == "wrong_type"
 
 

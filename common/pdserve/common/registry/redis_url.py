@@ -1,4 +1,4 @@
-"""`RedisUrl`: where Redis is and who we are there, with a text for logs that holds no password."""
+"""`RedisUrl`: address and credentials of Redis, with a text for logs without the password."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What stands in Redis about workers and their blocks: keys, fields, and the checks on everything that is read.
+"""Keys and fields of Redis about workers and their blocks, and the checks on everything that is read.
 
-    {ns}:workers                 sorted set   worker ids, by when they were last refreshed; so nobody scans a keyspace
-    {ns}:worker:<id>             hash         one `WorkerRecord`; gone after `RECORD_TTL_S` without a refresh
-    {ns}:blocks:<id>:<epoch>     set          placement hashes of the blocks that this life holds
+    {ns}:workers                 sorted set   worker ids, by their last refresh, instead of scanning the keyspace
+    {ns}:worker:<id>             hash         one `WorkerRecord`; expires `RECORD_TTL_S` after the last refresh
+    {ns}:blocks:<id>:<epoch>     set          placement hashes of the blocks that this epoch holds
     {ns}:events:<id>:<epoch>     stream       the numbered changes of that set, the last `EVENTS_KEPT` of them
 
-`{ns}` is the deployment's namespace in braces, a hash tag: all keys of one deployment lie in one slot of a Redis
+`{ns}` is the deployment's namespace in braces, a hash tag: all keys of one deployment are in one slot of a Redis
 cluster. An epoch is written as 16 hex digits. No key and no field holds token ids or text.
 """
 
@@ -30,11 +30,11 @@ from pdserve.common.security.derived_key import REDIS_RECORDS, DeploymentKey
 
 RECORD_TTL_S = 3.0
 BEAT_S = 1.0
-"""How often a worker refreshes its record and compares Redis with what it knows."""
+"""Seconds between a worker's refreshes of its record and comparisons of Redis with its state."""
 BLOCKS_TTL_S = 10.0
 """Set and stream outlive the record, so that a short hiccup does not cost their contents."""
 WORKERS_TTL_S = 60.0
-"""An id that nobody has refreshed for so long leaves the set of ids."""
+"""Seconds without a refresh after which an id leaves the set of ids."""
 EVENTS_KEPT = 512
 MAX_WORKERS = 1024
 """Ids that a router reads, the latest first."""
@@ -52,12 +52,12 @@ _SHOWN = 40
 
 
 def is_namespace(text: str) -> bool:
-    """Whether this may stand between the braces: 1 to 64 of letters, digits, `_`, `.` and `-`."""
+    """Whether this may be a namespace: 1 to 64 of letters, digits, `_`, `.` and `-`."""
     return _NAMESPACE.fullmatch(text) is not None
 
 
 def is_worker_id(text: str) -> bool:
-    """Whether this may stand in a key: 1 to 128 of letters, digits, `_`, `.` and `-`."""
+    """Whether this may be a worker id: 1 to 128 of letters, digits, `_`, `.` and `-`."""
     return WORKER_ID.fullmatch(text) is not None
 
 
@@ -89,13 +89,13 @@ class Keys:
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself, in one hash."""
+    """A worker's own record, one hash."""
 
     worker_id: str
     epoch: int
-    """64 random bits, new in each life."""
+    """64 random bits, new at each start."""
     registered_us: int
-    """When this life registered first, in Redis' own clock: of two lives with one id the later has the record."""
+    """Time of this epoch's registration, by Redis' clock: of two epochs with one id the later one has the record."""
     role: str
     """`prefill` or `decode`."""
     address: str
@@ -114,7 +114,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """(worker_id, epoch): one life of one worker."""
+        """(worker_id, epoch)."""
         return self.worker_id, self.epoch
 
     def fields(self) -> dict[Any, Any]:
@@ -126,8 +126,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 class RecordSigner:
     """Signs and checks the records of one deployment in one namespace.
 
-    The signature names the worker, its life, its address and when it registered: a record that is copied to another
-    worker's key, changed, or written by somebody without the deployment key does not verify.
+    The signature covers the worker, its epoch, its address and its registration time: a record that is copied to another
+    worker's key, changed, or written without the deployment key does not verify.
     """
 
     def __init__(self, key: DeploymentKey, namespace: str) -> None:
@@ -168,7 +168,7 @@ def read_worker_id(value: object) -> str:
 def read_record(worker_id: str, values: Sequence[object]) -> WorkerRecord | None:
     """The answer to HMGET of `RECORD_FIELDS`; None when there is no record. `RecordSigner.verify` comes after it.
 
-    Raises: InvalidRequest naming the field, its value and what it should be.
+    Raises: InvalidRequest naming the field, its value and the allowed form.
     """
     if all(value is None for value in values):
         return None
@@ -199,7 +199,7 @@ class NumberedChange(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of a stream of changes."""
 
     seq: int
-    """1, 2, 3, ... in one life of a worker. A gap means that changes are missing, unless this one clears."""
+    """1, 2, 3, ... in one epoch of a worker. A gap means that changes are missing, unless this one clears."""
     change: KvCacheEvents
 
     def fields(self) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""What crosses the two queues of an engine: requests in, outputs out. Plain values, no torch, no network."""
+"""Values in the two queues of an engine: requests in, outputs out. No torch, no network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.common.request.sampling_params import SamplingParams
 
 
 class FinishReason(enum.IntEnum):
-    """Why a sequence ended; the four that a client can see."""
+    """The reason for a sequence's end, as clients see it."""
 
     STOP = 0
     LENGTH = 1
@@ -40,43 +40,43 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     """Begins the ids of the request's sequences (`sequence_id`); empty: `request_id`."""
     prompt_token_ids: list[int]
     sampling_params: SamplingParams = SamplingParams()
-    """Means nothing where `pooling_params` is given."""
+    """No effect if `pooling_params` is given."""
     pooling_params: PoolingParams | None = None
-    """The prompt's embedding is asked for and no token: the request ends with its prompt."""
+    """An embedding of the prompt is requested and no token: the request ends with its prompt."""
     output_token_ids: list[int] = []
     """Output that the sequence has from earlier attempts: it is computed with the prompt, and counts as output."""
     eos_token_ids: tuple[int, ...] = ()
     arrival_time: float = 0.0
-    """`time.monotonic()` of this process when the request came in, seconds."""
+    """`time.monotonic()` of this process when the request arrived, seconds."""
     block_hashes: list[bytes] = []
-    """Keyed chained hashes of the full blocks of prompt and earlier output, 16 bytes each."""
+    """Keyed chained hashes of the full blocks of prompt and earlier output, 24 bytes each."""
     hash_root: bytes = b""
-    """What the first block's hash is chained to; decides which cache entries this request may meet."""
+    """Input of the first block's hash; decides which cache entries this request may use."""
     remote_prefill: bool = False
-    """KV comes from another worker: the request waits in `WAITING_FOR_REMOTE_KVS` until it has landed."""
+    """KV is received from another worker: the request waits in `WAITING_FOR_REMOTE_KVS` until it has landed."""
     transfer_source: bool = False
     """A transfer will read this request's blocks: they are published as they become final and pinned while wanted."""
     wanted_from: int | None = None
-    """Source side, when the transfer is wanted already: the first block index the receiver lacks."""
+    """Source side, if `Want` has arrived already: the first block index that the receiver lacks."""
     resumable: bool = False
     """A session: the end of a turn is not its end; it waits in `WAITING_FOR_STREAMING_REQ` for a `StreamingUpdate`."""
     prefill_here: bool = False
-    """Prefill in this engine whatever the length: no prefill worker lives."""
+    """Prefill in this engine whatever the length: no prefill worker is live."""
     local_prefill_tokens: int | None = None
-    """Up to so many uncached tokens prefilling here pays, by the router's estimate; None: its choice stands."""
+    """Most uncached tokens for which prefilling here is faster, by the router's estimate; None: its choice is final."""
     priority: int = 0
-    """Lower runs first, where the engine's `scheduling_policy` is `priority`."""
+    """Lower runs first, if the engine's `scheduling_policy` is `priority`."""
     tenant: bytes = b""
-    """Whose request it is, opaque: what waits for a resource of the engine takes turns by it."""
+    """Digest of the tenant: waiting for resources of the engine takes turns by it."""
     cache_salt: str | None = None
-    """As the client gave it; its effect is in `hash_root`."""
+    """The client's salt. Front ends leave it None, since its effect is in `hash_root`."""
     index: int = 0
-    """Which of the request's sequences this is; enters the noise."""
+    """Index of this sequence in the request; part of the noise's input."""
     n: int = 1
-    """Sequences that continue this prompt, from `index` on: it is computed once, then each goes its own way."""
+    """Number of sequences that continue this prompt, from `index` on: it is computed once, then they fork."""
     trace_headers: dict[str, str] = {}
     client_request_id: str = ""
-    """What the client calls it, for spans."""
+    """The client's id of the request, for spans."""
     mm_features: list[bytes] | None = None
     prompt_embeds: bytes | None = None
     lora_request: LoRARequest | None = None
@@ -84,14 +84,14 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     client_index: int = 0
     current_wave: int = 0
     deadline: float = 0.0
-    """`time.monotonic()` of this process at which the request has failed, seconds; 0: none."""
+    """`time.monotonic()` of this process at which the request fails, seconds; 0: none."""
 
     def sequence_id(self, index: int) -> str:
         """Id of one of the request's sequences in the engine; that of the first is the request's."""
         return self.request_id if index == self.index else f"{self.sequence_stem or self.request_id}.{index}"
 
     def verify_supported(self) -> None:
-        """The last six have their place, but no engine can serve them yet. Raises: InvalidRequest when one is set."""
+        """Refuse the fields in `_NOT_BUILT`, and combinations that no engine serves. Raises: InvalidRequest naming the field."""
         for name, default in _NOT_BUILT.items():
             if getattr(self, name) != default:
                 raise InvalidRequest(f"{name} is set, and this engine does not support it", name)
@@ -114,19 +114,19 @@ _NOT_BUILT: dict[str, int | None] = {
 
 
 class StreamingUpdate(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
-    """More input for a session that waits for it, and how far its next turn goes."""
+    """Input of a session's next turn, with its parameters."""
 
     request_id: str
     prompt_token_ids: list[int]
-    """Follow everything that the session has so far, its output included."""
+    """Appended to everything that the session has so far, its output included."""
     sampling_params: SamplingParams
-    """Of this turn alone: `max_tokens`, penalties and positions count from its first output token."""
+    """Parameters of this turn alone: `max_tokens`, penalties and positions count from its first output token."""
     arrival_time: float = 0.0
     """`time.monotonic()` of this process, seconds."""
 
 
 class EngineCoreEventType(enum.IntEnum):
-    """What happened to a sequence in the scheduler."""
+    """Events of a sequence in the scheduler."""
 
     QUEUED = 1
     SCHEDULED = 2
@@ -134,7 +134,7 @@ class EngineCoreEventType(enum.IntEnum):
 
 
 class EngineCoreEvent(msgspec.Struct, array_like=True, gc=False):
-    """One of them, and when."""
+    """An event and its time."""
 
     type: EngineCoreEventType
     timestamp: float
@@ -142,12 +142,12 @@ class EngineCoreEvent(msgspec.Struct, array_like=True, gc=False):
 
 
 class LogprobsLists(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Log-probabilities of a run of tokens, by the logits as the model gave them. One entry a token in each list."""
+    """Log-probabilities of a run of tokens, by the logits of the model. One entry per token in each list."""
 
     logprob_token_ids: list[list[int]]
     """The sampled token, then the most likely ones, best first."""
     logprobs: list[list[float]]
-    """Of these."""
+    """Log-probabilities of these tokens."""
     sampled_token_ranks: list[int]
     """1 is the most likely."""
 
@@ -155,12 +155,12 @@ class LogprobsLists(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
         return len(self.sampled_token_ranks)
 
     def part(self, start: int, end: int | None = None) -> LogprobsLists:
-        """Of some of the tokens."""
+        """Entries of the tokens from `start` to `end`."""
         place = slice(start, end)
         return LogprobsLists(self.logprob_token_ids[place], self.logprobs[place], self.sampled_token_ranks[place])
 
     def followed_by(self, then: LogprobsLists) -> LogprobsLists:
-        """Of two runs, one after the other."""
+        """Entries of two runs, one after the other."""
         return LogprobsLists(
             self.logprob_token_ids + then.logprob_token_ids,
             self.logprobs + then.logprobs,
@@ -169,24 +169,24 @@ class LogprobsLists(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
 
 
 class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
-    """What one step did for one sequence."""
+    """The result of one step for one sequence."""
 
     request_id: str
-    """As the request was called that the sequence belongs to."""
+    """Id of the request to which the sequence belongs."""
     new_token_ids: list[int] = []
     first_position: int = 0
     """Output position of the first new token; position 0 is the first token after the prompt."""
     finish_reason: FinishReason | None = None
     awaits_input: bool = False
-    """With a finish reason: it ended a turn; the session goes on."""
+    """With a finish reason: it ended a turn; the session continues."""
     stop_reason: int | str | None = None
     """The stop token id or string that ended it; None for EOS, length, abort and error."""
     num_cached_tokens: int = 0
     """Prompt tokens that needed no computing here."""
     prefills_locally: bool = False
-    """Receiving side: the cache has so much that the rest is computed here; nothing is awaited from the source."""
+    """Receiving side: the cache has so much that the rest is computed here; the source is not needed."""
     transfer_unwanted: bool = False
-    """Source side: it ended before anybody wanted its blocks; nobody holds them any more."""
+    """Source side: the request ended before `Want`; its blocks are not held any more."""
     error_code: str = ""
     error_message: str = ""
     moments: dict[str, float] = {}
@@ -194,19 +194,19 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     prefill_chunks: list[tuple[float, int]] = []
     """With the first output: when each chunk of the prompt was computed, `time.monotonic()` seconds, and its tokens."""
     new_logprobs: LogprobsLists | None = None
-    """Of the new tokens, where the request asks for them."""
+    """Log-probabilities of the new tokens, if the request asks for them."""
     prompt_logprobs: LogprobsLists | None = None
-    """With the first token: of every prompt token but the first, where the request asks for them."""
+    """With the first token: log-probabilities of every prompt token but the first, if the request asks for them."""
     num_preemptions: int = 0
-    """How often the sequence lost its blocks, so far."""
+    """Number of preemptions of the sequence so far."""
     events: list[EngineCoreEvent] = []
-    """What the scheduler did with it since its last output."""
+    """Events of the sequence since its last output."""
     trace_headers: dict[str, str] = {}
-    """Those of its request, with the last output."""
+    """Trace headers of the request, with the last output."""
     pooling_output: list[float] | None = None
     """The prompt's embedding, in the last output of a request with `pooling_params`."""
     index: int = 0
-    """Which of the request's sequences."""
+    """Index of the sequence in the request."""
     error_field: str = ""
     """The field that an `InvalidRequest` names."""
     uncached_tokens: int = 0
@@ -214,7 +214,7 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
-    """The engine at the end of a step."""
+    """State of the engine at the end of a step."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
@@ -238,12 +238,12 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
 
 
 class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
-    """Everything one step has to say."""
+    """All results of one step."""
 
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
     timestamp: float = 0.0
     blocks_stored: list[bytes] = []
-    """Hashes of blocks that the prefix cache knows since this step."""
+    """Hashes of blocks that entered the prefix cache in this step."""
     blocks_removed: list[bytes] = []
-    """Hashes of blocks that it knows no more."""
+    """Hashes of blocks that left it."""

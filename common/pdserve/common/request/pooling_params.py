@@ -20,7 +20,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     normalize: bool = True
     """Whether the vector is scaled to length 1."""
     dimensions: int | None = None
-    """Only the first so many numbers, for models trained so that these are an embedding; None is all."""
+    """Keep only this number of leading values, for models trained for that; None is all."""
 
     @property
     def reads_prefix_cache(self) -> bool:

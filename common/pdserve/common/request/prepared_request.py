@@ -1,4 +1,4 @@
-"""A request after the router has prepared it: validated, tokenized, hashed. What both calls of an attempt carry."""
+"""`PreparedRequest`: a request after the router has validated, tokenized and hashed it; both calls of an attempt carry it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
 
 MAX_PRIORITY = 2**31 - 1
-"""What the wire can carry."""
+"""Largest value of the wire format."""
 MAX_CLIENT_REQUEST_ID_CHARS = 256
 MAX_TENANT_BYTES = 16
 MAX_REQUEST_ID_CHARS = 128
@@ -20,7 +20,7 @@ MAX_EOS_TOKEN_IDS = 1024
 
 
 def verify_request_id(request_id: str) -> None:
-    """The router's name for a request, which engines, logs and spans repeat. Raises: InvalidRequest."""
+    """Check the router's id of a request, which engines, logs and spans repeat. Raises: InvalidRequest."""
     if not (0 < len(request_id) <= MAX_REQUEST_ID_CHARS and request_id.isascii() and request_id.isprintable()):
         raise InvalidRequest(
             f"request.request_id is {request_id[:40]!r} of {len(request_id)} characters, 1 to {MAX_REQUEST_ID_CHARS} "
@@ -36,9 +36,9 @@ def verify_priority(priority: int) -> None:
 
 
 def verify_client_request_id(client_request_id: str, field: str = "client_request_id") -> None:
-    """What a client calls its request goes into spans, so it is short and one line.
+    """Check the client's id of its request: it goes into spans, so it is short and one line.
 
-    field: where it gave it. Raises: InvalidRequest.
+    field: the client's name of the field. Raises: InvalidRequest.
     """
     if len(client_request_id) > MAX_CLIENT_REQUEST_ID_CHARS:
         raise InvalidRequest(
@@ -76,7 +76,7 @@ class PreparedRequest(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     """`time.monotonic()` of this process at which the request has failed."""
     trace_headers: dict[str, str] = {}
     client_request_id: str = ""
-    """What the client calls it, for spans."""
+    """The client's id of the request, for spans."""
     priority: int = 0
     """Lower runs first, where the worker's `scheduling_policy` is `priority`."""
     placement_hashes: list[bytes] = []
@@ -86,11 +86,11 @@ class PreparedRequest(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     tenant: bytes = b""
     """Whose request it is, as an opaque digest of at most `MAX_TENANT_BYTES`; b"" where there is one tenant."""
     resume: ResumeState | None = None
-    """The one sequence that goes on; None for all of the request's, from their beginning."""
+    """Index of the one sequence that is resumed; None for all sequences of a new request."""
 
     @property
     def given_token_ids(self) -> list[int]:
-        """What is computed before the first new token: the prompt, and what the resumed sequence has."""
+        """Tokens computed before the first new one: the prompt, and the output of the resumed sequence."""
         return self.prompt_token_ids if self.resume is None else self.prompt_token_ids + self.resume.output_token_ids
 
     @property

@@ -25,7 +25,7 @@ MAX_BAD_WORD_CHARS = 256
 MAX_PENALTY = 2.0
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 16
-"""Of one request, `n` or `best_of`: each is a row of every step, and up to a block more than it shares."""
+"""Largest `n` or `best_of` of one request: each sequence is a row of every step, and has up to one block that it does not share."""
 MAX_LOGITS_PROCESSORS = 8
 MAX_LOGITS_PROCESSOR_NAME_CHARS = 128
 MAX_LOGITS_PROCESSOR_ARGS_BYTES = 4096
@@ -37,21 +37,21 @@ MAX_MAX_TOKENS = 2**32 - 1
 
 
 class RequestOutputKind(enum.IntEnum):
-    """What each item of a stream holds."""
+    """The content of each item of a stream."""
 
     CUMULATIVE = 0
     """Everything so far."""
     DELTA = 1
-    """What is new."""
+    """New output."""
     FINAL_ONLY = 2
-    """There is one item, at the end."""
+    """One item, at the end."""
 
     def __str__(self) -> str:
         return self.name.lower()
 
 
 class NamedLogitsProcessor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A logits processor that is installed at the server, and what it is told."""
+    """A logits processor installed at the server, with its arguments."""
 
     name: str
     args: dict[str, Any] = {}
@@ -59,9 +59,9 @@ class NamedLogitsProcessor(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False):
-    """How output tokens are chosen and where they end.
+    """Parameters for choosing output tokens and for the end of the output.
 
-    Source: the names, meanings and defaults are those of vLLM's `SamplingParams`, so far as a field is here.
+    Source: the names, meanings and defaults are those of vLLM's `SamplingParams`, for the fields that exist here.
     """
 
     temperature: float = 1.0
@@ -73,9 +73,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     min_p: float = 0.0
     """Only tokens at least this likely relative to the most likely; in [0, 1]."""
     presence_penalty: float = 0.0
-    """Taken off the logit of every token that is in the output; from -2 to 2."""
+    """Subtracted from the logit of every token in the output; from -2 to 2."""
     frequency_penalty: float = 0.0
-    """Taken off a token's logit once for each time it is in the output; from -2 to 2."""
+    """Subtracted from a token's logit once per occurrence in the output; from -2 to 2."""
     repetition_penalty: float = 1.0
     """Divides the positive and multiplies the negative logits of tokens in prompt or output; above 0."""
     logit_bias: dict[int, float] = {}
@@ -83,9 +83,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens are sampled; None is all."""
     bad_words: tuple[str, ...] = ()
-    """Texts that are not to be generated."""
+    """Texts that are not generated."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    """`bad_words` as the router's tokenizer spells them: the last token of a sequence is not sampled after the others."""
+    """`bad_words` in tokens of the router's tokenizer: the last token of a sequence is not sampled after the others."""
     seed: int | None = None
     """Noise is a function of (seed, sequence index, output position)."""
     max_tokens: int = 16
@@ -101,19 +101,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     spaces_between_special_tokens: bool = True
     """Whether a tokenizer that sets spaces between tokens does so between special ones too."""
     logprobs: int | None = None
-    """With each token its log-probability and those of so many most likely ones; at most 20, None for none."""
+    """Per token: its log-probability and those of this number of most likely ones; at most 20, None for none."""
     prompt_logprobs: int | None = None
-    """Likewise of every prompt token but the first; the prompt is then computed whole, cached or not."""
+    """The same for every prompt token but the first; the whole prompt is then computed, cached or not."""
     detokenize: bool = True
     """Whether tokens are made text; without it there are token ids alone, and no stop strings."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each item of a stream holds; of no meaning to an engine."""
+    """The content of each item of a stream; no effect in an engine."""
     logits_processors: tuple[NamedLogitsProcessor, ...] = ()
     """Plug-ins of the server that change this sequence's logits, in this order."""
     n: int = 1
-    """So many sequences continue the prompt, each with noise of its own; at most 16."""
+    """Number of sequences that continue the prompt, each with its own noise; at most 16."""
     best_of: int | None = None
-    """So many are made, and the n with the highest cumulative log-probability answered; None is n. Engines know only n."""
+    """Number of sequences generated, of which the n with the highest cumulative log-probability are returned; None means n. Engines
+    use only n."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the output must have; None for any."""
 
@@ -197,7 +198,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
                 )
 
     def verify_sequences(self) -> None:
-        """`n` and `best_of`, before anything is made for so many. Raises: InvalidRequest."""
+        """Check `n` and `best_of` before anything is made for each sequence. Raises: InvalidRequest."""
         _require(1 <= self.n <= MAX_SEQUENCES, "n", self.n, f"from 1 to {MAX_SEQUENCES}")
         if self.best_of is not None:
             limit = f"at least n ({self.n}) and at most {MAX_SEQUENCES}"
@@ -253,7 +254,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
                 )
 
     def verify_bad_words(self) -> None:
-        """Their number and lengths, before they are tokenized. Raises: InvalidRequest."""
+        """Check number and lengths of `bad_words` before they are tokenized. Raises: InvalidRequest."""
         _require(
             len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", len(self.bad_words), f"at most {MAX_BAD_WORDS} texts"
         )
@@ -264,7 +265,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
 
 
 def clamped_logit_bias(logit_bias: Mapping[int, float]) -> dict[int, float]:
-    """Biases held to the range that counts; NaN stays, for `verify` to refuse."""
+    """Biases clamped to the allowed range; NaN remains, for `verify` to refuse."""
     return {
         token_id: min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, bias)) if bias == bias else bias
         for token_id, bias in logit_bias.items()

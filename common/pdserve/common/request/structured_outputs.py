@@ -12,7 +12,7 @@ from pdserve.common.errors import InvalidRequest
 
 FIELD = "structured_outputs"
 MAX_SPEC_BYTES = 64 << 10
-"""Of a JSON schema, a grammar, a structural tag, or all choices together."""
+"""Bytes of a JSON schema, a grammar, a structural tag, or all choices together."""
 MAX_REGEX_CHARS = 8192
 MAX_CHOICES = 1024
 MAX_DEPTH = 32
@@ -49,10 +49,10 @@ class StructuredOutputsFields(msgspec.Struct, frozen=True, kw_only=True):
 class StructuredOutputsParams(
     StructuredOutputsFields, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False
 ):
-    """Of a request, as engines are given it."""
+    """The form of a request's output, as engines get it."""
 
     def verify(self) -> None:
-        """Raise `InvalidRequest` naming the field, its value and its limit. Whether it compiles, an engine says."""
+        """Raise `InvalidRequest` naming the field, its value and its limit. Only an engine can check whether it compiles."""
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             told = f"has {' and '.join(given)}" if given else "has no constraint"

@@ -1,4 +1,4 @@
-"""W3C trace context as it travels: in HTTP headers, in gRPC metadata, and in a request's `trace_headers`."""
+"""W3C trace context in HTTP headers, gRPC metadata, and a request's `trace_headers`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _VALID = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{
 
 
 def valid_trace_headers(incoming: Mapping[str, str]) -> dict[str, str]:
-    """What of a peer's headers is a valid trace context; empty when there is none. incoming: names in lower case."""
+    """The valid trace context among a peer's headers; empty without one. incoming: names in lower case."""
     parent = incoming.get(TRACEPARENT, "")
     if len(parent) > _MAX_TRACEPARENT_CHARS or not _VALID.fullmatch(parent):
         return {}

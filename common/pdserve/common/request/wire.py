@@ -1,4 +1,4 @@
-"""Our types <-> generated messages. The only place that knows both; what comes in is validated here."""
+"""Conversion between our types and generated messages, in one place; received values are validated here."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def sampling_from_wire(
 MAX_BAD_WORDS_TOKEN_IDS = 2 * MAX_BAD_WORDS
 """A text is spelled with and without a space before it."""
 MAX_BAD_WORD_TOKENS = 4 * MAX_BAD_WORD_CHARS + 1
-"""Of one spelling: a token for each byte, and the space."""
+"""Most tokens of one spelling: one per byte, and the space."""
 _MOST_ENTRIES: Mapping[str, tuple[int, str]] = {
     "stop": (MAX_STOP_STRINGS, " strings"),
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, " ids"),
@@ -301,7 +301,7 @@ def prepared_from_wire(
 
 
 def _verify_prepared(message: request_pb2.PreparedRequest, max_model_len: int) -> None:
-    """Sizes and lengths. Raises: InvalidRequest; a router never sends such a request, a stranger may."""
+    """Check sizes and lengths. Raises: InvalidRequest; a router never sends such a request, an attacker may."""
     num_tokens = len(message.prompt_token_ids) + len(message.resume.output_token_ids)
     verify_request_id(message.request_id)
     if not message.prompt_token_ids:
@@ -378,13 +378,13 @@ def logprobs_from_wire(message: request_pb2.Logprobs) -> LogprobsLists:
 
 
 PIECE_BYTES = 1 << 20
-"""Of a prompt's log-probabilities, in one message."""
+"""Bytes of a prompt's log-probabilities, in one message."""
 _ENTRY_BYTES = 9
-"""Of one candidate at most: a varint of 5 bytes and a float."""
+"""Bytes of one candidate, at most: a varint of 5 bytes and a float."""
 
 
 def prompt_logprobs_to_wire(logprobs: LogprobsLists | None) -> Iterator[request_pb2.PromptLogprobs]:
-    """Of a whole prompt, in pieces."""
+    """Messages with the log-probabilities of a whole prompt, in pieces."""
     if logprobs is None:
         return
     width = len(logprobs.logprobs[0]) if len(logprobs) else 1
@@ -395,7 +395,7 @@ def prompt_logprobs_to_wire(logprobs: LogprobsLists | None) -> Iterator[request_
 
 
 def outputs_to_wire(output: EngineCoreOutput, moment_names: Mapping[str, tuple[str, ...]]) -> request_pb2.Outputs:
-    """moment_names: the engine's moment -> those of the timeline that it stands for."""
+    """moment_names: the engine's moment -> the timeline's moments for it."""
     moments = {wire: at for name, at in output.moments.items() for wire in moment_names.get(name, ())}
     return request_pb2.Outputs(
         index=output.index,

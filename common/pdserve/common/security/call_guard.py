@@ -1,6 +1,6 @@
-"""`CallGuard`: the interceptor of a worker's server that lets only calls with a proof of the deployment key through.
+"""`CallGuard`: the interceptor of a worker's server that accepts only calls with a proof of the deployment key.
 
-A call without a valid proof is refused before its message is received: the message stays where flow control keeps it.
+A call without a valid proof is refused before its message is received: flow control keeps the message at the sender.
 Health and reflection are not guarded.
 """
 
@@ -22,13 +22,13 @@ from pdserve.common.security.peer_message import parsed
 log = logging.getLogger(__name__)
 
 WATCH = "/pdserve.v1.WorkerService/Watch"
-"""Proves itself by challenge and response: the caller does not know yet whom it calls."""
+"""The method that authenticates by challenge and response: its caller does not know the worker's identity yet."""
 _GUARDED = "/pdserve."
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
-    """Comes after the interceptor that turns errors into statuses."""
+    """Runs after the interceptor that turns errors into statuses."""
 
     def __init__(self, verifier: CallVerifier) -> None:
         self._verifier = verifier

@@ -1,8 +1,8 @@
 """Proofs that a gRPC call between services comes from one that has the deployment key.
 
 A proof travels in the call's metadata under `PROOF_KEY`. It is a MAC (keyed blake2b of 32 bytes, under a sub-key of the
-deployment key) over a label, the method, the receiving worker's id and life, the caller's protocol version, the time, a
-nonce, and the digest of the call's first message. It holds with and without TLS, and gives no secrecy.
+deployment key) over a label, the method, the receiving worker's id and epoch, the caller's protocol version, the time, a
+nonce, and the digest of the call's first message. It works with and without TLS, and does not encrypt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pdserve.common.security.nonce_memory import NonceMemory
 
 PROOF_KEY = "pdserve-proof-bin"
 MAX_SKEW_S = 60
-"""How far the clocks of two services may differ. It is also for how long a nonce is remembered, in both directions."""
+"""Seconds by which the clocks of two services may differ, and for which a nonce is remembered in both directions."""
 NONCE_BYTES = 16
 _FORMAT = 1
 _LABEL = b"pdserve service call"
@@ -60,7 +60,7 @@ class CallSigner:
         self._nonce = nonce
 
     def metadata(self, method: str, receiver: WorkerKey, message: bytes) -> Metadata:
-        """What goes with a call whose first message is `message`. method: `/package.Service/Method`."""
+        """Metadata of a call whose first message is `message`. method: `/package.Service/Method`."""
         worker_id, epoch = receiver
         fields = _FIELDS.pack(
             _FORMAT, self._version, epoch, int(self._clock() * 1e6), self._nonce(), message_digest(message)
@@ -70,7 +70,7 @@ class CallSigner:
 
 
 class CallVerifier:
-    """Checks the proofs of calls to one life of one worker."""
+    """Checks the proofs of calls to one epoch of one worker."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class CallVerifier:
         version: int = PROTOCOL_VERSION,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """receiver: asked with each call; a worker knows its name when it knows its port, after its server is made."""
+        """receiver: called with each call; a worker's id is known with its port, after its server is made."""
         self._key = key.derive(SERVICE_CALLS)
         self._receiver = receiver
         self._version = version

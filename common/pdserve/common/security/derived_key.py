@@ -1,9 +1,9 @@
 """`DeploymentKey`: a secret that is stretched once, and the sub-keys that are derived from it by label.
 
     master  = scrypt(secret)                                  16 MiB of memory for each guess of a weak secret
-    sub-key = keyed blake2b(master, label, context)           32 bytes; none of them says anything about another
+    sub-key = keyed blake2b(master, label, context)           32 bytes; none reveals anything about another
 
-Each use has a label of its own, so that a value made for one purpose is worth nothing for another.
+Each use has a label of its own, so that a value made for one purpose cannot be used for another.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ REDIS_RECORDS = "redis records"
 DATA_PLANE = "data plane"
 """Digests of KV bytes on their way; the context is the transfer id."""
 TENANTS = "tenants"
-"""What workers know tenants by."""
+"""Digests of tenants for workers."""
 USAGE = "usage of tenants"
-"""MACs of what routers tell each other of tenants; the context is the router's id."""
+"""MACs of the use of tenants that routers exchange; the context is the router's id."""
 FINGERPRINT = "fingerprint"
 """A short value for an operator's eyes, by which two services' keys are compared. It is never sent or published."""
 

@@ -9,8 +9,8 @@ MAX_NONCES = 1 << 17
 class NonceMemory:
     """Keeps nonces by the second of their time stamp, and forgets whole seconds.
 
-    When it is full, the oldest second goes, and from then on calls with an older stamp are refused: memory is bounded,
-    and a replay stays impossible. Calls that are made now are served either way.
+    When it is full, the oldest second is dropped, and from then on calls with an older stamp are refused: memory is bounded,
+    and a replay remains impossible. Current calls are served in any case.
     """
 
     def __init__(self, window_s: int, max_nonces: int = MAX_NONCES) -> None:
@@ -26,7 +26,7 @@ class NonceMemory:
         return self._num_nonces
 
     def is_new(self, nonce: bytes, stamp_s: float, now_s: float) -> bool:
-        """Remember a nonce; False when it was seen before, or when its stamp is too old to tell.
+        """Remember a nonce; False when it was seen before, or when its stamp is too old to decide.
 
         The caller has checked that the stamp is within the window.
         """

@@ -33,7 +33,7 @@ CALLERS: dict[str, tuple[ServiceRole, ...]] = {
     "grpc.health.v1.Health": tuple(ServiceRole),
     "grpc.reflection.v1alpha.ServerReflection": tuple(ServiceRole),
 }
-"""Who may call the methods of a service; one that is not here is nobody's."""
+"""Service -> roles that may call its methods; a service that is not listed may not be called."""
 _MAX_WARNED = 1024
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -41,7 +41,7 @@ Abort = Callable[[Context, PdServeError], Awaitable[Any]]
 
 
 class CallerRoles:
-    """What servicers ask about a caller's certificate, where its roles count."""
+    """Checks of a caller's certificate for servicers, if roles are required."""
 
     def __init__(self, tls: ServerTls | None) -> None:
         """tls: the server's; without it, or with `tls_roles` `ignore`, callers are not asked for roles."""
@@ -57,7 +57,7 @@ class CallerRoles:
 
 
 class RoleGuard(grpc.aio.ServerInterceptor):
-    """Comes after the interceptor that turns errors into statuses, before those that look at messages."""
+    """Runs after the interceptor that turns errors into statuses, before those that read messages."""
 
     def __init__(self, callers: CallerRoles, abort: Abort) -> None:
         """abort: ends a call with an error's status; for services that are not ours."""
@@ -119,5 +119,5 @@ def _guarded(handler: Any, verify: Callable[[Context], Awaitable[None]]) -> Any:
 
 
 def _uris(context: Context) -> list[str]:
-    """Of the caller's certificate, which the handshake has verified."""
+    """URIs of the caller's certificate, which the handshake has verified."""
     return [uri.decode("utf-8", "replace") for uri in context.auth_context().get("peer_uri", ())]

@@ -1,10 +1,10 @@
-"""Who a service is over TLS, and whom it trusts: PEM files, proven to work before anybody calls.
+"""TLS identity and trust of a service: PEM files, checked before the service starts.
 
-The proof is a handshake with itself in memory: what a peer would find wrong with a certificate is found here, in time for
-a clear error. Contexts are for sockets, the PEM bytes beside them for gRPC, which takes no contexts.
+The check is a handshake with itself in memory: it finds the errors that a peer would find in a certificate, in time for
+a clear message. Contexts are for sockets, the PEM bytes beside them for gRPC, which takes no contexts.
 
-What is loaded is one generation. When the files change (`common/net/tls_renewal.py`) another is loaded and takes over: whoever
-holds the first asks it for `current`. Connections that were made before live on.
+What is loaded is one generation. When the files change (`common/net/tls_renewal.py`) another is loaded and replaces it: holders
+of the first call its `current`. Open connections continue.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pdserve.common.security.tls_roles import PeerRoles, ServiceRole, own_roles
 _EXPIRED, _NOT_YET_VALID = 10, 9
 """OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED and X509_V_ERR_CERT_NOT_YET_VALID."""
 _FLIGHTS = 3
-"""Of a handshake in memory, at most."""
+"""Messages of a handshake in memory, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """Of a certificate, after a handshake."""
+    """Fields of a certificate, after a handshake."""
 
     valid_until: float
     uris: tuple[str, ...]
@@ -53,7 +53,7 @@ class TlsFile:
 
 @dataclass(slots=True, eq=False)
 class ServerTls:
-    """What a listening side shows, and whom it lets in. Its `context` serves all generations."""
+    """Certificate and trust of a listening side. Its `context` serves all generations."""
 
     certificate: bytes
     """PEM, with the intermediate certificates that peers need."""
@@ -133,7 +133,7 @@ def load_identity(
     role: ServiceRole | None = None,
     worker_id: str | None = None,
 ) -> TlsIdentity:
-    """own_host: what peers connect to, so the certificate must be made out to it, or to `server_name`; None: nobody does.
+    """own_host: the host that peers connect to, for which, or for `server_name`, the certificate must be issued; None: no check.
 
     role: this service's, which its certificate must name, for the worker `worker_id` if for one alone; peers must have
     roles, too. None: roles do not count.
@@ -144,7 +144,7 @@ def load_identity(
     client = _context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, ca)
     for context in (server, client):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # peers keep their connections; nobody resumes a session
+    # peers keep their connections and resume no session
     server.num_tickets = 0
     name = None if own_host is None else server_name or own_host
     shown = _prove(server, _context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, ca), name, certificate, ca)
@@ -184,7 +184,7 @@ def certificate_uris(certificate: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def tls_problem(error: ssl.SSLError) -> str:
-    """What went wrong, for people: the verdict on a certificate, or OpenSSL's reason."""
+    """Readable cause of a TLS error: the result of a certificate's check, or OpenSSL's reason."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"TLS: {error.verify_message}"
     return f"TLS: {(error.reason or str(error)).replace('_', ' ').lower()}"
@@ -272,7 +272,7 @@ def _unless_waiting(step: Callable[[], None]) -> None:
 
 
 def _out_of_date(context: ssl.SSLContext) -> str | None:
-    """What is wrong with the dates of the CAs, when none of them is valid today."""
+    """Error text about the dates of the CAs, when none of them is valid today."""
     now, verdict = time.time(), None
     for ca in context.get_ca_certs():
         begins, ends = (str(ca[date]) for date in ("notBefore", "notAfter"))

@@ -23,7 +23,7 @@ _MAX_SHOWN_CHARS = 128
 
 
 class ServiceRole(enum.Enum):
-    """What a service is to its peers."""
+    """The role of a service."""
 
     ROUTER = "router"
     PREFILL = "prefill"
@@ -63,9 +63,9 @@ class PeerRoles:
     def objection(
         self, uris: Collection[str], allowed: Collection[ServiceRole], worker_id: str | None = None
     ) -> str | None:
-        """Why a peer with these URIs in its certificate has none of the allowed roles; None if it has one.
+        """Error text if a peer with these URIs in its certificate has none of the allowed roles; None if it has one.
 
-        worker_id: what the peer says that it is; a role that names a worker counts for that one alone.
+        worker_id: the peer's claimed id; a role that names a worker counts only for that worker.
         """
         names = [name for name in self.names(uris) if name.role in allowed]
         if any(worker_id is None or name.worker_id in (None, worker_id) for name in names):
@@ -77,7 +77,7 @@ class PeerRoles:
 
 
 def own_roles(uris: Collection[str], role: ServiceRole, worker_id: str | None, named_by: str) -> PeerRoles:
-    """What a service's own certificate makes of its peers. named_by: setting and file of the certificate.
+    """The checks of peers' roles, in the trust domain of a service's own certificate. named_by: setting and file of it.
 
     Raises: ConfigError when the certificate lacks the service's role, has it in two trust domains, or is for a worker of
     another id.

@@ -4,7 +4,7 @@
     worker -> router   Welcome{identity, nonce, unix_us, proof}      proof over both nonces, versions, identity and time
     router -> worker   WatchRequest{proof}                           proof over the same, under another label
 
-The worker says nothing more before the router's proof has come. The identity is signed as the bytes that travel, so
+The worker sends nothing more before the router's proof has arrived. The identity is signed as serialized bytes, so
 fields that a newer version adds are covered, and an older one can check them.
 """
 
@@ -81,13 +81,13 @@ class WatchChallenge:
         self.opening = worker_pb2.WatchRequest(protocol_version=version, blocks=blocks, nonce=nonce())
 
     def read(self, event: worker_pb2.WatchEvent) -> worker_pb2.Identity:
-        """Who the worker is, once it has proved it.
+        """The worker's identity, after its proof has been verified.
 
         Raises: ProtocolMismatch, KeyMismatch, ClockSkew; google.protobuf.message.DecodeError, for an identity that has
         the proof of a service of this deployment and cannot be decoded.
         """
         if event.WhichOneof("event") == "identity":
-            # a worker of version 1 says who it is and proves nothing
+            # a worker of version 1 sends its identity without a proof
             raise ProtocolMismatch(version_objection(event.identity.protocol_version, self._version) or _NO_PROOF)
         welcome = event.welcome
         if len(welcome.nonce) != NONCE_BYTES:

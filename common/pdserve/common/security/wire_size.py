@@ -1,4 +1,4 @@
-"""How many fields a protobuf message holds, counted before anything is made of it."""
+"""Counts the fields of a protobuf message before anything is built from it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def verify_num_fields(data: bytes, descriptor: Descriptor, max_fields: int = MAX
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Its value, and where the next byte stands; beyond the end where it is cut off."""
+    """(value, index of the next byte); the index is beyond the end if the number is truncated."""
     value = shift = 0
     while at < end and shift < 70:
         byte = data[at]

@@ -84,7 +84,7 @@ def new_key() -> str:
 
 
 def key_hash(key: str) -> str:
-    """What the file holds of a key: its SHA-256, 64 hexadecimal digits."""
+    """The form of a key in the file: its SHA-256, 64 hexadecimal digits."""
     return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
 
 

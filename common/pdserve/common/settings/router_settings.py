@@ -27,30 +27,30 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     metrics_port: int = 0
     """HTTP for `/metrics`; 0 draws a free one."""
     metrics_host: str | None = None
-    """Where it is served, in the clear, where it is not `host`; with TLS and a host beyond loopback: 127.0.0.1."""
+    """Address of `metrics_port`, unencrypted, if it is not `host`; with TLS and a host beyond loopback: 127.0.0.1."""
     prefill: tuple[str, ...] = ()
     """host:port of prefill workers."""
     decode: tuple[str, ...] = ()
     """host:port of decode workers."""
     model_name: str | None = None
-    """What clients call the model; default: the folder's name."""
+    """The model's name for clients; default: the folder's name."""
     local_prefill: Literal["never", "auto", "always"] = "auto"
-    """Whether decode may prefill at all; `auto`: when it is sooner, no prefill worker lives, or the transfer failed."""
+    """Whether decode may prefill; `auto`: when it is faster, without a prefill worker, or after a failed transfer."""
     policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"
-    """How a worker is chosen among those that can serve a request."""
+    """The rule that chooses among the workers that can serve a request."""
     on_kv_failure: Literal["local", "remote", "fail"] = "local"
-    """What the next attempt is after a transfer failed."""
+    """The kind of the next attempt after a failed transfer."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """In what order requests get a place, as on the workers: by `priority`, or by arrival alone."""
     max_attempts: int = 3
     request_timeout_s: float = 600.0
-    """Deadline of a request whose client gave none."""
+    """Longest deadline of a request, seconds; default of a request without one."""
     max_queued_requests: int = 1024
     """Requests that wait in the router for a place; more are refused at once."""
     max_running_requests: int | None = None
     """Requests that workers serve at once; default: the sequences and prompt blocks that the live ones can hold."""
     queue_timeout_s: float = 30.0
-    """How long a request waits for a place; refused at once when it would be longer."""
+    """Longest wait for a place, seconds; refused at once when the expected wait is longer."""
     max_requests_per_key: int | None = None
     """Sequences of one tenant in the router at once, where its key has no `max_sequences`; default: no limit."""
     max_request_bytes: int | None = None
@@ -62,25 +62,25 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     max_connections_per_address: int | None = None
     """HTTP connections from one IPv4 address or one /64 of IPv6; default: half of `max_connections`."""
     max_answer_bytes: int = 32 << 20
-    """Of an answer that is not streamed, counted as 256 bytes per log-probability and 4 per token beside its text."""
+    """Bytes of a response that is not streamed: 256 per log-probability and 4 per token beside its text."""
     trust_client_trace_headers: bool | None = None
     """Whether a client's `traceparent` is taken over, with its sampling, or only linked; default: of clients that show an
     API key or a certificate, and of all where neither is asked for on loopback."""
     max_unread_bytes: int = 1 << 20
     """Text that a client has not read, at most, before its request is cancelled."""
     api_keys: tuple[str, ...] | None = None
-    """When given, both front ends want one of them as bearer token; each of at least 16 characters is a tenant of its own."""
+    """If given, both front ends require one as bearer token; at least 16 characters each; each is a tenant of its own."""
     api_keys_file: str | None = None
     """TOML file with the hashes of API keys, their tenants, roles and limits, in place of `api_keys`; read again when it
     changes."""
     no_auth: bool = False
     """Listen beyond loopback though clients need neither an API key nor a certificate."""
     audit_log: str | None = None
-    """Where one JSON line for each client request goes: a path, or `stderr`; default: nowhere."""
+    """Target of one JSON line per client request: a path, or `stderr`; default: none."""
     shared_prefix_cache: tuple[str, ...] = ()
     """Tenants that share cached prefixes: groups of their names, joined by `+`, or `*` for all; default: none do."""
     parse_special: bool = True
-    """Special tokens that stand in clients' chat messages count as such; False: they are plain text."""
+    """Parse special tokens in clients' chat messages; False: they are plain text."""
     front_tls_cert_file: str | None = None
     """PEM certificate of both front ends, for clients; needs `front_tls_key_file`."""
     front_tls_key_file: str | None = None
@@ -97,7 +97,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         return self.api_keys is not None or self.api_keys_file is not None
 
     def cache_groups(self) -> dict[str, str]:
-        """Tenant -> name of the group that shares its cached prefixes; "*" stands for all tenants. Raises: ConfigError."""
+        """Tenant -> name of the group that shares its cached prefixes; "*" for all tenants. Raises: ConfigError."""
         groups: dict[str, str] = {}
         for group in self.shared_prefix_cache:
             for tenant in group.split("+"):
@@ -113,7 +113,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         return groups
 
     def front_tls(self) -> ServerTls | None:
-        """What both front ends show to clients; None without TLS. Reads the files. Raises: ConfigError."""
+        """Certificate of both front ends; None without TLS. Reads the files. Raises: ConfigError."""
         certificate, key = (self._tls_file(name) for name in ("front_tls_cert_file", "front_tls_key_file"))
         if certificate and key:
             return load_front(certificate, key, self._tls_file("front_tls_client_ca_file"))
@@ -130,7 +130,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
 
     @property
     def metrics_at(self) -> str:
-        """The host for `/metrics`, which knows no TLS: beyond loopback only where a setting says so."""
+        """Host for `/metrics`, which has no TLS: beyond loopback only if a setting allows it."""
         hides = self.front_tls_cert_file is not None and not self.insecure and not is_loopback(self.host)
         return self.metrics_host or ("127.0.0.1" if hides else self.host)
 

@@ -30,7 +30,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every service has."""
+    """Settings of every service."""
 
     section: ClassVar[str] = ""
 
@@ -43,7 +43,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tls_cert_file: str | None = None
     """PEM certificate of this service, for its peers; with `tls_key_file` and `tls_ca_file`: mutual TLS between services."""
     tls_key_file: str | None = None
-    """Its private key, not encrypted."""
+    """The certificate's private key, not encrypted."""
     tls_ca_file: str | None = None
     """PEM certificates of the CA that signed those of all services, this one's too; clients need another CA."""
     tls_roles: Literal["required", "ignore"] = "required"
@@ -64,7 +64,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     otlp: str | None = None
     """The collector for traces: grpc://host:port or http://host:port; None traces nothing."""
     otlp_protocol: Literal["grpc", "http/protobuf"] | None = None
-    """What an http:// collector speaks; default: HTTP."""
+    """Protocol of an http:// collector; default: HTTP."""
     otlp_headers: str = ""
     """name=value,name=value: sent to the collector with each batch."""
     otel_service_name: str | None = None
@@ -75,12 +75,12 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     otel_traces_sampler_arg: float = 1.0
     """The ratio, for samplers that take one."""
     otel_bsp_schedule_delay_ms: float = 2000.0
-    """How long finished spans wait for others, to be exported together."""
+    """Time for which finished spans wait to be exported together."""
     otel_sdk_disabled: bool = False
     """Trace nothing, whatever `otlp` says."""
 
     def addresses(self) -> list[str]:
-        """Every host this service listens on or is told to connect to."""
+        """Every host that this service listens on or connects to by its settings."""
         return [self.host]
 
     def key(self) -> tuple[DeploymentKey, bool]:
@@ -91,7 +91,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
 
     def tls(self) -> TlsIdentity | None:
-        """Who this service is to other services; None without TLS. Reads the files. Raises: ConfigError."""
+        """The identity of this service towards others; None without TLS. Reads the files. Raises: ConfigError."""
         certificate, key, ca = (self._tls_file(name) for name in ("tls_cert_file", "tls_key_file", "tls_ca_file"))
         if certificate and key and ca:
             return load_identity(
@@ -107,11 +107,11 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return None
 
     def _own_worker_id(self) -> str | None:
-        """What a certificate that names one worker must name; None: it must name none."""
+        """The worker id that a certificate for one worker must name; None: it must name none."""
         return None
 
     def _own_host(self) -> str | None:
-        """What other services connect to; None where they do not. Raises: ConfigError."""
+        """The host that other services connect to; None if they do not. Raises: ConfigError."""
         return None
 
     def verify(self) -> None:
@@ -133,7 +133,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
 
     def _verify_connecting(self) -> None:
-        """What goes to another machine goes over TLS, unless `insecure` says that it need not. Raises: ConfigError."""
+        """Require TLS for connections to other machines, unless `insecure` is set. Raises: ConfigError."""
         if self.insecure:
             return
         for setting, address, remedy in self._clear_text_addresses():

@@ -33,9 +33,9 @@ OTEL_VARIABLES = {
     "OTEL_BSP_SCHEDULE_DELAY": "otel_bsp_schedule_delay_ms",
     "OTEL_SDK_DISABLED": "otel_sdk_disabled",
 }
-"""OpenTelemetry's variables and the settings that they are; our own variable comes first."""
+"""OpenTelemetry's variables and the settings that they set; our own variable takes precedence."""
 CLIENT_VARIABLES = ("api_key",)
-"""Read by the client commands, so a service that meets them in its environment leaves them alone."""
+"""Read by the client commands, so services ignore them in their environment."""
 _LISTS = ("prefill", "decode", "api_keys", "shared_prefix_cache", "logits_processors")
 _NO_BLANKS = ("api_keys",)
 """Lists in which a blank entry is an error, and not left out: a key that is missing must not read as one key fewer."""

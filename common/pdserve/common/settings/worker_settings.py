@@ -13,7 +13,7 @@ from pdserve.common.settings.service_settings import SchedulingPolicy, ServiceSe
 CPU_STEP_TOKENS = 512
 """On a processor larger steps are no faster, and the blocks of one step move only when it has ended."""
 GPU_STEP_TOKENS = 2048
-"""A GPU needs more in a step to be busy."""
+"""Tokens per step on a GPU, which needs more to be busy."""
 MAX_STREAM_INTERVAL = 1024
 
 KvDigestName = Literal["auto", "xxh3_64", "gmac"]
@@ -29,9 +29,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     metrics_port: int = 0
     """HTTP for `/metrics` and `/health`; 0 draws a free one."""
     metrics_host: str | None = None
-    """Where they are served, in the clear, where it is not `host`; with TLS and a host beyond loopback: 127.0.0.1."""
+    """Address of `metrics_port`, unencrypted, if it is not `host`; with TLS and a host beyond loopback: 127.0.0.1."""
     advertise_host: str | None = None
-    """What peers should connect to, where it is not `host`; default for a wildcard `host`: this machine's address."""
+    """Host that peers connect to, if it is not `host`; default for a wildcard `host`: this machine's address."""
     worker_id: str | None = None
     """Names this worker; default: role, host beyond loopback, port."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -66,27 +66,27 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     connector: Literal["auto", "nixl", "tcp"] = "auto"
     """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
     nixl_plaintext: bool = False
-    """With TLS: KV blocks may move over NIXL, which encrypts nothing. For fabrics that nobody else reaches."""
+    """With TLS: allow KV blocks over NIXL, which encrypts nothing. For fabrics that no other host reaches."""
     kv_digest: KvDigestName = "auto"
-    """How a block's bytes are verified: `xxh3_64` finds damage, `gmac` forgery too; `auto`: `gmac` with peers beyond loopback
+    """How a block's bytes are verified: `xxh3_64` detects damage, `gmac` also forgery; `auto`: `gmac` with peers beyond loopback
     to which blocks may travel without TLS, else `xxh3_64`."""
     max_local_prefill_tokens: int | None = None
     """Longest uncached prompt that decode prefills itself; default: no limit."""
     run_ahead_share: float = 0.5
-    """Part of the pool in which prefill may compute transfers that nobody wants yet."""
+    """Part of the pool in which prefill may compute sources without `Want`."""
     grammar_timeout_s: float = 10.0
     """For a grammar of `structured_outputs` to be compiled, and before that to get its turn."""
     grammar_token_s: float = 0.05
-    """Processor time in which a grammar must accept a token and find what may follow; its process is killed after 5 times it."""
+    """Processor time for a grammar to accept a token and find the next mask, seconds; its process is killed after 5 times it."""
     grammar_request_s: float = 1.0
-    """The same for all tokens of a request's sequences together; 5 ms more for each token."""
+    """The same for all tokens of a request's sequences together, seconds, plus 5 ms per token."""
     grammar_memory_mib: int = 2048
     """Address space that the process of a grammar may take beyond what it begins with."""
     engine_stuck_exit_s: float = 60.0
-    """A worker whose engine makes no progress for so long writes its threads' stacks and ends with status 1; 0: never."""
+    """Seconds without progress of the engine after which its worker logs all stacks and exits with status 1; 0: never."""
     attach_timeout_s: float = 10.0
     lease_grace_s: float = 3.0
-    """How long a source keeps blocks after the control stream broke."""
+    """Seconds for which a source keeps blocks after the control stream broke."""
     lease_max_s: float = 600.0
     drain_s: float = 30.0
 
@@ -105,12 +105,12 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
 
     @property
     def peers_host(self) -> str:
-        """What peers should connect to. Raises: ConfigError when a wildcard host leaves that open."""
+        """Host that peers connect to. Raises: ConfigError when a wildcard host leaves that open."""
         return self.advertise_host or (own_address() if is_wildcard(self.host) else self.host)
 
     @property
     def metrics_at(self) -> str:
-        """The host for `/metrics` and `/health`, which know no TLS: beyond loopback only where a setting says so."""
+        """Host for `/metrics` and `/health`, which have no TLS: beyond loopback only if a setting allows it."""
         hides = self.tls_cert_file is not None and not self.insecure and not is_loopback(self.host)
         return self.metrics_host or ("127.0.0.1" if hides else self.host)
 
@@ -184,12 +184,11 @@ class DecodeSettings(WorkerSettings, frozen=True, kw_only=True):
     section: ClassVar[str] = "decode"
 
     stream_interval: int = 1
-    """Tokens of a sequence that go to the router as one message, after its first; each message costs both of them more than
-    its tokens do."""
+    """Tokens of a sequence per message to the router, after its first; a message costs both sides more than its tokens do."""
     max_sessions: int = 64
     """Streaming sessions open at once; more are refused."""
     session_idle_timeout_s: float = 60.0
-    """How long a session waits for its client's next turn before it ends."""
+    """Seconds that a session waits for its client's next turn before it ends."""
 
     def verify(self) -> None:
         super().verify()

@@ -13,7 +13,7 @@ def configure_logging(service: str, level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # these say at INFO what our own lines say already
+    # these repeat our own lines at INFO
     for chatty in ("uvicorn", "uvicorn.access", "uvicorn.error", "httpx", "asyncio"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)

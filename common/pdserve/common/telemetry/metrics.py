@@ -1,6 +1,6 @@
-"""What the metrics of every service share: one registry a service, buckets, and the text that Prometheus reads.
+"""Parts that the metrics of all services share: one registry per service, buckets, and Prometheus' text format.
 
-Names and meanings are listed in `docs/metrics.md`. Labels come from small fixed sets: never a request id, never a
+Names and meanings are listed in `docs/metrics.md`. Labels come from small sets: never a request id, never a
 client's text.
 """
 
@@ -35,7 +35,7 @@ TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03
 
 
 class SpanCollector(Collector):
-    """What became of this process's spans; all zero when it does not trace."""
+    """Counts of this process's spans by outcome; all zero when it does not trace."""
 
     def __init__(self, counts: ExportCounts) -> None:
         self._counts = counts
@@ -60,10 +60,10 @@ class TaskCollector(Collector):
 
 
 class RedisCollector(Collector):
-    """How a service gets on with Redis."""
+    """State and errors of a service's Redis connection."""
 
     def __init__(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
-        """events: what had to be told or asked again, by kind, since start."""
+        """events: values that were unusable, published again or asked elsewhere, by kind, since start."""
         self._breaker = breaker
         self._events = events
 
@@ -83,7 +83,7 @@ class RedisCollector(Collector):
 
 
 class TlsCollector(Collector):
-    """How long this service's certificates are valid."""
+    """Expiry of this service's certificates."""
 
     def __init__(self, expiries: Callable[[], Mapping[PeerKind, float]]) -> None:
         """expiries: as `TlsRenewal.expiries`."""
@@ -111,7 +111,7 @@ def make_registry(counts: ExportCounts | None) -> CollectorRegistry:
 
 
 def exposition(registry: CollectorRegistry) -> bytes:
-    """The metrics as they stand, in Prometheus' text format; their type is `CONTENT_TYPE`."""
+    """The metrics now, in Prometheus' text format; their type is `CONTENT_TYPE`."""
     return generate_latest(registry)
 
 

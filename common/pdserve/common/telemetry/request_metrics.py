@@ -11,15 +11,15 @@ from pdserve.common.timeline import to_unix_ns
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):
-    """Moments in seconds since 1970, on a clock that never goes back within a process; None where not come to yet."""
+    """Times in seconds since 1970, on a clock that never goes back within a process; None for events that have not happened."""
 
     arrival_time: float
     """When the request was given to the engine."""
     first_scheduled_time: float | None = None
-    """When it first got a place in a step."""
+    """When it first entered a step."""
     first_token_time: float | None = None
     last_token_time: float | None = None
-    """Of the newest output token so far."""
+    """Time of the newest output token so far."""
     finished_time: float | None = None
     num_preemptions: int = 0
 
@@ -34,7 +34,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
     def see(self, output: EngineCoreOutput) -> None:
-        """An output of an engine in this process, as it comes."""
+        """Update from an output of an engine in this process."""
         for event in output.events:
             if event.type is EngineCoreEventType.SCHEDULED and self.first_scheduled_time is None:
                 self.first_scheduled_time = unix_s(event.timestamp)
@@ -45,7 +45,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
         self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
 
     def end(self) -> None:
-        """Its last output has been seen. Once."""
+        """Record the end, once, after the last output."""
         if self.finished_time is None:
             self.finished_time = unix_s(time.monotonic())
 

@@ -1,7 +1,7 @@
-"""`SpanExport`: finished spans on their way to a collector, in a thread of their own.
+"""`SpanExport`: sends finished spans to a collector, in a thread of its own.
 
-Ending a span never waits: a full queue drops it, an endpoint that does not answer loses a batch. Both are counted, and
-told in one log line when it begins and one when it is over.
+Ending a span never waits: a full queue drops it, and an endpoint that does not respond loses a batch. Both are counted, and
+logged once when they begin and once when they end.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 MAX_QUEUED_SPANS = 8192
 MAX_BATCH_SPANS = 512
 EXPORT_TIMEOUT_S = 2.0
-"""So long may the collector take for one batch."""
+"""Seconds for the collector to accept one batch."""
 SHUTDOWN_TIMEOUT_S = 2.0
-"""So long may the last batches hold a leaving process up."""
+"""Seconds for which a stopping process waits for the last batches."""
 
 
 class SpanExport(SpanProcessor):

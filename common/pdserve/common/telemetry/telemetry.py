@@ -33,7 +33,7 @@ _WANTED = "grpc://host:port or http://host:port is needed"
 
 
 class OtlpEndpoint(NamedTuple):
-    """Where spans go."""
+    """The collector of spans."""
 
     protocol: str
     """`grpc` or `http/protobuf`."""
@@ -72,7 +72,7 @@ def make_telemetry(settings: ServiceSettings, service: str, instance: str) -> Te
     }
     if settings.otel_service_name:
         resource["service.name"] = settings.otel_service_name
-    # they repeat at each batch what `SpanExport` says once
+    # they repeat with each batch what `SpanExport` logs once
     logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
     export = SpanExport(
         _exporter(endpoint, parse_pairs("otlp_headers", settings.otlp_headers)),

@@ -68,7 +68,7 @@ class OpenSpan:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a peer needs to hang its spans below this one."""
+        """Headers with which a peer makes its spans below this one."""
         context = self._span.get_span_context()
         parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
         state = context.trace_state.to_header()
@@ -100,7 +100,7 @@ class OpenSpan:
         events: Sequence[Event] = (),
         error: PdServeError | None = None,
     ) -> None:
-        """Called once. error: becomes the span's status and `error.type`; a success has no status to tell."""
+        """Called once. error: becomes the span's status and `error.type`; a success has no status."""
         span = self._span
         if span.is_recording():
             if attributes:
@@ -114,7 +114,7 @@ class OpenSpan:
 
 
 def _status_text(error: PdServeError) -> str:
-    """Of a bad request only its field: the message repeats what the client sent."""
+    """Status text of a failed span: of a bad request only its field, since the message repeats the client's input."""
     return f"{error.code}: {(error.field or '') if isinstance(error, InvalidRequest) else error.message}"
 
 
@@ -141,9 +141,9 @@ class Tracing:
     def linked_root(
         self, name: str, stranger_headers: Mapping[str, str], start_unix_ns: int, attributes: Attributes
     ) -> OpenSpan:
-        """A server's span, the first of a new trace, whether it is sampled is this service's to say.
+        """A server's span, the first of a new trace; this service decides whether it is sampled.
 
-        Where the stranger named a context of its own, the span has a link to it and its trace as an attribute.
+        If the client sent a context of its own, the span has a link to it and its trace as an attribute.
         """
         stranger = _peer_context(stranger_headers)
         links: tuple[Link, ...] = ()
