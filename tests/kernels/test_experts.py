@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.kernels import experts as module
-from pdserve.kernels.experts import GroupedExperts, LoopedExperts, make_experts, route_top_k
+from pdserve.kernels.experts import ExpertWeights, GroupedExperts, LoopedExperts, make_experts, route_top_k
 from tests.support.pretend_device import pretended_device
 
 E, H, I = 6, 16, 24  # noqa: E741
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-def weights_of(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+def weights_of(dtype: torch.dtype) -> list[ExpertWeights]:
     generator = torch.Generator().manual_seed(0)
-    gate_up = [torch.randn(2 * I, H, generator=generator).mul(0.3).to(dtype) for _ in range(E)]
-    return gate_up, [torch.randn(H, I, generator=generator).mul(0.3).to(dtype) for _ in range(E)]
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).mul(0.3).to(dtype)
+
+    return [(drawn(2 * I, H), drawn(H, I)) for _ in range(E)]
 
 
 def tokens_of(num_tokens: int, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,12 +34,13 @@ def tokens_of(num_tokens: int, top_k: int, dtype: torch.dtype) -> tuple[Tensor, 
     return x, weights, experts
 
 
-def expected(x: Tensor, weights: Tensor, experts: Tensor, gate_up: list[Tensor], down: list[Tensor]) -> Tensor:
+def expected(x: Tensor, weights: Tensor, experts: Tensor, layer: list[ExpertWeights]) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, row in enumerate(x.double()):
         for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
-            gate, up = (gate_up[expert].double() @ row).chunk(2)
-            out[token] += weight * (down[expert].double() @ (F.silu(gate) * up))
+            gate_up, down = layer[expert]
+            gate, up = (gate_up.double() @ row).chunk(2)
+            out[token] += weight * (down.double() @ (F.silu(gate) * up))
     return out
 
 
@@ -44,15 +49,13 @@ def expected(x: Tensor, weights: Tensor, experts: Tensor, gate_up: list[Tensor],
 @pytest.mark.parametrize("top_k", [1, 3, E])
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 65])
 def test_the_weighted_sum(kind: Any, num_tokens: int, top_k: int, dtype: torch.dtype) -> None:
-    gate_up, down = weights_of(dtype)
+    layer = weights_of(dtype)
     x, weights, experts = tokens_of(num_tokens, top_k, dtype)
     before = x.clone()
-    found = kind(gate_up, down)(x, weights, experts)
+    found = kind(layer)(x, weights, experts)
     assert found.dtype is dtype
     tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(
-        found.double(), expected(x, weights, experts, gate_up, down), atol=tolerance, rtol=tolerance
-    )
+    torch.testing.assert_close(found.double(), expected(x, weights, experts, layer), atol=tolerance, rtol=tolerance)
     assert torch.equal(x, before)
 
 
@@ -64,8 +67,7 @@ def test_only_experts_with_tokens_are_computed(monkeypatch: pytest.MonkeyPatch) 
         return lambda x: rows.append((weight.shape[0], len(x))) or F.linear(x, weight)
 
     monkeypatch.setattr(module, "make_linear", counted)
-    gate_up, down = weights_of(torch.float32)
-    layer = LoopedExperts(gate_up, down)
+    layer = LoopedExperts(weights_of(torch.float32))
     x = torch.randn(5, H)
     layer(x, torch.ones(5, 2), torch.tensor([[0, 4], [4, 0], [4, 2], [0, 4], [4, 0]]))
     assert rows == [(2 * I, 4), (H, 4), (2 * I, 1), (H, 1), (2 * I, 5), (H, 5)]
@@ -73,8 +75,7 @@ def test_only_experts_with_tokens_are_computed(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("kind", [LoopedExperts, GroupedExperts])
 def test_a_tokens_result_does_not_depend_on_the_order_of_the_batch(kind: Any) -> None:
-    gate_up, down = weights_of(torch.float32)
-    layer = kind(gate_up, down)
+    layer = kind(weights_of(torch.float32))
     x, weights, experts = tokens_of(33, 3, torch.float32)
     order = torch.randperm(33, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(
@@ -98,8 +99,22 @@ def test_routing(dtype: torch.dtype, normalise: bool) -> None:
 
 def test_the_device_decides() -> None:
     with pretended_device() as device:
-        gate_up, down = ([weight.to(device) for weight in kind] for kind in weights_of(torch.float32))
-        assert isinstance(make_experts(gate_up, down), GroupedExperts)
-    assert isinstance(make_experts(*weights_of(torch.float32)), LoopedExperts)
-    with pytest.raises(ValueError, match="6 and 0 expert weights"):
-        make_experts(weights_of(torch.float32)[0], [])
+        there = [(gate_up.to(device), down.to(device)) for gate_up, down in weights_of(torch.float32)]
+        assert isinstance(make_experts(there), GroupedExperts)
+    assert isinstance(make_experts(weights_of(torch.float32)), LoopedExperts)
+    with pytest.raises(ValueError, match="at least one expert"):
+        make_experts([])
+
+
+def test_on_a_processor_an_expert_is_packed_before_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a layer of many experts is held twice."""
+    events: list[str] = []
+    monkeypatch.setattr(module, "make_linear", lambda weight: events.append("packed"))
+
+    def read() -> Iterator[ExpertWeights]:
+        for weights in weights_of(torch.float32)[:2]:
+            events.append("read")
+            yield weights
+
+    make_experts(read())
+    assert events == ["read", "packed", "packed"] * 2

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from pdserve.kernels import decode_attention
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.kv_pages import KvPages
 from pdserve.kernels.torch_attention import TorchAttentionBackend
 from tests.kernels.attention_contract import AttentionContract
-from tests.support.attention_cases import check_step, make_case, make_spec
+from tests.support.attention_cases import check_step, make_case, make_spec, run_step
+from tests.support.pretend_device import PretendTensor, host_copy, pretended_device
 
 
 class TestTorchAttention(AttentionContract):
@@ -39,6 +44,39 @@ def test_the_branches_for_accelerators(window: int | None, monkeypatch: pytest.M
     for decodes in ([300, 16, 17, 1], [50], [33, 33]):
         case = make_case(decodes=decodes, prefills=[(20, 41), (0, 9)], heads=heads, block_size=16, dtype=torch.float32)
         check_step(TorchAttentionBackend(case.kv_cache), case, make_spec(heads, window=window))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 2.0}], ids=str)
+def test_nothing_is_read_back_from_a_device(options: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value, a shape that depends on values, or a copy to the host would each wait for the device."""
+    heads = (6, 2, 8)
+    case = make_case(
+        decodes=[300, 16, 17, 0, 1], prefills=[(20, 41), (0, 9)], heads=heads, block_size=16, dtype=torch.float32
+    )
+    expected = run_step(TorchAttentionBackend(case.kv_cache.clone()), case, make_spec(heads, **options))
+    monkeypatch.delattr(PretendTensor, "tolist")  # then it is torch's own, which refuses
+    with pretended_device() as device:
+        there = case.to(str(device))
+        backend = TorchAttentionBackend(there.kv_cache)
+        with NoReadBack():
+            found = run_step(backend, there, make_spec(heads, **options))
+        with pytest.raises(RuntimeError, match="reads back"), NoReadBack():
+            there.q.to("cpu")
+    real = [row for row in range(len(expected)) if row != 3]
+    torch.testing.assert_close(host_copy(found)[real], expected[real], atol=1e-5, rtol=1e-5)
+
+
+class NoReadBack(TorchDispatchMode):
+    """Refuses each operation that makes the host wait for the pretended device."""
+
+    WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique", "aten::equal")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(value, PretendTensor) for value in tree_flatten((args, kwargs))[0]):
+            targets = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, torch.device)]
+            if func.name().split(".")[0] in self.WAITING or torch.device("cpu") in targets:
+                raise RuntimeError(f"{func} reads back from the device")
+        return func(*args, **(kwargs or {}))
 
 
 def test_specs_share_the_part_of_a_step_that_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

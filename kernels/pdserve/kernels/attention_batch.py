@@ -61,9 +61,11 @@ class AttentionBatch:
         query_lens `[B]`: query tokens of each sequence. Leading sequences with one query token count as decodes.
         """
         starts = np.zeros(len(query_lens) + 1, np.int64)
-        np.cumsum(query_lens, out=starts[1:])
-        max_query_len = int(query_lens.max(initial=0))
+        query_lens.cumsum(out=starts[1:])
         query_start_loc_cpu, seq_lens_cpu = torch.from_numpy(starts), torch.from_numpy(seq_lens)
+        # lists: of a few numbers, numpy's reductions take longer than all the rest
+        counts: list[int] = query_lens.tolist()
+        max_query_len = max(counts, default=0)
 
         def placed(tensor: Tensor) -> Tensor:
             return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
@@ -74,9 +76,9 @@ class AttentionBatch:
             query_start_loc=placed(query_start_loc_cpu),
             seq_lens=placed(seq_lens_cpu),
             block_tables=placed(torch.from_numpy(block_tables)),
-            num_decodes=len(query_lens) if max_query_len <= 1 else int((query_lens > 1).argmax()),
+            num_decodes=len(counts) if max_query_len <= 1 else [count > 1 for count in counts].index(True),
             max_query_len=max_query_len,
-            max_seq_len=int(seq_lens.max(initial=0)),
+            max_seq_len=max(seq_lens.tolist(), default=0),
             query_start_loc_cpu=query_start_loc_cpu,
             seq_lens_cpu=seq_lens_cpu,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -10,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.kernels.linear import make_linear, swiglu
+
+ExpertWeights = tuple[Tensor, Tensor]
+"""Of one expert: gate and up side by side `[2 * I, H]`, and down `[H, I]`."""
 
 
 def route_top_k(router_logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -39,18 +43,17 @@ class Experts(Protocol):
 class LoopedExperts:
     """Two products per expert that has a token; the others cost nothing. Reads the number of tokens per expert."""
 
-    def __init__(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> None:
-        self._gate_up = [make_linear(weight) for weight in gate_up]
-        self._down = [make_linear(weight) for weight in down]
+    def __init__(self, experts: Iterable[ExpertWeights]) -> None:
+        self._experts = [(make_linear(gate_up), make_linear(down)) for gate_up, down in experts]
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        order, counts = _by_expert(experts, len(self._down))
+        order, counts = _by_expert(experts, len(self._experts))
         rows = x.index_select(0, order // experts.shape[1])
         start = 0
-        for expert, count in enumerate(counts.tolist()):
+        for (gate_up, down), count in zip(self._experts, counts.tolist(), strict=True):
             if count:
                 part = rows[start : start + count]
-                part.copy_(self._down[expert](swiglu(self._gate_up[expert](part))))
+                part.copy_(down(swiglu(gate_up(part))))
                 start += count
         return _by_token(rows, order, weights)
 
@@ -58,9 +61,10 @@ class LoopedExperts:
 class GroupedExperts:
     """Two grouped products over all experts. Reads nothing back from the device."""
 
-    def __init__(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> None:
-        self._gate_up = torch.stack(tuple(gate_up)).transpose(1, 2)
-        self._down = torch.stack(tuple(down)).transpose(1, 2)
+    def __init__(self, experts: Iterable[ExpertWeights]) -> None:
+        gate_up, down = zip(*experts, strict=True)
+        self._gate_up = torch.stack(gate_up).transpose(1, 2)
+        self._down = torch.stack(down).transpose(1, 2)
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         order, counts = _by_expert(experts, len(self._down))
@@ -84,8 +88,11 @@ def _by_token(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     return sorted_rows.view(num_tokens, top_k, -1).mul_(weights.unsqueeze(-1)).sum(1)
 
 
-def make_experts(gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> Experts:
-    """The fastest layer for these weights. gate_up: per expert `[2 * I, H]`; down: per expert `[H, I]`."""
-    if len(gate_up) != len(down) or not len(down):
-        raise ValueError(f"{len(gate_up)} and {len(down)} expert weights")
-    return LoopedExperts(gate_up, down) if down[0].is_cpu else GroupedExperts(gate_up, down)
+def make_experts(experts: Iterable[ExpertWeights]) -> Experts:
+    """The fastest layer for these weights. On a processor no more than one expert is held twice. Raises: ValueError for none."""
+    remaining = iter(experts)
+    first = next(remaining, None)
+    if first is None:
+        raise ValueError("a mixture needs at least one expert")
+    kind = LoopedExperts if first[0].is_cpu else GroupedExperts
+    return kind(chain([first], remaining))

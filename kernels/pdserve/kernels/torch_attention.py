@@ -36,12 +36,9 @@ class _Step:
         batch.verify(pages.block_size)
         self.batch = batch
         self.write_rows = pages.write_rows(batch.slot_mapping)
-        starts, seq_lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
-        self.decode_lens: list[int] = seq_lens[: batch.num_decodes]
-        self.chunks = [
-            PrefillChunk.of_sequence(starts[index], starts[index + 1], seq_lens[index], batch.block_tables[index])
-            for index in range(batch.num_decodes, len(seq_lens))
-        ]
+        seq_lens: list[int] = batch.seq_lens_cpu.tolist()
+        self.decode_lens = seq_lens[: batch.num_decodes]
+        self.chunks = _chunks(batch, seq_lens) if batch.num_decodes < len(seq_lens) else []
         self._has_clear_tails = False
 
     def clear_tails(self, pages: KvPages) -> None:
@@ -49,6 +46,14 @@ class _Step:
         if not self._has_clear_tails:
             clear_decode_tails(self.batch, pages)
             self._has_clear_tails = True
+
+
+def _chunks(batch: AttentionBatch, seq_lens: list[int]) -> list[PrefillChunk]:
+    starts = batch.query_start_loc_cpu.tolist()
+    return [
+        PrefillChunk.of_sequence(starts[index], starts[index + 1], seq_lens[index], batch.block_tables[index])
+        for index in range(batch.num_decodes, len(seq_lens))
+    ]
 
 
 class TorchAttentionPlan:

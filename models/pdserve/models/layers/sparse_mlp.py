@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.kernels.experts import Experts, make_experts, route_top_k
+from pdserve.kernels.experts import Experts, ExpertWeights, make_experts, route_top_k
 from pdserve.kernels.linear import Linear
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -40,13 +40,16 @@ class SparseMlp:
         inner_size: I of an expert. Raises: ConfigError.
         """
         router = weights.linear([f"{prefix}.gate"], num_experts, hidden_size, bias=False)
-        gate_up, down = [], []
-        for expert in range(num_experts):
-            name = f"{prefix}.experts.{expert}"
-            halves = [weights.tensor(f"{name}.{half}_proj.weight", inner_size, hidden_size) for half in ("gate", "up")]
-            gate_up.append(torch.cat(halves))
-            down.append(weights.tensor(f"{name}.down_proj.weight", hidden_size, inner_size))
-        return cls(router, make_experts(gate_up, down), top_k, normalise)
+
+        def expert(index: int) -> ExpertWeights:
+            name = f"{prefix}.experts.{index}"
+            gate, up = (
+                weights.tensor(f"{name}.{half}_proj.weight", inner_size, hidden_size) for half in ("gate", "up")
+            )
+            return torch.cat((gate, up)), weights.tensor(f"{name}.down_proj.weight", hidden_size, inner_size)
+
+        # one at a time: each is packed before the next is read
+        return cls(router, make_experts(expert(index) for index in range(num_experts)), top_k, normalise)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual + experts(x)`, both `[T, H]`. The residual may be overwritten."""
