@@ -129,7 +129,7 @@ class Overloaded(PdServeError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.by_peer = False
-        """Whether another service raised it; otherwise this one or a channel did."""
+        """True if another service raised it; otherwise this one or a channel did."""
 
 
 class DeadlineExceeded(PdServeError):

@@ -28,5 +28,5 @@ def version_objection(theirs: int, ours: int = PROTOCOL_VERSION) -> str | None:
 
 
 def works_with(one: int, other: int) -> bool:
-    """Whether two services of these versions may serve one request together."""
+    """True if two services of these versions may serve one request together."""
     return min(one, other) >= OLDEST_AUTHENTICATED and abs(one - other) <= MAX_DISTANCE

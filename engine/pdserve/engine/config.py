@@ -18,7 +18,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 64
     scheduling_policy: SchedulingPolicy = "fcfs"
-    """Whether `EngineCoreRequest.priority` means something: lower runs first, then order of arrival."""
+    """`priority`: a lower `EngineCoreRequest.priority` runs first; `fcfs`: order of arrival alone."""
     long_prefill_token_threshold: int = 0
     """Tokens of one prompt computed in a step, at most; 0: no limit but the step's."""
     reserve_whole_prompt: bool = True

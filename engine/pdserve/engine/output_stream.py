@@ -40,12 +40,12 @@ class OutputStream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last output of every sequence has been read."""
+        """True if the last output of every sequence has been read."""
         return self._num_open <= 0
 
     @property
     def awaits_more(self) -> bool:
-        """Whether a sequence has not ended yet in the engine, read or not."""
+        """True if a sequence has not ended yet in the engine, read or not."""
         return self._num_living > 0
 
     def put(self, output: EngineCoreOutput) -> None:
@@ -61,7 +61,7 @@ class OutputStream:
         self._outputs.put_nowait(output)
 
     def _waits(self, output: EngineCoreOutput) -> bool:
-        """Whether it may be delayed until more tokens of the sequence arrive."""
+        """True if it may be delayed until more tokens of the sequence arrive."""
         if output.finish_reason is not None or output.error_code:
             self._begun.discard(output.index)  # a session's next turn has a first token of its own
             return False

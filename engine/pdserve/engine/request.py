@@ -115,7 +115,7 @@ class Request:
         """How often a later arrival got blocks while this one was first in its queue."""
         self.num_preemptions = 0
         self.has_emitted = False
-        """Whether an output of this sequence, or of a session's turn, has left the engine."""
+        """True if an output of this sequence, or of a session's turn, has left the engine."""
         self.moments: dict[str, float] = {"queued": core.arrival_time or time.monotonic()}
         self.events = [EngineCoreEvent(EngineCoreEventType.QUEUED, self.moments["queued"])]
         """Events since its last output."""
@@ -145,13 +145,13 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Whether every token must be computed here, cached or not."""
+        """True if every token must be computed here, cached or not."""
         pooling = self.core.pooling_params
         return self.collects_prompt_logprobs or (pooling is not None and not pooling.reads_prefix_cache)
 
     @property
     def collects_prompt_logprobs(self) -> bool:
-        """Whether computing the prompt gives log-probabilities: the client asks, and no other worker computes the prompt."""
+        """True if computing the prompt gives log-probabilities: the client asks, and no other worker computes the prompt."""
         if self.sampling_params.prompt_logprobs is None or self.core.remote_prefill or self.core.output_token_ids:
             return False
         return not self.num_output_tokens
@@ -197,7 +197,7 @@ class Request:
 
     @property
     def is_unwanted_source(self) -> bool:
-        """Whether it is a transfer source without `Want`: it runs ahead, and is the first victim."""
+        """True if it is a transfer source without `Want`: it runs ahead, and is the first victim."""
         return self.core.transfer_source and self.wanted_from is None
 
     @property

@@ -46,7 +46,7 @@ class BlockToRead:
     """One block of a transfer to read."""
 
     index: int
-    """Its index in the transfer, in blocks from the start of the prompt."""
+    """Index in the transfer, in blocks from the start of the prompt."""
     digest: int
     """The digest of its bytes, as the source published it."""
     local_block: int

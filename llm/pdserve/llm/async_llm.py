@@ -116,7 +116,7 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes requests: neither shut down nor failed."""
+        """True if it takes requests: neither shut down nor failed."""
         return self._ended_with is None
 
     def shutdown(self) -> None:

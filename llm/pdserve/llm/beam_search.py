@@ -71,7 +71,7 @@ class BeamSearchSequence(msgspec.Struct, kw_only=True):
     score: float
     """The score by which beams are ranked."""
     text: str
-    """Of the output."""
+    """Text of the output."""
     finish_reason: str
     """"stop" or "length"."""
 
@@ -155,7 +155,7 @@ class BeamSearch:
         self.done = not self.live or (len(self.finished) == params.beam_width and not self._may_improve(length))
 
     def _may_improve(self, length: int) -> bool:
-        """Whether a live beam could still take the place of a finished one."""
+        """True if a live beam could still take the place of a finished one."""
         params = self._params
         if params.early_stopping is True:
             return False

@@ -19,12 +19,12 @@ class BatchItem(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more is wanted; true at the latest with the engine's last output."""
+        """True if nothing more is wanted; true at the latest with the engine's last output."""
 
     def process(self, output: EngineCoreOutput) -> object: ...
 
     def ended_here(self, output: EngineCoreOutput) -> bool:
-        """Whether a stop string has ended the output's sequence, which the engine does not know."""
+        """True if a stop string has ended the output's sequence, which the engine does not know."""
 
 
 R = TypeVar("R", bound=BatchItem)

@@ -37,14 +37,14 @@ class PromptWithSalt(NamedTuple):
 
 
 def is_one_prompt(prompts: object) -> bool:
-    """Whether this is a single prompt and not a sequence of them; a list of numbers is one list of token ids."""
+    """True if this is a single prompt and not a sequence of them; a list of numbers is one list of token ids."""
     if isinstance(prompts, str | Mapping):
         return True
     return isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(part, int) for part in prompts)
 
 
 def is_one_conversation(messages: object) -> bool:
-    """Whether this is a list of messages and not a list of such lists; any other value counts as one conversation."""
+    """True if this is a list of messages and not a list of such lists; any other value counts as one conversation."""
     return not isinstance(messages, Sequence) or not messages or not isinstance(messages[0], list | tuple)
 
 

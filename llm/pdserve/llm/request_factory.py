@@ -79,17 +79,17 @@ class LocalRequest:
         return new
 
     def ended_here(self, output: EngineCoreOutput) -> bool:
-        """Whether a stop string has ended the output's sequence, which the engine does not know."""
+        """True if a stop string has ended the output's sequence, which the engine does not know."""
         return output.finish_reason is None and self.processor.states[output.index].finished
 
     @property
     def is_open(self) -> bool:
-        """Whether it is not known yet which of its sequences the caller gets."""
+        """True if it is not known yet which of its sequences the caller gets."""
         return self.is_best_of and not self.processor.finished
 
     @property
     def is_best_of(self) -> bool:
-        """Whether more sequences are made than the caller gets."""
+        """True if more sequences are made than the caller gets."""
         return self.params.num_sequences > self.params.n
 
     @property
@@ -240,7 +240,7 @@ class RequestFactory:
         return LocalEmbedding(name, request.encoded.text, core)
 
     def make_beam_step(self, request: ValidRequest, output_token_ids: Sequence[int]) -> BeamStep:
-        """What follows these output tokens?"""
+        """The request for the candidates that follow these output tokens."""
         _, stem = self._named(None)
         root = self._hasher.root(self._model_fingerprint, request.cache_salt)
         token_ids = [*request.encoded.token_ids, *output_token_ids]

@@ -83,7 +83,7 @@ class ByteDetokenizer(IncrementalDetokenizer):
         self._decoder = _Utf8Decoder("replace" if rules.byte_level else "pdserve.replace_each_byte")
         self._strip_left = rules.strip_count
         self._started = not (rules.strip_count or rules.first_token_drops)
-        """Whether the text's beginning, where leading spaces fall off, is behind us."""
+        """True if the text's beginning, where leading spaces fall off, is behind us."""
         self._read_prompt(prompt_token_ids)
 
     def add(self, token_ids: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 _NONCE_DIGITS = 30
-"""So many that no client guesses them. Digits pass through filters for JSON, case and white space."""
+"""Enough digits that no client guesses them. Digits pass through filters for JSON, case and white space."""
 _PLACE_DIGITS = 6
 
 

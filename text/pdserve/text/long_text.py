@@ -130,7 +130,7 @@ class LongText:
         return 0, 0
 
     def _matches(self, text: str) -> bool:
-        """Whether parts give what the whole gives, each of few characters: most begin in the middle of something."""
+        """True if parts of few characters give the tokens of the whole: most parts begin within a word."""
         whole = self._part(text)[0]
         text = self._normalized(text)
         least = self._margin_bytes
@@ -141,7 +141,7 @@ class LongText:
 
 
 def _splits_ahead(pre_tokenizer: Any) -> bool:
-    """Whether words begin where a search of a regular expression would begin, and no byte is lost."""
+    """True if words begin where a search of a regular expression would begin, and no byte is lost."""
     if not isinstance(pre_tokenizer, dict):
         return False
     steps = pre_tokenizer.get("pretokenizers", []) if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]

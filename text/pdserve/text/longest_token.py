@@ -31,7 +31,7 @@ def longest_token_bytes(backend: Backend, pre_tokenizer: Any) -> int | None:
 
 
 def _is_byte_level(pre_tokenizer: Any) -> bool:
-    """Whether it spells every byte, and drops none on the way."""
+    """True if it spells every byte, and drops none on the way."""
     if not isinstance(pre_tokenizer, dict):
         return False
     steps = pre_tokenizer.get("pretokenizers", []) if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]

@@ -311,7 +311,7 @@ class OutputProcessor:
 
     @property
     def finished(self) -> bool:
-        """Whether every sequence has ended, so that the caller may cancel both calls."""
+        """True if every sequence has ended, so that the caller may cancel both calls."""
         return all(state.finished for state in self._states)
 
     @property

@@ -78,7 +78,7 @@ class DecoderRules:
             try:
                 return bytes([_BYTE_OF_CHAR[char] for char in token])
             except KeyError:
-                # An added token is plain text; the library tells it from a spelled one in this same way.
+                # an added token is plain text; the library distinguishes it from a spelled one in the same way
                 return token.encode()
         for pattern, content in self.replacements:
             token = token.replace(pattern, content)

@@ -182,7 +182,7 @@ class _CallScanner:
         self.complete = False
         self._expect = _Expect.OBJECT
         self._may_end = False
-        """Whether `}` may follow instead of a key: in an empty object."""
+        """True if `}` may follow instead of a key: in an empty object."""
         self._key = ""
         self._value: list[str] = []
         """Characters of the key or string that is being read; of any other value, the first. Strings would be copied with
@@ -196,7 +196,7 @@ class _CallScanner:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its name is known, and its arguments have begun or it has none."""
+        """True if its name is known, and its arguments have begun or it has none."""
         return self.name is not None and (self._arguments is not None)
 
     def take_arguments(self) -> str:

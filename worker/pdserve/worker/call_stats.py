@@ -71,7 +71,7 @@ class CallStats:
         self.request = request
         self.trace_headers = trace_headers
         self.transfer: ReceiverTransfer | None = None
-        """Whether it is a decode call whose KV comes from another worker."""
+        """True if it is a decode call whose KV comes from another worker."""
         self.moments: dict[str, float] = {"queued": request.arrival_time}
         self.prefill_chunks: list[tuple[float, int]] = []
         self.num_output_tokens = 0
@@ -126,7 +126,7 @@ class CallStats:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether the router may have ended it for a reason of success: it has stop strings to find in the text."""
+        """True if the router may have ended it successfully: the request has stop strings, which the router finds."""
         return (
             isinstance(self.cause, Cancelled)
             and bool(self.request.sampling_params.stop)

@@ -151,7 +151,7 @@ class KvTransferManager:
 
     @property
     def is_quarantine_full(self) -> bool:
-        """Whether more than `QUARANTINE_MAX_SHARE` of the pool has waited for `QUARANTINE_FULL_AFTER_S` for abandoned reads
+        """True if more than `QUARANTINE_MAX_SHARE` of the pool has waited for `QUARANTINE_FULL_AFTER_S` for abandoned reads
         that may still write to it."""
         stats = self.engine.stats
         if stats.num_blocks_quarantined <= QUARANTINE_MAX_SHARE * stats.num_blocks_total:

@@ -92,7 +92,7 @@ class RedisPublisher:
         self._comparable = False
         """False until everything has been written, and after a batch whose arrival is unknown."""
         self._superseded = False
-        """Whether a later epoch has the record of this worker's id."""
+        """True if a later epoch has the record of this worker's id."""
         self._clean_up = False
         """Something under our keys is not what we put there."""
         self._next_beat = 0.0

@@ -241,7 +241,7 @@ class Worker:
         )  # fmt: skip
 
     def health(self) -> Health:
-        """Whether the engine makes progress and work is taken."""
+        """True if the engine makes progress and work is taken."""
         engine, age_s = self.engine, self.engine.tick_age_s
         status = "ok"
         if engine.died.is_set():

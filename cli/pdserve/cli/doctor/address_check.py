@@ -144,7 +144,7 @@ def _same(host: str, addresses: list[str]) -> bool:
 
 
 def _is_ours(address: str) -> bool:
-    """Whether an interface of this machine has it."""
+    """True if an interface of this machine has the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -34,5 +34,5 @@ def descriptor_limit() -> int:
 
 
 def default_max_connections(num_servers: int) -> int:
-    """Connections that each of so many public servers of this process may have at a time."""
+    """Connections that each of `num_servers` public servers of this process may have at a time."""
     return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, (descriptor_limit() - KEPT_BACK) // num_servers))

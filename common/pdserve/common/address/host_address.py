@@ -10,12 +10,12 @@ WILDCARDS = ("0.0.0.0", "::", "")
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether listening on `host` means every address of this machine."""
+    """True if listening on `host` means every address of this machine."""
     return host in WILDCARDS
 
 
 def overlap(host: str, other: str) -> bool:
-    """Whether listening on one host takes a port from the other: they share an address, or one is a wildcard."""
+    """True if listening on one host takes a port from the other: they share an address, or one is a wildcard."""
     if host == other or is_wildcard(host) or is_wildcard(other):
         return True
     return not _addresses(host).isdisjoint(_addresses(other))

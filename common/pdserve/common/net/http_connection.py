@@ -97,7 +97,7 @@ class GuardedConnection(H11Protocol):
             self._since, self._received_then = now, self._num_received
 
     def _is_stuck(self, now: float) -> bool:
-        """Whether none of the waiting output has been sent for too long."""
+        """True if none of the waiting output has been sent for too long."""
         unsent = self.transport.get_write_buffer_size()
         if not unsent or unsent < self._unsent:
             self._unsent_since = now

@@ -32,7 +32,7 @@ RETRY_AFTER_KEY = "pdserve-retry-after-s"
 _TOO_LARGE = "message larger than max"
 """Stands in the status with which gRPC itself refuses a message."""
 _MAX_DETAILS_BYTES = 2000
-"""Of an error's message: peers may refuse more than 8 KiB of trailing metadata, and gRPC writes a byte as up to three."""
+"""Characters of a message: peers may refuse more than 8 KiB of trailing metadata, and gRPC writes a byte as up to three."""
 
 PING_EVERY_MS = 1000
 PING_TIMEOUT_MS = 3500
@@ -176,7 +176,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
 
 
 def failed_to_shake_hands(message: str) -> bool:
-    """Whether a call that never reached its server failed at TLS, judged by gRPC's text, since no status shows it.
+    """True if a call that never reached its server failed at TLS, judged by gRPC's text, since no status shows it.
 
     A server that rejects a client's certificate, or gets no TLS, closes the connection without a message.
     """

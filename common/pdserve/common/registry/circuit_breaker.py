@@ -48,7 +48,7 @@ class CircuitBreaker:
 
     @property
     def allows(self) -> bool:
-        """Whether to try now; in an outage this is the probe, and its outcome must be reported."""
+        """True if to try now; in an outage this is the probe, and its outcome must be reported."""
         if self.state is BreakerState.OPEN and self._clock() >= self._probe_at:
             self._move(BreakerState.HALF_OPEN)
         return self.state is not BreakerState.OPEN

@@ -80,7 +80,7 @@ def error_kind(error: BaseException) -> str:
 
 
 def concerns_keys(kind: str) -> bool:
-    """Whether a failure of this kind is caused by the content of our keys, rather than by Redis itself."""
+    """True if a failure of this kind is caused by the content of our keys, rather than by Redis itself."""
     return kind == "wrong_type"
 
 

@@ -52,12 +52,12 @@ _SHOWN = 40
 
 
 def is_namespace(text: str) -> bool:
-    """Whether this may be a namespace: 1 to 64 of letters, digits, `_`, `.` and `-`."""
+    """True if this may be a namespace: 1 to 64 of letters, digits, `_`, `.` and `-`."""
     return _NAMESPACE.fullmatch(text) is not None
 
 
 def is_worker_id(text: str) -> bool:
-    """Whether this may be a worker id: 1 to 128 of letters, digits, `_`, `.` and `-`."""
+    """True if this may be a worker id: 1 to 128 of letters, digits, `_`, `.` and `-`."""
     return WORKER_ID.fullmatch(text) is not None
 
 

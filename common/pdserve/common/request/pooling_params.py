@@ -18,13 +18,13 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     pooling_type: PoolingType = "last"
     """`last` takes the last token's hidden state, `mean` the mean over all tokens."""
     normalize: bool = True
-    """Whether the vector is scaled to length 1."""
+    """True if the vector is scaled to length 1."""
     dimensions: int | None = None
     """Keep only this number of leading values, for models trained for that; None is all."""
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether a cached prefix helps: a mean needs the hidden state of every token, and a cache has none."""
+        """True if a cached prefix helps: a mean needs the hidden state of every token, and a cache has none."""
         return self.pooling_type != "mean"
 
     def verify(self, hidden_size: int | None = None) -> None:

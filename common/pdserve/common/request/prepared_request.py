@@ -84,7 +84,7 @@ class PreparedRequest(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     pooling_params: PoolingParams | None = None
     """For an embedding; `sampling_params` mean nothing then."""
     tenant: bytes = b""
-    """Whose request it is, as an opaque digest of at most `MAX_TENANT_BYTES`; b"" where there is one tenant."""
+    """The tenant, as an opaque digest of at most `MAX_TENANT_BYTES`; b"" where there is one tenant."""
     resume: ResumeState | None = None
     """Index of the one sequence that is resumed; None for all sequences of a new request."""
 

@@ -99,13 +99,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    """Whether a tokenizer that sets spaces between tokens does so between special ones too."""
+    """True if a tokenizer that inserts spaces between tokens does so between special ones, too."""
     logprobs: int | None = None
     """Per token: its log-probability and those of this number of most likely ones; at most 20, None for none."""
     prompt_logprobs: int | None = None
     """The same for every prompt token but the first; the whole prompt is then computed, cached or not."""
     detokenize: bool = True
-    """Whether tokens are made text; without it there are token ids alone, and no stop strings."""
+    """False: the output has only token ids, and stop strings are refused."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """The content of each item of a stream; no effect in an engine."""
     logits_processors: tuple[NamedLogitsProcessor, ...] = ()

@@ -73,7 +73,7 @@ def _verified(key: str, name: str) -> DeploymentKey:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, or the host of `host:port` or `[v6]:port`, never leaves this machine."""
+    """True if `host`, or the host of `host:port` or `[v6]:port`, never leaves this machine."""
     name = host_of(host)
     if name == "localhost":
         return True

@@ -15,7 +15,7 @@ from pdserve.common.errors import InvalidRequest, PeerError
 from pdserve.common.security.wire_size import verify_num_fields
 
 MAX_FIELDS = 8192
-"""Of one message and of the messages in it. A request has about 2,000 at most: biases, bad words, stop strings."""
+"""Fields of one message and of the messages in it. A request has about 2,000 at most: biases, bad words, stop strings."""
 _LEAST_BYTES_OF_A_FIELD = 2
 _BASE_BYTES = 1 << 20
 """Every field of a request but token ids at its limit takes less than half of this."""

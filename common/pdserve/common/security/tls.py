@@ -69,7 +69,7 @@ class ServerTls:
 
     def __post_init__(self) -> None:
         # Each handshake takes certificate, key and CAs from the context of the generation that is current then. A context
-        # cannot be emptied of CAs, and whoever listens holds one for good.
+        # cannot be emptied of CAs, and a listener keeps one for good.
         def show_current(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
             if (current := self.current.context) is not context:
                 connection.context = current
@@ -233,9 +233,9 @@ def _trust(context: ssl.SSLContext, ca: TlsFile) -> None:
 def _prove(
     server: ssl.SSLContext, client: ssl.SSLContext, name: str | None, certificate: TlsFile, ca: TlsFile | None
 ) -> _Shown:
-    """What the certificate says.
+    """The fields of a certificate.
 
-    Raises: ConfigError when `client` would not take `server` for `name` (None: any name), or the other way round.
+    Raises: ConfigError when `client` would not accept `server` for `name` (None: any name), or the other way round.
     """
     client.check_hostname = name is not None
     try:

@@ -66,7 +66,7 @@ class KeyEntry(KeyLimits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sha256: str
     """SHA-256 of the key, 64 hexadecimal digits."""
     tenant: str = ""
-    """Whose key this is; default: `name`. Keys of one tenant share its limits and its prefix cache."""
+    """The tenant that owns the key; default: `name`. Keys of one tenant share its limits and its prefix cache."""
     role: Role = "user"
     """`operator` may see all tenants' requests in `/debug/routing`, and all keys' counters in `/metrics`."""
     expires: datetime.datetime | None = None
@@ -89,7 +89,7 @@ def key_hash(key: str) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether a key or a tenant may have this name."""
+    """True if a key or a tenant may have this name."""
     return _NAME.fullmatch(text) is not None
 
 

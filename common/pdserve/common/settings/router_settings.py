@@ -35,7 +35,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     model_name: str | None = None
     """The model's name for clients; default: the folder's name."""
     local_prefill: Literal["never", "auto", "always"] = "auto"
-    """Whether decode may prefill; `auto`: when it is faster, without a prefill worker, or after a failed transfer."""
+    """When decode may prefill; `auto`: when it is faster, without a prefill worker, or after a failed transfer."""
     policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"
     """The rule that chooses among the workers that can serve a request."""
     on_kv_failure: Literal["local", "remote", "fail"] = "local"
@@ -64,7 +64,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     max_answer_bytes: int = 32 << 20
     """Bytes of a response that is not streamed: 256 per log-probability and 4 per token beside its text."""
     trust_client_trace_headers: bool | None = None
-    """Whether a client's `traceparent` is taken over, with its sampling, or only linked; default: of clients that show an
+    """Adopt clients' `traceparent`, with its sampling, or only link to it; default: adopt that of clients that show an
     API key or a certificate, and of all where neither is asked for on loopback."""
     max_unread_bytes: int = 1 << 20
     """Text that a client has not read, at most, before its request is cancelled."""
@@ -93,7 +93,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether clients need an API key."""
+        """True if clients need an API key."""
         return self.api_keys is not None or self.api_keys_file is not None
 
     def cache_groups(self) -> dict[str, str]:
@@ -121,7 +121,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         return None
 
     def trusts_trace_headers(self) -> bool | None:
-        """Whether every client's trace context is trusted; None: that of clients with an API key."""
+        """True if every client's trace context is trusted; None: that of clients with an API key."""
         if self.trust_client_trace_headers is not None:
             return self.trust_client_trace_headers
         if self.front_tls_client_ca_file is not None:

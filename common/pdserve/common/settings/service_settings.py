@@ -47,7 +47,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tls_ca_file: str | None = None
     """PEM certificates of the CA that signed those of all services, this one's too; clients need another CA."""
     tls_roles: Literal["required", "ignore"] = "required"
-    """Whether a service's certificate says what it may do; `ignore`: whoever has one may do all that a router or a worker
+    """`required`: certificates name the role of a service; `ignore`: any certificate allows all that a router or a worker
     may."""
     tls_server_name: str | None = None
     """The name that workers' certificates are made out to, where that is not the host that peers connect to."""

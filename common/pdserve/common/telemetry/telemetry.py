@@ -85,9 +85,9 @@ def make_telemetry(settings: ServiceSettings, service: str, instance: str) -> Te
 
 
 def parse_endpoint(url: str, protocol: str | None) -> OtlpEndpoint:
-    """What `otlp` names; see the table above.
+    """The endpoint in `otlp`; see the table above.
 
-    Raises: ConfigError. It repeats no part of the URL: any may be a piece of a password that was not escaped.
+    Raises: ConfigError. The message repeats no part of the URL, which may contain an unescaped password.
     """
     try:
         parts = urlsplit(url)

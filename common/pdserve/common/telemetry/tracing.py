@@ -63,7 +63,7 @@ class OpenSpan:
 
     @property
     def sampled(self) -> bool:
-        """Whether anything below it will be exported."""
+        """True if anything below it will be exported."""
         return self._span.get_span_context().trace_flags.sampled
 
     @property

@@ -30,7 +30,7 @@ MASS_OF_HIGHEST = 2.0**34
 _NO_MASS = np.float32(-25)
 """Scaled logit y below which a token has no mass."""
 LOWEST = np.finfo(np.float32).min
-"""Of the finite numbers."""
+"""The lowest finite float32."""
 FEW = 32
 """If at most one token in FEW is in question, a list of them costs less than the whole vocabulary."""
 _BUCKETS = 2048
@@ -195,7 +195,7 @@ class _Listed:
         return _Listed(self.vocab_size, self.places[chosen], self.logits[chosen], self.scaled[chosen], counts)
 
     def border(self, weights: NDArray[np.float64], wanted: NDArray[np.float64], otherwise: Border) -> Border:
-        """Of each row's shortest beginning whose weights reach `wanted`.
+        """The border of each row's shortest beginning whose weights reach `wanted`.
 
         weights: whole numbers `[K]`; wanted `[R]`, above 0; otherwise: for rows whose tokens do not reach it together.
         """

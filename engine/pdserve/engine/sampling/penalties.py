@@ -33,7 +33,7 @@ class Penalties:
     frequency: NDArray[np.float32] | None = None
     """`[E]`, one for each entry of `in_output`."""
     presence: NDArray[np.float32] | None = None
-    """Likewise."""
+    """`[E]`, as `frequency`."""
 
     def apply(self, logits: Tensor) -> None:
         """logits `[N, V]`; changed in place: repetition, then frequency, then presence."""

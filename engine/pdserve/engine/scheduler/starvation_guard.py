@@ -44,7 +44,7 @@ class StarvationGuard:
         self.overdue.remove(request)
 
     def must_wait(self, request: Request) -> bool:
-        """Whether this new work must wait for another sequence although it would fit."""
+        """True if this new work must wait for another sequence although it would fit."""
         return any(
             first is not None and first is not request and first.priority <= request.priority
             for first in (self.preempted.peek(), self.overdue.peek())

@@ -170,7 +170,7 @@ class WaitingQueues:
         return any(cap is not None and uncached > cap for cap in caps)
 
     def prefers_local(self, request: Request) -> bool:
-        """Whether a request that waits for remote KV is cheaper to prefill here.
+        """True if a request that waits for remote KV is cheaper to prefill here.
 
         True when the cache has a part of its prompt and no more is uncached than `local_prefill_tokens`.
         """

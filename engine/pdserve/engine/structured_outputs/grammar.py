@@ -15,7 +15,7 @@ class Grammar(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing can follow. Without EOS tokens this may become true a step after the last token."""
+        """True if nothing can follow. Without EOS tokens this may become true a step after the last token."""
 
     @property
     def failure(self) -> PdServeError | None:
@@ -23,7 +23,7 @@ class Grammar(Protocol):
 
     @property
     def is_prompt(self) -> bool:
-        """Whether the next mask is there, or the last one was so fast that a step may wait for it."""
+        """True if the next mask is there, or the last one was so fast that a step may wait for it."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token. False, with nothing changed, when the token is not allowed here."""

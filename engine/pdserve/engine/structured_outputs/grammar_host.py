@@ -24,7 +24,7 @@ from pdserve.engine.structured_outputs.grammar_messages import (
 )
 
 PROMPT_US = 5_000
-"""A sequence whose last token took its process at most so many seconds is scheduled before its next mask has arrived."""
+"""Longest time for a sequence's last token, seconds, with which it is scheduled before its next mask has arrived."""
 NUM_PATIENT = 32
 """Tokens for which a sequence whose mask was late is scheduled only when its mask has arrived."""
 _OUTCOMES = frozenset(map(int, Outcome))
@@ -156,7 +156,7 @@ class GrammarHost:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a record is awaited."""
+        """True if a record is awaited."""
         return bool(self._awaited) and not self.is_lost
 
     def new_slot(self) -> int:
@@ -185,7 +185,7 @@ class GrammarHost:
             self._steps.close()
 
     def awaits(self, slot: int) -> bool:
-        """Whether the record of this slot is awaited."""
+        """True if the record of this slot is awaited."""
         return slot in self._awaited and not self.is_lost
 
     def ask(self, operation: Operation, slot: int, value: int) -> None:

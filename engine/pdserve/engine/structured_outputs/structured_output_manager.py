@@ -73,7 +73,7 @@ class StructuredOutputManager:
 
     @property
     def is_possible(self) -> bool:
-        """Whether grammars can be compiled here at all."""
+        """True if grammars can be compiled here at all."""
         return self._compiler is not None
 
     def start(self, request: Request) -> None:
@@ -152,7 +152,7 @@ class StructuredOutputManager:
         return overdue
 
     def _stop_waiting(self, request: Request) -> bool:
-        """Whether it waited."""
+        """True if it waited."""
         waiting = self._waiting.pop(request, None)
         return (self._compiling.pop(request, None) or waiting) is not None
 

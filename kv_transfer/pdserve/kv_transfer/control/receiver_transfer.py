@@ -108,12 +108,12 @@ class ReceiverTransfer:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the control stream is not needed any more; reads may still be draining."""
+        """True if the control stream is not needed any more; reads may still be draining."""
         return self._ends_as is not None or self.has_ended
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether it ended, or is ending, before everything had landed."""
+        """True if it ended, or is ending, before everything had landed."""
         return self._ends_as is not None
 
     @property
@@ -122,7 +122,7 @@ class ReceiverTransfer:
 
     @property
     def wants_attach(self) -> bool:
-        """Whether it waits for a new stream, over another connector: every read over the old one has ended."""
+        """True if it waits for a new stream, over another connector: every read over the old one has ended."""
         return self._falls_back and not self._reads and not self.is_ending
 
     @property

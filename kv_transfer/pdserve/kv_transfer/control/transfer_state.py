@@ -69,5 +69,5 @@ def move(moves: Mapping[State, frozenset[State]], current: State, to: State) -> 
 
 
 def has_ended(moves: Mapping[State, frozenset[State]], state: State) -> bool:
-    """Whether nothing can follow."""
+    """True if nothing can follow."""
     return not moves[state]

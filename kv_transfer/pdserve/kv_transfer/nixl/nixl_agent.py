@@ -191,7 +191,7 @@ class UcxAgent:
 
 
 class _UcxRead:
-    """Holds no reference to the bindings' agent, so that destroying it waits for nobody."""
+    """Holds no reference to the bindings' agent, so that destroying it waits for no other reference."""
 
     def __init__(self, owner: UcxAgent, handle: int) -> None:
         self._owner = owner

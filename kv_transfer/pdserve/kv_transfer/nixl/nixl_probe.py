@@ -42,11 +42,11 @@ class NixlView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tls: str = ""
     """`UCX_TLS` as a worker has it."""
     tls_is_given: bool = False
-    """Whether the environment says so; else it is our default."""
+    """True if the environment says so; else it is our default."""
     found: list[UcxTransport] = []
     """Everything that UCX finds here."""
     used: list[UcxTransport] = []
-    """Of this what `tls` lets it use."""
+    """The transports that `tls` allows."""
 
 
 class ReadView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ def nixl_view() -> NixlView:
     view = NixlView(why_not=reason, nixl=version, tls=os.environ.get("UCX_TLS", ""), tls_is_given=tls_is_given)
     if reason is not None:
         return view
-    # what UCX tells of itself is told to people only: a library that tells it otherwise costs us the list, not NIXL
+    # UCX's own report is only for people: a library with another format costs us the list, not NIXL
     with contextlib.suppress(OSError, AttributeError):
         ucx = Ucx()
         view = msgspec.structs.replace(

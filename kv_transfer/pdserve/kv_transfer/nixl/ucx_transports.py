@@ -60,7 +60,7 @@ class Ucx:
         return major.value, minor.value, patch.value
 
     def transports(self, tls: str | None = None) -> list[UcxTransport]:
-        """What UCX would use. tls: instead of `UCX_TLS`; `all` leaves nothing out. Raises: OSError when it uses nothing."""
+        """Transports that UCX would use. tls: instead of `UCX_TLS`; `all` excludes none. Raises: OSError without any."""
         config, context = ctypes.c_void_p(), ctypes.c_void_p()
         self._done(self._ucp.ucp_config_read(None, None, ctypes.byref(config)))
         try:

@@ -19,7 +19,7 @@ def block_digests(
 
 
 def matching(pool: PoolMemory, blocks: Sequence[BlockToRead], digest: BlockDigest = XXH3) -> list[bool]:
-    """Whether the bytes in each `local_block`, a number within the pool, are those that were published."""
+    """True if the bytes in each `local_block`, a number within the pool, are those that were published."""
     view, size = pool.view, pool.block_bytes
     return [
         digest.of(view[block.local_block * size : (block.local_block + 1) * size], block.index) == block.digest

@@ -106,7 +106,7 @@ class PeerConnections:
         self.readers: set[_ReaderThread] = set()
         """Readers that take windows. One that is ending is no longer here, but in `_threads` until its thread ends."""
         self.is_retired = False
-        """Whether readers end as soon as they have no work; reset by the next read."""
+        """True if readers end as soon as they have no work; reset by the next read."""
         self.used_at = time.monotonic()
         """`time.monotonic()` of the last call of `read`."""
         self._threads: set[threading.Thread] = set()
@@ -115,13 +115,13 @@ class PeerConnections:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no thread runs, and so no read is under way."""
+        """True if no thread runs, and so no read is under way."""
         with self.queue.changed:
             return not self._threads
 
     @property
     def is_resting(self) -> bool:
-        """Whether a connection is kept although no read needs it."""
+        """True if a connection is kept although no read needs it."""
         with self.queue.changed:
             return bool(self.readers) and not self.queue.num_reads
 
@@ -194,7 +194,7 @@ class _ReaderThread:
 
     @property
     def is_free(self) -> bool:
-        """Whether it has no window and will take one soon. Called under the queue's lock."""
+        """True if it has no window and will take one soon. Called under the queue's lock."""
         return self._window is None and not self._closes_connection
 
     def interrupt(self, read: QueuedRead) -> None:

@@ -29,7 +29,7 @@ _V6_PREFIX_BITS = 64
 class _Connection:
     thread: threading.Thread
     network: str
-    """Whose share of the places it takes, see `network_of`."""
+    """The network to whose share of the places it counts, see `network_of`."""
     due: float
     """When a newcomer is cut off, by the monotonic clock."""
 

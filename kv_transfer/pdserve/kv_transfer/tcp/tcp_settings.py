@@ -52,11 +52,11 @@ class TcpSettings:
     max_connections: int = 512
     """Connections of peers that read; one beyond is closed at its first read."""
     max_connections_per_host: int = 128
-    """Of these, from one address, or one IPv6 network of 64 bits."""
+    """Part of these for one address, or one IPv6 network of 64 bits."""
     max_newcomers: int = 128
     """Connections that have not shown a token yet; one more replaces the oldest."""
     max_newcomers_per_host: int = 64
-    """Of these, from one address, or one IPv6 network of 64 bits."""
+    """Part of these for one address, or one IPv6 network of 64 bits."""
     tls: TlsIdentity | None = None
     """This process's identity to its peers, which must show certificates, too; None: no encryption."""
 

@@ -55,7 +55,7 @@ class Stream(Protocol):
 class TcpStream:
     """One thread sends and receives; any thread may `shutdown`.
 
-    stall_s: without a byte received for so long, `receive` raises. send_stall_s: the same for `send`.
+    stall_s: seconds without a received byte after which `receive` raises. send_stall_s: the same for `send`.
     """
 
     def __init__(self, sock: socket.socket, stall_s: float, send_stall_s: float) -> None:

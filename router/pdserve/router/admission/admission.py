@@ -63,7 +63,7 @@ class Admission:
         self.num_requests = 0
         """Prompts that entered and have not left."""
         self._num_sequences = 0
-        """Their sequences."""
+        """Sequences of these prompts."""
         self.num_running = 0
         """Places that are held."""
         self.num_sessions = 0
@@ -81,12 +81,12 @@ class Admission:
 
     @property
     def closed(self) -> bool:
-        """Whether no request may enter any more."""
+        """True if no request may enter any more."""
         return self._closing.is_set()
 
     @property
     def capacity(self) -> Capacity:
-        """What the workers can serve at the same time, now."""
+        """Capacity of the workers now."""
         return self._capacity()
 
     @property
@@ -261,7 +261,7 @@ class Admission:
         return None
 
     def _is_behind_with_prefill(self, capacity: Capacity) -> bool:
-        """Whether the workers have enough waiting prompts for now."""
+        """True if the workers have enough waiting prompts for now."""
         if not self.num_running or self._num_tenants() <= 1 or capacity.prefill_tokens_per_s <= 0:
             return False
         ahead = capacity.waiting_tokens + self._unplaced_tokens
@@ -278,7 +278,7 @@ class Admission:
         return capacity.num_blocks is None or self._running_blocks + waiter.cost.num_blocks <= capacity.num_blocks
 
     def _is_within_share(self, tenant: str, num_places: int, capacity: Capacity) -> bool:
-        """Whether the tenant, with so many more places, leaves enough free for other tenants."""
+        """True if the tenant, with so many more places, leaves enough free for other tenants."""
         held = self.tenants[tenant].num_running
         if not held or self._num_tenants() <= 1:
             return True

@@ -1,4 +1,4 @@
-"""What the fleet can serve at the same time, and the limits of settings on admission."""
+"""Capacity of the fleet, and the limits of settings on admission."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What may run at the same time."""
+    """Numbers that may run at the same time."""
 
     num_requests: int
     """Places: a request takes one per sequence."""

@@ -169,7 +169,7 @@ class Attempt:
 
     @property
     def _decode_finished(self) -> bool:
-        """Whether decode has sent its last outputs before the first token is known."""
+        """True if decode has sent its last outputs before the first token is known."""
         num_finished = sum(outputs.finish_reason is not None for outputs in self._early)
         return num_finished == self.request.num_sequences
 

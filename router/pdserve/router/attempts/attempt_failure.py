@@ -34,11 +34,11 @@ class AttemptFailed(Exception):
         self.error = error
         self.blamed = blamed
         self.died = died
-        """Whether the blamed worker, or its connection, is lost."""
+        """True if the blamed worker, or its connection, is lost."""
         self.never_admitted = never_admitted
-        """Whether that worker had not admitted the request: most likely it was lost before, for another reason."""
+        """True if that worker had not admitted the request: most likely it was lost before, for another reason."""
         self.in_transfer = in_transfer
-        """Whether the prompt's KV was not transferred: settings decide what follows."""
+        """True if the prompt's KV was not transferred: settings decide what follows."""
 
     @property
     def refused_by(self) -> Worker | None:

@@ -112,7 +112,7 @@ class CallFailed(Exception):
         super().__init__(error.message)
         self.error = error
         self.died = died
-        """Whether the channel broke without an answer of the worker, or the worker reported that its engine has failed."""
+        """True if the channel broke without an answer of the worker, or the worker reported that its engine has failed."""
 
 
 class _WorkerCall(abc.ABC, Generic[M, E]):
@@ -131,7 +131,7 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
         self._num_sequences = request.num_sequences
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self.has_answered = False
-        """Whether the worker has sent anything: it admits a request before it computes it."""
+        """True if the worker has sent anything: it admits a request before it computes it."""
 
     def cancel(self) -> None:
         """Ends the call at both ends; goes out in this turn of the event loop."""

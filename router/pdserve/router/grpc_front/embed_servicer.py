@@ -27,12 +27,12 @@ from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
 REQUEST_ID_KEY = "x-request-id"
 CALLER: ContextVar[Client] = ContextVar("caller")
-"""Whose key the call of this task has shown."""
+"""The client whose key the call of this task has shown."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def caller() -> Client:
-    """Whose call this task serves; from here on refusals count as theirs."""
+    """The client whose call this task serves; from here on refusals count as theirs."""
     client = CALLER.get()
     ASKING.set(client)
     return client

@@ -274,7 +274,7 @@ def _output_kind(request: inference_pb2.GenerateRequest) -> RequestOutputKind:
 
 
 def _streams(request: inference_pb2.GenerateRequest) -> bool:
-    """Whether the client reads as it goes."""
+    """True if the client reads as it goes."""
     return _output_kind(request) is not RequestOutputKind.FINAL_ONLY
 
 

@@ -136,7 +136,7 @@ class HttpFront:
         )
 
     async def _authenticate(self, request: Request) -> Client:
-        """Whose key the request shows. Raises: Unauthenticated."""
+        """The client whose key the request shows. Raises: Unauthenticated."""
         return await authenticated(self._keys, request)
 
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:

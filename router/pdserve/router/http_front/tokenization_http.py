@@ -100,7 +100,7 @@ B = TypeVar("B", TokenizeBody, DetokenizeBody)
 
 
 async def authenticated(keys: ApiKeys, request: Request) -> Client:
-    """Whose key the request shows. Raises: Unauthenticated."""
+    """The client whose key the request shows. Raises: Unauthenticated."""
     address = request.client.host if request.client is not None else ""
     return await keys.authenticate(request.headers.get("authorization"), address)
 

@@ -58,7 +58,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     worker: str
-    """Its id, or its address if the id is unknown."""
+    """The worker's id, or its address if the id is unknown."""
     why: str
 
 
@@ -68,7 +68,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
     unix_s: float
     request_id: str
     tenant: str = ""
-    """Whose request it is."""
+    """The tenant of the request."""
     attempt: int
     policy: PolicyName
     hint: PlacementHint

@@ -103,7 +103,7 @@ class WorkerSelector:
         return decision
 
     def has_workers(self, *, one_token: bool = False, embeds: bool = False) -> bool:
-        """Whether workers are live whose roles can serve a prompt.
+        """True if workers are live whose roles can serve a prompt.
 
         one_token: only one token is requested. embeds: as in `place`.
         """
@@ -170,5 +170,5 @@ class WorkerSelector:
 
 
 def _is_full(worker: Worker, hint: PlacementHint) -> bool:
-    """Whether the worker would most likely refuse it."""
+    """True if the worker would most likely refuse it."""
     return worker.has_full_queue or (hint is PlacementHint.SESSION and worker.has_all_sessions)

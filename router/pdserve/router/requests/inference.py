@@ -88,7 +88,7 @@ class Inference:
 
     @property
     def healthy(self) -> bool:
-        """Whether some request could be served now."""
+        """True if some request could be served now."""
         return not self.admission.closed and self.selector.has_workers()
 
     def limits(self) -> Limits | None:

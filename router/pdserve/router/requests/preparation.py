@@ -49,7 +49,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     field: str
     """The client's name of the prompt field, for error messages."""
     sampling: SamplingParams
-    """Its `max_tokens` is ignored in favour of the field below."""
+    """`max_tokens` of these is ignored in favour of the field below."""
     max_tokens: int | None = None
     """None: the default of the prompt's kind."""
     max_tokens_field: str = "max_tokens"

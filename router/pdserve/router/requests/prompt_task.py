@@ -83,11 +83,11 @@ class PromptTask:
         self._processor: OutputProcessor | None = None
         self._holds: Place | None = None
         self._prepared: dict[tuple[str, int, int, int], PreparedRequest] = {}
-        """By layout, sequence and how much of it the client has."""
+        """(layout, sequence, length of the client's output) -> prepared request."""
         self._begun: set[int] = set()
-        """Sequences of which the client has something."""
+        """Sequences of which the client has output."""
         self._numbers = itertools.count()
-        """Of attempts."""
+        """Numbers of attempts."""
         self._crash_guard = CrashGuard(
             services.deny_list, services.fleet, services.company, request.client, request.sampling
         )

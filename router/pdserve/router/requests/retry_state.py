@@ -25,5 +25,5 @@ class RetryState(msgspec.Struct, kw_only=True):
 
     @property
     def sampler_versions(self) -> set[int]:
-        """That version as a set; empty without one."""
+        """`sampler_version` as a set; empty without one."""
         return set() if self.sampler_version is None else {self.sampler_version}

@@ -97,7 +97,7 @@ class RouterTelemetry:
         return RequestTrace(self.metrics, started, span, span.headers, on_end)
 
     def _trusts(self, client: Client) -> bool:
-        """Whether a client's trace context is taken over: its trace, and whether that is sampled."""
+        """True if a client's trace context is taken over: its trace, and whether that is sampled."""
         return bool(client.key_name) if self._trusts_strangers is None else self._trusts_strangers
 
     @contextlib.contextmanager

@@ -74,7 +74,7 @@ class ApiKeys:
 
     @property
     def needed(self) -> bool:
-        """Whether a client must show a key."""
+        """True if a client must show a key."""
         return self._keys is not None
 
     @property

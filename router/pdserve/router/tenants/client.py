@@ -17,7 +17,7 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
     key_name: str = ""
     """Name of the API key; "" if none is required."""
     tenant: str = ""
-    """Whose prefix cache, limits and fair share hold; "" where no key is needed: then all clients are one tenant."""
+    """The tenant whose prefix cache, limits and fair share apply; "" where no key is needed: then all clients are one tenant."""
     role: Role = "user"
     limits: KeyLimits = UNLIMITED
     address: str = ""
@@ -25,7 +25,7 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sees_all(self) -> bool:
-        """Whether views over all tenants are open to this client."""
+        """True if views over all tenants are open to this client."""
         return self.role == "operator"
 
     def allowed_priority(self, priority: int) -> int:
@@ -46,7 +46,7 @@ class CacheGroup(msgspec.Struct, frozen=True):
     name: str = ""
     """Part of the root of the block hashes: requests of two groups never share a block."""
     is_shared: bool = False
-    """Whether several tenants are in it: a count of cached tokens would reveal their prompts to each other, so clients get 0."""
+    """True if several tenants are in it: a count of cached tokens would reveal their prompts to each other, so clients get 0."""
 
 
 ANYBODY = Client(role="operator")

@@ -92,7 +92,7 @@ class Fleet:
         return list(reversed(found.values()))
 
     def reconnected(self, lost: Worker) -> bool:
-        """Whether a worker that was lost turns out to live: it is watched again, and its engine has moved since."""
+        """True if a worker that was lost turns out to live: it is watched again, and its engine has moved since."""
         return any(life.key == lost.key and life.joined_at > lost.died_at for life in self.lives())
 
     def register(self, address: str, role: WorkerRole) -> None:

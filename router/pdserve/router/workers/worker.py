@@ -123,7 +123,7 @@ class Worker:
         self.state = WorkerState.DRAINING if self.load.draining else WorkerState.LIVE
         self.cause_of_death = ""
         self.stalled = False
-        """Whether it is DEAD because its engine made no progress, and not because its connection broke."""
+        """True if it is DEAD because its engine made no progress, and not because its connection broke."""
         self.joined_at = time.monotonic()
         self.died_at = math.inf
         self.num_in_flight = 0
@@ -158,13 +158,13 @@ class Worker:
 
     @property
     def has_full_queue(self) -> bool:
-        """Whether it would refuse a request, by its last report."""
+        """True if it would refuse a request, by its last report."""
         load = self.load
         return 0 < load.max_waiting <= load.num_waiting + load.num_remote_kv
 
     @property
     def has_all_sessions(self) -> bool:
-        """Whether it would refuse a session, as its last report shows it."""
+        """True if it would refuse a session, as its last report shows it."""
         return 0 < self.load.max_sessions <= self.load.num_sessions
 
     @property

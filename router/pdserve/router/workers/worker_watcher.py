@@ -130,7 +130,7 @@ class WorkerWatcher:
             self._mark_lost(f"its engine_tick has stood still for {TICK_STILL_S:g} s", stalled=True)
 
     def extend_deadline(self, seconds: float) -> None:
-        """The router itself was suspended for so many seconds: do not count them against the worker."""
+        """Leave out seconds for which the router itself was suspended."""
         self._tick_moved_at += seconds
 
     async def _watch_once(self, channel: grpc.aio.Channel) -> None:

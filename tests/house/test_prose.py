@@ -1,0 +1,49 @@
+"""Docstrings begin with a subject or a verb, not with a fragment that needs the name above it to be understood."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FIRST_WORDS = {"Of", "So", "Who", "Whose", "Whoever", "Where", "Whether", "Likewise", "It", "They", "Their"}
+"""Words that begin no docstring."""
+LATER = {
+    "kernels", "models", "engine/engine_core.py", "engine/runner", "engine/scheduler/scheduler.py",
+}  # fmt: skip
+"""Packages, folders and files that do not follow the rule yet."""
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring, those of fields and constants included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def product_files() -> Iterator[tuple[str, Path]]:
+    """`package/folder/file.py` and its path."""
+    for path in sorted(ROOT.glob("*/pdserve/**/*.py")):
+        if "_pb2" not in path.name:
+            yield "/".join(path.relative_to(ROOT).parts[2:]), path
+
+
+def fragments(path: Path) -> list[str]:
+    return [
+        f"{path.name}:{line}: {text[:60]}"
+        for line, text in docstrings(path)
+        if text.split()[:1] and text.split()[0] in FIRST_WORDS
+    ]
+
+
+def test_no_docstring_begins_with_a_fragment() -> None:
+    followed = (path for name, path in product_files() if not any(name.startswith(part) for part in LATER))
+    found = [fragment for path in followed for fragment in fragments(path)]
+    assert not found
+
+
+def test_a_fragment_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "file.py"
+    path.write_text('"""A module."""\n\nLIMIT = 1\n"""Of these, at most."""\n')
+    assert fragments(path) == ["file.py:4: Of these, at most."]
