@@ -27,7 +27,7 @@ class AttentionPlan(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of all T query tokens; reads pages, writes none.
 
-        q `[T, Hq, D]`, rotated; k and v are what `store` got, and may be used instead of the pages -> `[T, Hq * D]`.
+        q `[T, Hq, D]`, rotated; k and v are the arguments of `store`, and may be used instead of the pages -> `[T, Hq * D]`.
         """
 
 
@@ -37,6 +37,6 @@ class AttentionBackend(Protocol):
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> AttentionPlan:
         """Prepare a step. Called once per step and spec, before the first `store` of the step.
 
-        May overwrite stale bytes behind a sequence's last token, in its last block. Raises: ValueError for a batch that
-        contradicts itself, or a spec that the cache or the back end does not fit.
+        May overwrite stale bytes behind a sequence's last token, in its last block. Raises: ValueError for an inconsistent batch,
+        or a spec that does not fit the cache or the back end.
         """

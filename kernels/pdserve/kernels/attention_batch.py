@@ -37,7 +37,7 @@ class AttentionBatch:
     num_decodes: int
     """Sequences `0..num_decodes - 1` have one query token each."""
     max_query_len: int
-    """Query tokens of the sequence that has most."""
+    """Largest number of query tokens of one sequence."""
     max_seq_len: int
     """Largest of `seq_lens`."""
     query_start_loc_cpu: Tensor
@@ -63,7 +63,7 @@ class AttentionBatch:
         starts = np.zeros(len(query_lens) + 1, np.int64)
         query_lens.cumsum(out=starts[1:])
         query_start_loc_cpu, seq_lens_cpu = torch.from_numpy(starts), torch.from_numpy(seq_lens)
-        # lists: of a few numbers, numpy's reductions take longer than all the rest
+        # lists: numpy's reductions have a fixed cost that exceeds the rest of this function for a few numbers
         counts: list[int] = query_lens.tolist()
         max_query_len = max(counts, default=0)
 
@@ -84,7 +84,7 @@ class AttentionBatch:
         )
 
     def verify(self, block_size: int) -> None:
-        """Refuse what a back end would take for something else: a slice beyond a tensor's end is silently shorter.
+        """Check that the tensors agree; a back end would not notice, since a slice beyond a tensor's end is silently shorter.
 
         block_size: bs. Raises: ValueError naming the field.
         """

@@ -18,11 +18,11 @@ class AttentionSpec:
     scale: float
     """Factor of `q k^T`; `D ** -0.5` in most models."""
     window: int | None = None
-    """A token sees this many tokens, itself included; None: all."""
+    """Number of tokens that a token attends to, itself included; None: all."""
     softcap: float | None = None
-    """Scaled scores become `softcap * tanh(score / softcap)` before the mask; None: they stay."""
+    """Scaled scores become `softcap * tanh(score / softcap)` before the mask; None: no cap."""
     causal: bool = True
-    """False: a token also sees the tokens of its sequence that come after it, up to the sequence's length."""
+    """False: a token also attends to later tokens of its sequence, up to the sequence's length."""
 
     def __post_init__(self) -> None:
         if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:

@@ -1,4 +1,4 @@
-"""Blocks of the paged KV cache copied within it."""
+"""Copies blocks within the paged KV cache."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def copy_blocks(kv_cache: Tensor, copies: Sequence[tuple[int, int]]) -> None:
-    """kv_cache[target] = kv_cache[source] for each (source, target), as if all were read before any is written.
+    """kv_cache[target] = kv_cache[source] for each (source, target); all sources are read before any target is written.
 
-    kv_cache: `[num_blocks, ...]`. No target may stand there twice. Raises: ValueError if one does.
+    kv_cache: `[num_blocks, ...]`. Raises: ValueError for a target that is listed twice.
     """
     sources, targets = zip(*copies, strict=True)
     if len({*targets}) < len(targets):

@@ -14,7 +14,8 @@ from pdserve.kernels.kv_pages import GatheredKeys, KvPages
 
 _GATHER_BYTES = 32 << 20
 _DEVICE_GATHER_BYTES = 1 << 30
-"""Keys and values gathered at once: more would leave the processor's caches and grow the workspace without gain."""
+"""Keys and values that one call gathers at most, in bytes, on a processor and on a device. More would exceed the processor's caches
+and grow the workspace without gain."""
 _PADDING_TOKENS = 1024
 """Padded keys that cost about as much as one more call per layer."""
 _BMM_TOKENS = 2048
@@ -29,16 +30,16 @@ class DecodeGroup:
     stop: int
     source: GatheredKeys
     mask: Tensor | None
-    """Added to the scores: 0 or -inf. `[B * Hkv, 1, S]` with `by_products`, else `[B, 1, 1, S]`. None when each row sees
-    every key."""
+    """Added to the scores: 0 or -inf. `[B * Hkv, 1, S]` with `by_products`, else `[B, 1, 1, S]`. None if each row attends to every
+    key."""
     by_products: bool
     """Computed by two batched products instead of the fused kernel."""
 
 
 def plan_decode(batch: AttentionBatch, lens: list[int], pages: KvPages, spec: AttentionSpec) -> list[DecodeGroup]:
-    """Split the decode rows into groups and prepare what is the same in every layer of this spec.
+    """Split the decode rows into groups and prepare the masks and indices that all layers of this spec share.
 
-    lens: of `batch.seq_lens_cpu`, those of the decode rows.
+    lens: the decode rows of `batch.seq_lens_cpu`.
     """
     if not lens:
         return []
@@ -47,7 +48,7 @@ def plan_decode(batch: AttentionBatch, lens: list[int], pages: KvPages, spec: At
 
 
 def _cut(lens: list[int], pages: KvPages, window: int | None) -> list[tuple[int, int]]:
-    """Ranges of neighbouring rows that waste little on padding and fit the workspace."""
+    """Ranges of neighbouring rows with little padding that fit the workspace."""
     limit_bytes = _GATHER_BYTES if pages.kv_cache.is_cpu else _DEVICE_GATHER_BYTES
     limit = limit_bytes // (2 * pages.num_kv_heads * pages.head_dim * pages.kv_cache.element_size())
     ranges = []
@@ -74,7 +75,7 @@ def _plan_group(
     tables = batch.block_tables[start:stop]
 
     if longest == shortest:
-        # Every row sees the same columns: no key is masked, so nothing stale is ever multiplied.
+        # Every row attends to the same columns: no key is masked, so no stale byte is multiplied.
         first_position = longest - window if window is not None and windowed else 0
         first_block = first_position // block_size
         tables = tables[:, first_block : -(-longest // block_size)]
@@ -93,7 +94,7 @@ def _plan_group(
         span = min(num_blocks, (window - 1) // block_size + 2)
         columns = columns[:span] + first_blocks
         positions = positions[: span * block_size] + first_blocks * block_size
-    # Beyond its end a row reads its own last block again: the padding may name blocks that hold anything.
+    # Beyond its end a row reads its own last block again: blocks in the padding may hold any bytes.
     tables = tables.gather(1, torch.minimum(columns, last_blocks))
     hidden = positions >= seq_lens
     if window is not None and windowed:
@@ -108,7 +109,7 @@ def _plan_group(
 
 
 def clear_decode_tails(batch: AttentionBatch, pages: KvPages) -> None:
-    """Make finite the slots behind the last token of each decode row, in its last block."""
+    """Zero the slots after the last token of each decode row, in its last block."""
     count = batch.num_decodes
     if count == 0:
         return
@@ -120,7 +121,7 @@ def clear_decode_tails(batch: AttentionBatch, pages: KvPages) -> None:
 
 
 def _uses_products(like: Tensor, spec: AttentionSpec, num_keys: int) -> bool:
-    """True where two batched products are faster than the fused kernel, or compute a soft cap, which that does not have."""
+    """True if two batched products are faster than the fused kernel, or if there is a soft cap, which the fused kernel lacks."""
     return spec.softcap is not None or (like.is_cpu and like.dtype is torch.bfloat16 and num_keys >= _BMM_TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts: each token is computed by the few experts that its router chooses."""
+"""Mixture of experts: the router chooses `k` experts per token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from pdserve.kernels.linear import make_linear, swiglu
 
 ExpertWeights = tuple[Tensor, Tensor]
-"""Of one expert: gate and up side by side `[2 * I, H]`, and down `[H, I]`."""
+"""Weights of one expert: gate and up side by side `[2 * I, H]`, and down `[H, I]`."""
 
 
 def route_top_k(router_logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -34,14 +34,14 @@ class Experts(Protocol):
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Sum over a token's k experts of weight times the expert's output.
 
-        x `[T, H]`, weights and experts `[T, k]` -> `[T, H]`. Added up in the order of a token's own experts, whatever its
-        neighbours are.
+        x `[T, H]`, weights and experts `[T, k]` -> `[T, H]`. Each token's terms are added in the order of its `experts` row, so the
+        sum does not depend on other tokens.
         """
         ...
 
 
 class LoopedExperts:
-    """Two products per expert that has a token; the others cost nothing. Reads the number of tokens per expert."""
+    """Two products per expert that has a token; other experts cost nothing. Reads the number of tokens per expert on the host."""
 
     def __init__(self, experts: Iterable[ExpertWeights]) -> None:
         self._experts = [(make_linear(gate_up), make_linear(down)) for gate_up, down in experts]
@@ -89,7 +89,8 @@ def _by_token(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def make_experts(experts: Iterable[ExpertWeights]) -> Experts:
-    """The fastest layer for these weights. On a processor no more than one expert is held twice. Raises: ValueError for none."""
+    """The fastest layer for these weights. On a processor at most one expert is in memory twice meanwhile. Raises: ValueError for
+    an empty list."""
     remaining = iter(experts)
     first = next(remaining, None)
     if first is None:

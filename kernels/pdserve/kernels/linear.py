@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _PACKED_FLOAT32_NUMEL = 1 << 20
-"""Float32 weights below this fit a core's cache, where packing only adds its fixed cost of a call."""
+"""Number of float32 weights below which a layer fits a core's cache, and packing only adds its fixed cost per call."""
 
 
 class Linear(Protocol):
@@ -42,12 +42,12 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """A weight in the layout that oneDNN's matrix product wants; it serves every number of rows."""
+    """A weight in the layout of oneDNN's matrix product, for any number of rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
         self._bias = bias
-        # An overload called directly skips overload resolution, which costs as much as a small product.
+        # Calling the overload directly skips overload resolution, which costs as much as a small product.
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self._multiply_with = torch.ops.mkldnn._linear_pointwise.binary
 

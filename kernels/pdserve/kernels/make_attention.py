@@ -1,7 +1,7 @@
 """Chooses the attention back end of an engine, by its device and by the setting `attention_backend`.
 
-Back ends from outside are entry points of the group `pdserve.attention_backends`: a callable that takes the KV cache and makes
-an `AttentionBackend`. One is imported only when the setting names it: any installed package may bring entry points.
+Other packages add back ends as entry points of the group `pdserve.attention_backends`: a callable that takes the KV cache and makes
+an `AttentionBackend`. An entry point is imported only if the setting names it, since any installed package may define some.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ ENTRY_POINT_GROUP = "pdserve.attention_backends"
 AUTO = "auto"
 _BUILT_IN: Mapping[str, Callable[[Tensor], AttentionBackend]] = {"torch": TorchAttentionBackend}
 _FASTEST: Mapping[str, str] = {"cpu": "torch", "cuda": "torch"}
-"""By device type; torch on all others."""
+"""Device type -> back end; `torch` for all other types."""
 
 
 class AttentionBackendError(Exception):
-    """The setting names a back end that is not there, or that cannot be made over this cache."""
+    """The setting names a back end that is not installed, or that cannot be made over this cache."""
 
 
 def make_attention(name: str, kv_cache: Tensor) -> AttentionBackend:
     """The back end called `name` over one engine's cache.
 
-    name: `auto` for the fastest one of the cache's device, one that is built in, or an entry point. kv_cache:
-    `[num_blocks, L, 2, Hkv, bs, D]`. Raises: AttentionBackendError naming the setting, its value, and what there is.
+    name: `auto` for the fastest back end of the cache's device, a built-in back end, or an entry point. kv_cache: `[num_blocks, L,
+    2, Hkv, bs, D]`. Raises: AttentionBackendError naming the setting, its value, and the installed back ends.
     """
     if name == AUTO:
         name = _FASTEST.get(kv_cache.device.type, "torch")

@@ -11,7 +11,7 @@ class RmsNorm:
     """`y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in float32.
 
     `F.rms_norm` is composed of many small operations on a processor. `cat(x, -x)` has mean 0 and the variance
-    `mean(x^2)`, so the first half of its layer norm is the same number from one fused operation, a third of the time.
+    `mean(x^2)`, so the first half of its layer norm is the same number, by one fused operation in a third of the time.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
@@ -31,7 +31,7 @@ class RmsNorm:
 
 
 class HeadNorm:
-    """RMS normalisation of each head with a weight of its own, in place: query heads and key heads in one pass."""
+    """RMS normalisation per head, with one weight vector per head, in place: query heads and key heads in one pass."""
 
     def __init__(self, weights: Tensor, eps: float) -> None:
         """weights `[heads, D]`."""

@@ -1,4 +1,4 @@
-"""Attention in torch operations: the back end of processors, and the reference for all others."""
+"""Attention in torch operations: the back end for processors, and the reference for all other back ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdserve.kernels.prefill_attention import PrefillChunk, attend_prefill, plan
 
 
 class TorchAttentionBackend:
-    """Implements `AttentionBackend`. Decodes are gathered in groups of like length, prefill chunks are cut into tiles."""
+    """Implements `AttentionBackend`. Gathers decode rows in groups of similar length, and cuts prefill chunks into tiles."""
 
     def __init__(self, kv_cache: Tensor) -> None:
         """kv_cache: `[num_blocks, L, 2, Hkv, bs, D]`, contiguous. Raises: ValueError for another shape."""
@@ -30,7 +30,7 @@ class TorchAttentionBackend:
 
 
 class _Step:
-    """One batch's part that is the same for all specs."""
+    """The part of a step's plan that all specs share."""
 
     def __init__(self, batch: AttentionBatch, pages: KvPages) -> None:
         batch.verify(pages.block_size)
@@ -42,7 +42,7 @@ class _Step:
         self._has_clear_tails = False
 
     def clear_tails(self, pages: KvPages) -> None:
-        """Once per batch: masked keys behind a decode row's last token become finite."""
+        """Zero masked keys after each decode row's last token, once per batch."""
         if not self._has_clear_tails:
             clear_decode_tails(self.batch, pages)
             self._has_clear_tails = True
@@ -70,7 +70,7 @@ class TorchAttentionPlan:
             step.clear_tails(pages)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        # k and v are views of one projection: joined they take one copy and one indexed write, apart two of each
+        # k and v are views of one projection: together they take one copy and one indexed write, separately two of each
         rows = torch.cat((k, v), 1).view(-1, self._pages.head_dim)
         self._pages.token_rows[layer].index_copy_(0, self._write_rows, rows)
 

@@ -17,9 +17,9 @@ from pdserve.models.model_inputs import ModelInputs
 
 
 class Decoder:
-    """Token ids or embeddings in, hidden states out; keys and values stay in the cache of the attention plans.
+    """Computes hidden states from token ids or embeddings, and writes keys and values into the KV cache.
 
-    The caller is in `torch.inference_mode`, and no two threads are in `forward` at once.
+    The caller holds `torch.inference_mode`, and only one thread at a time calls `forward`.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Decoder:
         self._magnitude = torch.full((), config.rope.attention_factor, device=device)
         specs = [layer.attention.spec for layer in self._layers]
         self.attention_specs: tuple[AttentionSpec, ...] = tuple(dict.fromkeys(specs))
-        """The different specs of the layers."""
+        """Each different spec of the layers once."""
         self._spec_indices = [self.attention_specs.index(spec) for spec in specs]
 
     @property
     def hidden_size(self) -> int:
-        """H."""
+        """Hidden size H."""
         return self.config.hidden_size
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from pdserve.common.json_file import MAX_JSON_BYTES, read_json_object
 Value = TypeVar("Value")
 MAX_INTEGER = 2**31 - 1
 MAX_SHOWN_CHARS = 80
-"""Of a value in a message."""
+"""Limit of characters of a value in a message."""
 
 
 class JsonObject:
@@ -26,7 +26,7 @@ class JsonObject:
 
     @classmethod
     def read(cls, path: Path, max_bytes: int = MAX_JSON_BYTES) -> JsonObject:
-        """Raises: ConfigError for a file that is missing, too long, or no JSON object."""
+        """Read a file. Raises: ConfigError if it is missing, too long, or not a JSON object."""
         return cls(read_json_object(path, max_bytes), str(path))
 
     @property
@@ -40,7 +40,7 @@ class JsonObject:
         return self._values.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """True where the field is there and null, which some fields tell from absence."""
+        """True if the field is present and null, which some fields distinguish from absence."""
         return name in self._values and self._values[name] is None
 
     def has_objects(self) -> bool:
@@ -107,7 +107,7 @@ class JsonObject:
         return tuple(values)
 
     def token_ids(self, name: str) -> tuple[int, ...] | None:
-        """One id or a list of them; None where the field is absent."""
+        """One id or a list of ids; None if the field is absent."""
         value = self.get(name)
         if value is None:
             return None
@@ -117,7 +117,7 @@ class JsonObject:
         return tuple(ids)
 
     def shown(self, name: str) -> str:
-        """The value as JSON, for a message."""
+        """The value as JSON, shortened for a message."""
         try:
             text = json.dumps(self.get(name))
         except RecursionError:
@@ -134,7 +134,7 @@ class JsonObject:
 
 
 def _as_float(value: object) -> float | None:
-    """None for a value that is no number, or that no float can hold."""
+    """None for a value that is not a number, or is too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

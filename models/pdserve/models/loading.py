@@ -1,4 +1,4 @@
-"""Building a `Decoder` from a model folder."""
+"""`load_decoder`: a `Decoder` from a model folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def load_decoder(
     device: str = "cpu",
     progress: Callable[[LoadProgress], None] | None = None,
 ) -> Decoder:
-    """Read a Hugging Face model folder. Raises: ConfigError, UnsupportedModel."""
+    """Read a Hugging Face model folder.
+
+    dtype: of weights and KV blocks; `auto` is the folder's. progress: called after each weight.
+    Raises: ConfigError, UnsupportedModel.
+    """
     config = read_config(folder, dtype)
     if config.unknown_fields:
         log.warning(
@@ -56,7 +60,7 @@ def _decoder(
 
 
 def _ends(config: ModelConfig, checkpoint: Checkpoint, device: str) -> tuple[str, str]:
-    """The names of the embedding and of the output head: the same name where they are tied."""
+    """The names of the embedding and of the output head; the same name if they are tied."""
     names = set(checkpoint.names)
     embedding_name, head_name = config.family.embedding_name, config.family.head_name
     if not config.tie_word_embeddings:

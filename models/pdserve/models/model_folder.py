@@ -1,4 +1,4 @@
-"""`--model demo` or a folder -> the folder."""
+"""`model_folder`: the value of `--model` as a folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ DEMO = "demo"
 
 
 def model_folder(model: str) -> Path:
-    """Raises: ConfigError naming what is missing."""
+    """The folder of the bundled model for `demo`, else the given folder.
+
+    Raises: ConfigError if the folder or its config.json is missing.
+    """
     folder = Path(str(files("pdserve.models"))) / "demo" if model == DEMO else Path(model).expanduser()
     if not folder.is_dir():
         raise ConfigError(

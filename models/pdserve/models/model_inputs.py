@@ -1,4 +1,4 @@
-"""`ModelInputs`: what a model's forward pass gets in one step."""
+"""`ModelInputs`: the arguments of a model's forward pass in one step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ModelInputs:
     inputs_embeds: Tensor | None = None
     """`[T, H]`, in the dtype of the weights; may be overwritten."""
     before_layer: Callable[[], None] | None = None
-    """Called before each layer, so that a caller can tell a long step from a dead one."""
+    """Called before each layer, so that a caller can distinguish a long step from one that hangs."""
 
     @property
     def positions(self) -> Tensor:
@@ -32,7 +32,7 @@ class ModelInputs:
         return self.batch.positions
 
     def embedded(self, embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """`[T, H]`: the embeddings that were given, or `embed(token_ids)`. Raises: ValueError for both, or neither."""
+        """`[T, H]`: `inputs_embeds`, or `embed(token_ids)`. Raises: ValueError if both are set, or neither."""
         match self.token_ids, self.inputs_embeds:
             case Tensor() as token_ids, None:
                 return embed(token_ids)

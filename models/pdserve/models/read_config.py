@@ -17,13 +17,13 @@ _MAX_WIDTH = 1 << 20
 _MAX_LAYERS = 4096
 _MAX_HEADS = 1 << 16
 _MAX_HEAD_DIM = 1 << 16
-"""Above what any model has; what is within them is held against the weights before anything is computed."""
+"""Upper limit that no known model reaches; smaller values are checked against the shapes of the weights."""
 
 
 def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
-    """A model's dimensions and options; `generation_config.json` may name the ids that end a text.
+    """A model's dimensions and options; `generation_config.json` may override the EOS ids.
 
-    dtype: of weights and KV blocks; `auto` is the folder's. Raises: ConfigError, UnsupportedModel naming file and field.
+    dtype: of weights and KV blocks; `auto` is the folder's. Raises: ConfigError, UnsupportedModel; both name file and field.
     """
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist")
@@ -83,7 +83,7 @@ def _architecture(config: JsonObject) -> str:
     expected = FAMILIES[architecture].model_type
     model_type = config.text("model_type", expected)
     if model_type != expected:
-        # transformers goes by the type, and other families have the same tensors for other mathematics
+        # transformers chooses by the type, and other families compute differently with tensors of the same names
         raise UnsupportedModel(
             f"{config.where}: model_type {model_type[:80]!r} is not that of {architecture} ({expected})"
         )
@@ -108,7 +108,7 @@ def _refuse_quantized(config: JsonObject) -> None:
 
 
 def _num_kv_heads(config: JsonObject, architecture: str, num_heads: int) -> int:
-    """An explicit null means as many as heads, in every family."""
+    """`num_key_value_heads`; an explicit null means `num_attention_heads` in every family."""
     absent_default = FAMILIES[architecture].default_num_kv_heads or num_heads
     default = num_heads if config.is_null("num_key_value_heads") else absent_default
     num_kv_heads = config.integer("num_key_value_heads", default, maximum=_MAX_HEADS)
@@ -137,9 +137,9 @@ def _dtype(config: JsonObject, wanted: str) -> str:
 
 
 def _special_tokens(folder: Path, config: JsonObject, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
-    """Ids that end a text, and the id that begins one; `generation_config.json` knows better than `config.json`.
+    """EOS ids and BOS id; `generation_config.json` takes precedence over `config.json`.
 
-    Ids outside the vocabulary are left out: no text ends by them, since none is ever sampled.
+    Ids outside the vocabulary are left out, since they are never sampled.
     """
     sources = [config]
     if (folder / "generation_config.json").exists():

@@ -18,4 +18,4 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
 }
-"""By the one entry of `architectures` in config.json."""
+"""The single entry of `architectures` in config.json -> its family."""

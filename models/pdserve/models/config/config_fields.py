@@ -1,14 +1,14 @@
-"""Fields of `config.json` that the decoder does not read: harmless ones pass, those of other mathematics are refused.
+"""Fields of `config.json` that the decoder does not read: harmless fields pass, fields that change the computation are refused.
 
-A checkpoint of another family under a supported name would load and answer wrongly, since nothing but such a field tells
-its mathematics (a multiplier, layers without rotation, a soft cap). Each field is one of:
+A checkpoint of another family under a supported name would load and give wrong answers, since only such a field shows that its
+computation differs (a multiplier, layers without rotation, a soft cap). Each field is one of:
 
     read         by `ModelConfig` or `RopeParameters`
-    harmless     it changes no logit: bookkeeping, training, sampling, token ids; or the tensors tell the same (biases)
-    neutral      it names other mathematics, with the value at which that is this decoder's: a multiplier of 1
-    refused      every other value of a field that some family of transformers has (`family_fields.py`), or whose name
-                 speaks of mathematics
-    unknown      to all of them: one warning
+    harmless     does not change a logit (bookkeeping, training, sampling, token ids), or the tensors show the same (biases)
+    neutral      names another computation, with the value that switches it off, such as a multiplier of 1
+    refused      any other value of a field that a family of transformers has (`family_fields.py`), or whose name names a
+                 computation, such as `scaling`
+    unknown      none of these: one warning
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ HARMLESS_NAMES = re.compile(
     r"_.*|unsloth.*|.*_token_id|.*_token_ids|.*_token_index|.*dropout(_prob|_p)?|.*_pdrop|.*layerdrop|.*jitter_noise"
     r"|(.*_)?initializer_range|.*_loss_coef(ficient)?|.*_loss_weight"
 )
-"""Matched as a whole, and overruled by `FAMILY_FIELDS` where a name begins with an underscore."""
+"""Full match. `FAMILY_FIELDS` takes precedence for names that begin with an underscore."""
 _MATHEMATICS = re.compile(
     r"multiplier|soft_?cap|scaling|rope|rotary|alibi|expert|(^|_)moe(_|$)|sliding_window|compression"
 )
-"""In the name of a field that no list knows."""
+"""Refuses a field that is in no list, by a part of its name."""
 
 _ONE = words(
     """
@@ -79,13 +79,13 @@ _TRUE = words(
     "use_rope use_rotary use_rotary_embedding rotary causal is_causal use_causal_mask use_rms_norm scale_attn_weights "
     "layer_norm_elementwise_affine do_layer_norm_before gated_mlp use_swiglu"
 )
-"""False is other mathematics."""
+"""Fields whose value false changes the computation."""
 _SILU = words("hidden_activation activation_function activation mlp_hidden_act")
 
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The read values that other families give by other names."""
+    """Values from config.json that other families write under other names."""
 
     hidden_size: int
     intermediate_size: int
@@ -119,14 +119,14 @@ _SAME: Mapping[str, Callable[[Dimensions], float]] = {
     ),
     **dict.fromkeys(("rotary_base", "rotary_emb_base", "rope_base"), lambda own: own.rope_theta),
 }  # fmt: skip
-"""Neutral where the value is this one."""
+"""Field -> the value with which it is neutral."""
 
 
 def check_fields(config: JsonObject, architecture: str, read: Collection[str], own: Dimensions) -> tuple[str, ...]:
-    """Refuse what the decoder would have to compute and does not.
+    """Refuse fields for computations that the decoder does not have.
 
-    architecture: for messages. read: fields that this architecture has beside those that all have. Returns the names
-    that no list knows. Raises: UnsupportedModel naming the field and its value.
+    architecture: for messages. read: fields of this architecture beside those of all. Returns the names that are in no list.
+    Raises: UnsupportedModel naming the field and its value.
     """
     unknown = []
     for name in config.names:
@@ -176,13 +176,13 @@ def _expected(name: str, own: Dimensions) -> str:
 
 
 def _no_rope_layers(config: JsonObject, own: Dimensions) -> bool:
-    """1 for each layer with rotation; null stands for every fourth layer without."""
+    """True if all layers rotate: the list has 1 for each layer with rotation; null means every fourth layer without."""
     layers = config.get("no_rope_layers")
     return isinstance(layers, list) and len(layers) >= own.num_layers and all(layer == 1 for layer in layers)
 
 
 def _no_rope_layer_interval(config: JsonObject, own: Dimensions) -> bool:
-    """Means something where `no_rope_layers` has no list: each layer of this number is without rotation."""
+    """True if the field has no effect: without a `no_rope_layers` list, every layer of this interval has no rotation."""
     return config.get("no_rope_layer_interval") is None or isinstance(config.get("no_rope_layers"), list)
 
 
@@ -215,4 +215,4 @@ _SPECIAL: Mapping[str, Callable[[JsonObject, Dimensions], bool]] = {
     "layer_types": _layer_types,
     "position_embedding_type": _position_embedding_type,
 }
-"""Neutral by a rule of its own."""
+"""Field -> whether it is neutral, for fields with a rule of their own."""

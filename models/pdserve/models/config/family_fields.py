@@ -1,8 +1,7 @@
-"""Names of configuration fields by which some decoder family departs from this decoder.
+"""Names of configuration fields that some decoder family has and this decoder does not compute.
 
-From the configuration classes of the causal language models in transformers 5.23, less those that `config_fields.py`
-reads or knows to be harmless, and from families that bring their own code. A test compares them with the installed
-transformers.
+Source: the configuration classes of the causal language models in transformers 5.23, without the fields that `config_fields.py`
+reads or lists as harmless, and families with code of their own. A test compares them with the installed transformers.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from pdserve.models.weights.weight_loader import WeightLoader
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that is known of a model before its weights are read."""
+    """A model's dimensions and options, read before its weights."""
 
     architecture: str
     family: ModelFamily
-    """With the options that only this family has."""
+    """The model's family, with the options that only this family has."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -32,19 +32,19 @@ class ModelConfig:
     rope: RopeParameters
     tie_word_embeddings: bool
     max_position_embeddings: int
-    """Longest sequence that is served without `max_model_len`, prompt and answer."""
+    """Tokens of prompt and output together that are served if `max_model_len` is not set."""
     derived_max_model_len: int
-    """Longest sequence that `max_model_len` may ask for: what the rotary scaling was made for."""
+    """Largest `max_model_len` that may be set: the length for which the rotary scaling was made."""
     dtype: str
-    """Of weights and KV blocks: `float32`, `bfloat16` or `float16`."""
+    """Dtype of weights and KV blocks: `float32`, `bfloat16` or `float16`."""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     unknown_fields: tuple[str, ...]
-    """Names in config.json that mean nothing here, and of which no list knows that they mean nothing."""
+    """Names in config.json that are neither read nor in a list of harmless fields."""
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """By layer: a token sees this many tokens, itself included; None is all."""
+        """Per layer: number of tokens that a token attends to, itself included; None: all."""
         return self.family.sliding_windows
 
     def attention_spec(self, layer: int) -> AttentionSpec:
@@ -72,17 +72,17 @@ class ModelFamily(ABC):
     """Models of one architecture. A subclass is a file of `families`, and its fields are the family's own options."""
 
     sliding_windows: tuple[int | None, ...]
-    """By layer, see `ModelConfig.sliding_windows`."""
+    """Per layer, see `ModelConfig.sliding_windows`."""
 
     model_type: ClassVar[str]
-    """In config.json; transformers goes by it."""
+    """`model_type` in config.json, by which transformers chooses the class."""
     own_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields of config.json that `read` knows beside those that all families have; every other one is refused by
-    `config/config_fields.py` if it names other mathematics."""
+    """Fields of config.json that `read` reads beside those of all families. `config/config_fields.py` refuses every other field
+    that changes the computation."""
     default_num_kv_heads: ClassVar[int | None] = None
-    """Where config.json has no `num_key_value_heads`; None: as many as heads."""
+    """Used if config.json has no `num_key_value_heads`; None: `num_attention_heads`."""
     default_head_dim: ClassVar[int | None] = None
-    """Where config.json has no `head_dim`; None: `hidden_size / num_attention_heads`."""
+    """Used if config.json has no `head_dim`; None: `hidden_size / num_attention_heads`."""
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
     final_norm_name: ClassVar[str] = "model.norm.weight"
     head_name: ClassVar[str] = "lm_head.weight"

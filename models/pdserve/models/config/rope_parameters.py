@@ -1,4 +1,4 @@
-"""Rotary frequencies and the scalings that stretch them to longer contexts."""
+"""Rotary frequencies and their scalings to longer contexts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIELDS = words(
     beta_slow mscale mscale_all_dim truncate low_freq_factor high_freq_factor short_factor long_factor finetuned
     """
 )
-"""`finetuned` changes nothing."""
+"""Known fields of rope parameters; `finetuned` has no effect."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class RopeParameters:
     theta: float
     factor: float = 1.0
     original_max_positions: int = 0
-    """Positions that the model was trained on before its context was stretched."""
+    """Positions that the model was trained on before its context was extended."""
     attention_factor: float = 1.0
-    """Rotated queries and keys are multiplied by it (yarn, longrope)."""
+    """Factor of rotated queries and keys (yarn, longrope)."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -46,9 +46,9 @@ class RopeParameters:
 
     @classmethod
     def from_config(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
-        """Read `rope_scaling`, or where there is none `rope_parameters`; `rope_theta` may stand beside either.
+        """Read `rope_scaling`, or `rope_parameters` if that is absent; `rope_theta` may also be a field beside either.
 
-        As in transformers, a `rope_scaling` takes the place of the whole `rope_parameters`, its `rope_theta` included.
+        As in transformers, `rope_scaling` replaces the whole of `rope_parameters`, its `rope_theta` included.
         Raises: UnsupportedModel, ConfigError.
         """
         rope = _rope_fields(config)
@@ -61,7 +61,7 @@ class RopeParameters:
         if rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
             raise UnsupportedModel(f"{rope.where}: partial_rotary_factor other than 1")
         if rope_type in ("default", "dynamic"):
-            # Dynamic scaling starts where max_position_embeddings ends, and no sequence here is longer than that.
+            # Dynamic scaling starts at max_position_embeddings, and no sequence here is longer than that.
             return cls(rope_type, theta, rope.number("factor", 1.0))
         if rope_type == "linear":
             return cls(rope_type, theta, rope.number("factor"))
@@ -71,9 +71,9 @@ class RopeParameters:
     def _from_original(
         cls, config: JsonObject, rope: JsonObject, rope_type: str, theta: float, head_dim: int, max_positions: int
     ) -> RopeParameters:
-        """The types that know the length before it was stretched."""
+        """Rope types with `original_max_position_embeddings`: the length before the context was extended."""
         source = config if config.has("original_max_position_embeddings") else rope
-        # of one position there is no logarithm to divide by
+        # log(1) is 0, which cannot divide
         original = source.integer("original_max_position_embeddings", max_positions, minimum=2)
         if rope_type == "llama3":
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
@@ -105,18 +105,18 @@ class RopeParameters:
     def max_positions(self, configured: int) -> int:
         """Positions that can be served.
 
-        Longrope rotates all of a sequence's keys anew when the sequence outgrows the original length; keys in a cache
-        that other sequences share cannot be rotated again, so such a model serves its original length, exactly.
+        Longrope rotates all keys of a sequence again when the sequence exceeds the original length. Keys in a cache that other
+        sequences share cannot be rotated again, so such a model serves its original length.
         """
         return min(configured, self.original_max_positions) if self.rope_type == "longrope" else configured
 
     def derived_max_positions(self, configured: int) -> int:
         """Positions that the scaling was made for; at least `max_positions`.
 
-        configured: `max_position_embeddings`, which many leave alone when they add a scaling by hand. Yarn reaches its
-        original length times its factor, and linear scaling the configured length times its factor. Dynamic scaling and
-        longrope rotate keys anew as a sequence grows, which keys in a shared cache cannot follow; llama3's factor is none
-        of the length.
+        configured: `max_position_embeddings`, which is often left unchanged when a scaling is added by hand. Yarn reaches its
+        original length times its factor, and linear scaling the configured length times its factor. Dynamic scaling and longrope
+        rotate keys again as a sequence grows, which is impossible for keys in a shared cache; the factor of llama3 does not extend
+        the length.
         """
         derived = self.max_positions(configured)
         if self.rope_type == "yarn":
@@ -126,7 +126,7 @@ class RopeParameters:
         return min(derived, MAX_INTEGER)
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """`[D / 2]` float32: radians a position, for each pair of a head's numbers."""
+        """`[D / 2]` float32: radians per position, for each pair of a head's numbers."""
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         inverse = 1.0 / (self.theta**exponents)
         if self.rope_type == "linear":
@@ -140,14 +140,14 @@ class RopeParameters:
         return inverse
 
     def _llama3(self, inverse: Tensor) -> Tensor:
-        """Long waves are stretched by `factor`, short ones kept, those between blended."""
+        """Divide low frequencies by `factor`, keep high ones, and interpolate between."""
         turns = self.original_max_positions * inverse / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0, 1)
         return (1 - kept) * inverse / self.factor + kept * inverse
 
     def _yarn(self, inverse: Tensor, head_dim: int) -> Tensor:
-        """As llama3, but blended linearly in the pair's index instead of in its number of turns."""
+        """As llama3, but interpolated linearly in the pair's index instead of in its number of turns."""
 
         def index_of(turns: float) -> float:
             return head_dim * math.log(self.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -163,7 +163,7 @@ class RopeParameters:
 
 
 def _rope_fields(config: JsonObject) -> JsonObject:
-    """The object that is read. Raises: UnsupportedModel for a field in it that means other mathematics."""
+    """`rope_scaling` or `rope_parameters`. Raises: UnsupportedModel for an unknown field in it."""
     rope, scaling = config.child("rope_parameters"), config.child("rope_scaling")
     if scaling is not None and scaling.names:
         if rope is not None and rope.has("rope_theta"):

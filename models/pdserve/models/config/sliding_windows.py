@@ -1,4 +1,4 @@
-"""Sliding windows by layer: the ways in which families write them in config.json."""
+"""Sliding windows per layer, in the forms in which families write them in config.json."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def window_of_all_layers(config: JsonObject, num_layers: int) -> tuple[int | None, ...]:
-    """`sliding_window` in each layer: 4096 where the field is absent, none where it is null. Raises: ConfigError."""
+    """`sliding_window` for each layer: 4096 if the field is absent, None if it is null. Raises: ConfigError."""
     window = None if config.is_null("sliding_window") else config.integer("sliding_window", _DEFAULT_WINDOW)
     return (window,) * num_layers
 
 
 def windows_by_layer_type(config: JsonObject, num_layers: int) -> tuple[int | None, ...]:
-    """With `use_sliding_window`, in the layers that `layer_types` names, or from `max_window_layers` on.
+    """Windows in the layers that `layer_types` names, or from `max_window_layers` on, if `use_sliding_window` is true.
 
     Raises: ConfigError, UnsupportedModel.
     """
     layer_types = config.items("layer_types")
     if not config.boolean("use_sliding_window", False) or config.is_null("sliding_window"):
         if "sliding_attention" in (layer_types or ()):
-            # transformers fails on it: the layer has a window of no width
+            # transformers fails here too: the layer would have no window width
             raise UnsupportedModel(
                 f"{config.where}: layer_types has sliding_attention, but no sliding window is in use"
             )

@@ -14,12 +14,12 @@ from pdserve.models.weights.weight_loader import WeightLoader
 
 @dataclass(frozen=True)
 class Llama(ModelFamily):
-    """No windows; biases where config.json says so."""
+    """No windows; biases if config.json has `attention_bias` or `mlp_bias`."""
 
     model_type = "llama"
 
     attention_bias: bool
-    """Of all four projections."""
+    """True: all four projections have biases."""
     mlp_bias: bool
 
     @classmethod

@@ -15,7 +15,7 @@ from pdserve.models.weights.weight_loader import WeightLoader
 
 @dataclass(frozen=True)
 class Mistral(ModelFamily):
-    """One window in all layers, no biases."""
+    """The same window in all layers, no biases."""
 
     model_type = "mistral"
     own_fields = WINDOW_FIELDS

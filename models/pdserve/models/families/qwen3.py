@@ -15,7 +15,7 @@ from pdserve.models.weights.weight_loader import WeightLoader
 
 @dataclass(frozen=True)
 class Qwen3(ModelFamily):
-    """Queries and keys are normalised, head by head; windows in some layers; biases where config.json says so."""
+    """Queries and keys are normalised per head; windows in some layers; biases if config.json has `attention_bias`."""
 
     model_type = "qwen3"
     own_fields = WINDOW_FIELDS | {"layer_types"}
@@ -23,7 +23,7 @@ class Qwen3(ModelFamily):
     default_head_dim = 128
 
     attention_bias: bool
-    """Of all four projections."""
+    """True: all four projections have biases."""
 
     @classmethod
     def read(cls, config: JsonObject, num_layers: int) -> Qwen3:

@@ -1,4 +1,4 @@
-"""Qwen3, the mixtures of experts."""
+"""Qwen3, the models with mixtures of experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_WIDTH = 1 << 20
 
 @dataclass(frozen=True)
 class Qwen3Moe(ModelFamily):
-    """Qwen3's attention; in most layers a mixture of experts takes the place of the MLP. With windows, all layers have one."""
+    """Attention as in Qwen3; most layers have a mixture of experts instead of the MLP. Windows are in all layers or in none."""
 
     model_type = "qwen3_moe"
     own_fields = WINDOW_FIELDS | words(
@@ -30,17 +30,17 @@ class Qwen3Moe(ModelFamily):
     default_num_kv_heads = 4
 
     attention_bias: bool
-    """Of all four projections."""
+    """True: all four projections have biases."""
     num_experts: int
     """0: every layer has an MLP."""
     top_k: int
     """Experts per token."""
     expert_size: int
-    """I of an expert."""
+    """Inner size I of an expert."""
     normalise: bool
-    """The routing weights of a token add up to 1."""
+    """True: the routing weights of a token add up to 1."""
     sparse_layers: tuple[bool, ...]
-    """By layer: it has experts."""
+    """Per layer: True if it has experts."""
 
     @classmethod
     def read(cls, config: JsonObject, num_layers: int) -> Qwen3Moe:
@@ -84,7 +84,7 @@ class Qwen3Moe(ModelFamily):
 
 
 def _num_experts(config: JsonObject) -> int:
-    """The field has two names: transformers reads both, and writes the second."""
+    """`num_experts`, or `num_local_experts`: transformers reads both names and writes the second."""
     numbers = [
         config.integer(name, minimum=0, maximum=_MAX_EXPERTS)
         for name in ("num_experts", "num_local_experts")

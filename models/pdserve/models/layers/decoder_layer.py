@@ -14,7 +14,7 @@ from pdserve.models.weights.weight_loader import WeightLoader
 
 
 class FeedForward(Protocol):
-    """Computes each token alone: a `GatedMlp` or a `SparseMlp`."""
+    """A layer that computes each token independently: `GatedMlp` or `SparseMlp`."""
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual + self(x)`, both `[T, H]`. The residual may be overwritten."""
@@ -46,6 +46,6 @@ class DecoderLayer:
         return cls(input_norm, attention, mlp_norm, mlp)
 
     def forward(self, x: Tensor, phases: Tensor, plan: AttentionPlan) -> Tensor:
-        """x `[T, H]`, which may be overwritten, phases `[T, 1, D / 2]` -> `[T, H]`. plan: of `attention.spec`."""
+        """x `[T, H]`, which may be overwritten, phases `[T, 1, D / 2]` -> `[T, H]`. plan: the step's plan for `attention.spec`."""
         x = self.attention.add_to(x, self.input_norm(x), phases, plan)
         return self.mlp.add_to(x, self.mlp_norm(x))

@@ -20,12 +20,12 @@ class SelfAttention:
     """One layer's attention."""
 
     index: int
-    """Of the layer in the KV cache."""
+    """The layer's index in the KV cache."""
     spec: AttentionSpec
     qkv: Linear
     """Queries, keys and values side by side."""
     qk_norm: HeadNorm | None
-    """Normalises each head of queries and keys before they are rotated."""
+    """Normalises each head of queries and keys before the rotation; None: no norm."""
     output: Linear
 
     @classmethod
@@ -58,7 +58,7 @@ class SelfAttention:
         """`residual + attention(x)`; residual and x `[T, H]`, phases `[T, 1, D / 2]`. The residual may be overwritten."""
         spec = self.spec
         qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        # queries and keys lie side by side: they are normalised and rotated together
+        # queries and keys are adjacent, so one call normalises both and one rotates both
         qk = qkv[:, : spec.num_heads + spec.num_kv_heads]
         if self.qk_norm is not None:
             self.qk_norm(qk)

@@ -1,4 +1,4 @@
-"""A mixture of gated MLPs, of which a router chooses a few per token."""
+"""Mixture of experts: gated MLPs, of which a router chooses `top_k` per token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SparseMlp:
     experts: Experts
     top_k: int
     normalise: bool
-    """The routing weights of a token add up to 1."""
+    """True: the routing weights of a token add up to 1."""
 
     @classmethod
     def load(
@@ -37,7 +37,7 @@ class SparseMlp:
     ) -> SparseMlp:
         """Read `{prefix}.gate`, and `gate_proj`, `up_proj` and `down_proj` of each `{prefix}.experts.*`.
 
-        inner_size: I of an expert. Raises: ConfigError.
+        inner_size: size I of an expert. Raises: ConfigError.
         """
         router = weights.linear([f"{prefix}.gate"], num_experts, hidden_size, bias=False)
 
@@ -48,7 +48,7 @@ class SparseMlp:
             )
             return torch.cat((gate, up)), weights.tensor(f"{name}.down_proj.weight", hidden_size, inner_size)
 
-        # one at a time: each is packed before the next is read
+        # one at a time: each is packed before the next is read, so at most one is in memory twice
         return cls(router, make_experts(expert(index) for index in range(num_experts)), top_k, normalise)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The weight files of a model folder: one `model.safetensors`, or shards that an index lists.
 
-A header is checked before the library maps the file: its length, so that nothing is built from a number alone, and that
-no name comes twice. Offsets, sizes and types are the library's own checks.
+Each header is checked before the library maps the file: its length, before memory of that size is allocated, and that no name
+occurs twice. The library checks offsets, sizes and types.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 16 << 20
-"""Of one file: about 100 bytes per tensor, and no model has 100,000 in a file."""
+"""Limit of one file's header: about 100 bytes per tensor, and no model has 100,000 tensors in a file."""
 MAX_FILES = 4096
 _MAX_NAME_BYTES = 255
 _DTYPES = ("F32", "BF16", "F16")
-"""By their names in a header: those that can be served."""
+"""Dtypes that can be served, by their names in a header."""
 _NUM_NAMED = 4
 
 
@@ -35,7 +35,7 @@ class Checkpoint:
     """Open weight files; tensors are read through a memory map, one at a time."""
 
     def __init__(self, folder: Path, files: Mapping[str, Any]) -> None:
-        """files: by name, as the library opens them. Raises: ConfigError for a tensor that two of them have."""
+        """files: name -> opened file. Raises: ConfigError for a tensor that two files have."""
         self.folder = folder
         self._files = files
         self._file_of: dict[str, str] = {}
@@ -57,16 +57,16 @@ class Checkpoint:
         return f"{self.folder / self._file_of[name]}: {name}"
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A view of the file, or of a copy; the caller copies what it keeps, for a file may change.
+        """A view of the file, or of a copy; the caller copies the values that it keeps, because the file may change.
 
-        Raises: ConfigError for a weight that is not there, or is there in another shape or type.
+        Raises: ConfigError for a weight that is missing, or has another shape or type.
         """
         found = self.shape(name)
         if found != shape:
             raise ConfigError(f"{self.where(name)} has shape {list(found)}, config.json says {list(shape)}")
         dtype = str(self._handle(name).get_slice(name).get_dtype())
         if dtype not in _DTYPES:
-            # eight-bit floats too: they mean nothing without scales that only their own loader knows
+            # eight-bit floats too: they need scales that only their own loader applies
             raise ConfigError(f"{self.where(name)} has dtype {dtype}; read are {', '.join(_DTYPES)}")
         tensor: Tensor = self._handle(name).get_tensor(name)
         return tensor
@@ -78,7 +78,7 @@ class Checkpoint:
         return self._files[file]
 
     def _seen(self, name: str) -> str:
-        """What there is in its place: the names of a wrapped model, or of a body without head, are the same but for a prefix."""
+        """Names in the checkpoint that differ only by a prefix, as those of a wrapped model or of a body without a head do."""
         names = sorted(self._file_of)
         if not names:
             return "there are no weights in them"
@@ -106,7 +106,7 @@ def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
 
 
 def _check_header(path: Path) -> None:
-    """Raises: ConfigError for a header that is too long, names a tensor twice or is no JSON object; OSError."""
+    """Raises: ConfigError for a header that is too long, names a tensor twice or is not a JSON object; OSError."""
     size = path.stat().st_size
     with path.open("rb") as file:
         beginning = file.read(64)
@@ -124,7 +124,7 @@ def _check_header(path: Path) -> None:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """File names inside the folder, as transformers chooses; an index that names a path elsewhere is refused."""
+    """File names inside the folder, chosen as in transformers. Raises: ConfigError for an index that names a path elsewhere."""
     if (folder / _SINGLE).exists():
         return [_SINGLE]
     if not (folder / _INDEX).exists():
@@ -143,7 +143,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _is_file_name(name: str) -> bool:
-    """False for a path, and for a name that no file can have."""
+    """False for a path, and for an invalid file name."""
     try:
         encoded = os.fsencode(name)
     except UnicodeEncodeError:
@@ -152,7 +152,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def _other_weights(folder: Path) -> str:
-    """What weights there are instead, and what can be done."""
+    """Advice for a folder with weights in another format."""
     for pattern, advice in _OTHER_FORMATS.items():
         if found := sorted(path.name for path in folder.glob(pattern)):
             return f", but {_few(found)}: {advice}"
@@ -168,10 +168,10 @@ _OTHER_FORMATS = {
     "*.pth": f"pickled weights are not read, since they can run code; {_CONVERT}",
     "*.gguf": "quantized GGUF files are not read; use the model's own safetensors",
 }
-"""File name pattern -> what to do, in the order in which they are looked for."""
+"""File name pattern -> advice, in the order in which the patterns are tried."""
 
 
 def _few(names: Mapping[str, Any] | list[str]) -> str:
-    """The first of many names, for a message."""
+    """The first names of a list, for a message."""
     shown = [name[:80] for name in list(names)[:_NUM_NAMED]]
     return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")

@@ -1,4 +1,4 @@
-"""`head_is_embedding`: a checkpoint that is said to be tied, and has an output head all the same."""
+"""`head_is_embedding`: for checkpoints with `tie_word_embeddings` that also have an output head."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 _ROWS = 4096
-"""Compared at a time: neither weight is held twice."""
+"""Rows compared at a time, so that neither weight is in memory twice."""
 
 
 def head_is_embedding(head: Tensor, embedding: Tensor, dtype: torch.dtype) -> bool:
-    """True where both are the same numbers in the dtype that they are served in.
+    """True if both have the same numbers in the served dtype.
 
-    Both `[V, H]`, of any dtype. transformers compares them too, and leaves them apart where they differ, whatever
-    `tie_word_embeddings` says.
+    Both `[V, H]`, of any dtype. transformers compares them too, and does not tie them if they differ, even if `tie_word_embeddings`
+    is true.
     """
     return all(
         torch.equal(head[start : start + _ROWS].to(dtype), embedding[start : start + _ROWS].to(dtype))

@@ -19,7 +19,7 @@ _NUM_NAMED = 8
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """Bytes of weights in place, in the dtype they are served in, and the one that was just read."""
+    """Bytes of loaded weights in the served dtype, and the name of the last one."""
 
     loaded_bytes: int
     total_bytes: int
@@ -27,7 +27,7 @@ class LoadProgress:
 
 
 class WeightLoader:
-    """One checkpoint's weights, each read once."""
+    """Reads one checkpoint's weights, each once."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class WeightLoader:
         ignored: Collection[str] = (),
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> None:
-        """ignored: names that need no place. progress: called after each weight."""
+        """ignored: names that may remain unread. progress: called after each weight."""
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
@@ -64,7 +64,7 @@ class WeightLoader:
         return tensor
 
     def linear(self, names: Sequence[str], rows: int, columns: int, *, bias: bool) -> Linear:
-        """One layer whose output is the outputs of `names` side by side, each `rows` wide."""
+        """One layer whose output is the concatenated outputs of `names`, each `rows` wide."""
         weights = [self.tensor(f"{name}.weight", rows, columns) for name in names]
         biases = [self.tensor(f"{name}.bias", rows) for name in names] if bias else []
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -74,7 +74,7 @@ class WeightLoader:
         return RmsNorm(self.tensor(name, size), eps)
 
     def check_all_read(self) -> None:
-        """Raises: ConfigError for weights that nothing has read: the model is not what its config.json says."""
+        """Raises: ConfigError for weights that were not read: the checkpoint does not match its config.json."""
         if self._unread:
             raise ConfigError(
                 f"{self._checkpoint.folder}: {len(self._unread)} weights have no place: {few(sorted(self._unread))}"
@@ -82,6 +82,6 @@ class WeightLoader:
 
 
 def few(names: Sequence[str]) -> str:
-    """The first of many names, for a message."""
+    """The first names of a list, for a message."""
     rest = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return ", ".join(name[:80] for name in names[:_NUM_NAMED]) + rest
