@@ -1,4 +1,4 @@
-"""`bad_words`: texts that are not to be generated, as the token sequences that a sampler can refuse."""
+"""`bad_words`: texts that must not be generated, as token sequences that the sampler masks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pdserve.text.tokenizer import Tokenizer
 
 @functools.lru_cache(maxsize=32)
 def bad_words_token_ids(tokenizer: Tokenizer, bad_words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Each text as it is spelled at the beginning of a text and, where that is another token, after a space.
+    """Token ids of each text without leading spaces; also with one, if that changes its first token but not their number.
 
-    Safe from any thread. The last answers are kept: the prompts of one request ask for the same words each.
+    Safe from any thread. Recent results are cached, since all prompts of a request have the same words.
     Raises: InvalidRequest naming `bad_words`.
     Source: which spellings count follows vLLM's `SamplingParams.update_from_tokenizer`.
     """

@@ -1,4 +1,4 @@
-"""`best_of`: more sequences are made than answered, and the likeliest are answered."""
+"""`best_of`: generate more sequences than are returned, and return the most likely ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdserve.text.request_output import CompletionOutput
 
 
 def for_engines(params: SamplingParams) -> SamplingParams:
-    """Parameters for engines: all sequences, with the log-probabilities by which they are ranked."""
+    """Parameters for engines: `best_of` sequences, with the log-probabilities that rank them."""
     if params.num_sequences == params.n:
         return msgspec.structs.replace(params, best_of=None)
     logprobs = 0 if params.logprobs is None else params.logprobs
@@ -19,10 +19,10 @@ def for_engines(params: SamplingParams) -> SamplingParams:
 
 
 def best(outputs: Sequence[CompletionOutput], params: SamplingParams) -> list[CompletionOutput]:
-    """The n whole sequences with the highest cumulative log-probability, the highest first, renumbered from 0.
+    """The n sequences with the highest cumulative log-probability, the highest first, renumbered from 0.
 
-    outputs: all of them, whole. params: the client's; output that it did not ask for is left out.
-    Source: vLLM's rule; among equals the lower index comes first.
+    outputs: all sequences, finished. params: the client's; log-probabilities that the client did not request are left out.
+    Source: vLLM's rule; of equal sequences the lower index comes first.
     """
     ranked = sorted(outputs, key=lambda output: -(output.cumulative_logprob or 0.0))
     hidden = {} if params.logprobs is not None else {"logprobs": None, "cumulative_logprob": None, "text_offsets": None}

@@ -1,7 +1,7 @@
 """`IncrementalDetokenizer` and its two implementations: text from token ids as they arrive.
 
-`tokenizers.decoders.DecodeStream` would be the obvious choice. It raises when a byte-fallback run turns out malformed
-after part of it was shown, and it never releases text that really ends in U+FFFD; a model can cause both.
+`tokenizers.decoders.DecodeStream` is not used: it raises if a byte-fallback run turns out to be malformed after part of it was
+returned, and it never returns text that ends in a real U+FFFD. A model can cause both.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from pdserve.text.token_bytes import TokenBytes
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _UTF8_MAX_BYTES = 4
 _CONTEXT_TOKENS = 8
-"""Prompt tokens a `WindowDetokenizer` starts from; more than any decoder looks back."""
+"""Prompt tokens with which a `WindowDetokenizer` starts; more than any decoder looks back."""
 _MAX_PENDING_TOKENS = 8
-"""A character is at most four tokens; longer pending text is not incomplete but wrong, and is shown."""
+"""Limit of tokens of an incomplete character. A character has at most 4 tokens; longer pending text is invalid and returned."""
 
 
 class IncrementalDetokenizer(ABC):
-    """The text of one sequence, as continuation of its prompt.
+    """Decodes one sequence as continuation of its prompt.
 
-    Called by one stream, in order. The deltas of `add` and the final `flush` joined are the text of prompt and output
-    together, less the prompt's: a first token that begins with a space keeps it when there is a prompt.
+    Not thread-safe. The results of `add` and `flush`, joined, are the text of prompt and output together without the prompt's text:
+    a first token that begins with a space keeps the space if there is a prompt.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def add(self, token_ids: Sequence[int]) -> str:
-        """Append tokens; return the text that is now complete, never part of a character."""
+        """Append tokens; return the text that is complete now, never part of a character."""
 
     @abstractmethod
     def flush(self) -> str:
-        """The sequence has ended: what was incomplete, as U+FFFD. Called at most once, last."""
+        """End the sequence; return an incomplete character as U+FFFD. Called at most once, last."""
 
 
 class NoDetokenizer(IncrementalDetokenizer):
-    """For a sequence whose client wants only token ids."""
+    """Returns no text, for a client that requested only token ids."""
 
     __slots__ = ()
 
@@ -55,7 +55,7 @@ class NoDetokenizer(IncrementalDetokenizer):
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    """Decoding error handler: one U+FFFD a byte, which is how byte fallback shows what is not UTF-8."""
+    """Decoding error handler: one U+FFFD per byte, as byte fallback does for invalid UTF-8."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return REPLACEMENT * (error.end - error.start), error.end
@@ -66,10 +66,10 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class ByteDetokenizer(IncrementalDetokenizer):
-    """Looks up each token's bytes and decodes them as a stream: constant time per token, exact at any cut.
+    """Looks up each token's bytes and decodes them as a stream: constant time per token.
 
-    Equal to decoding all ids at once, with one exception: where a run of byte-fallback tokens is not UTF-8, the library
-    turns the whole run into U+FFFD; here characters that were complete, and perhaps sent already, remain.
+    The result equals that of decoding all ids at once, with one exception: if a run of byte-fallback tokens is not UTF-8, the
+    library replaces the whole run by U+FFFD; here complete characters of the run remain, since they may have been sent.
     """
 
     __slots__ = ("_decoder", "_pieces", "_started", "_strip_left", "_token_bytes")
@@ -83,7 +83,7 @@ class ByteDetokenizer(IncrementalDetokenizer):
         self._decoder = _Utf8Decoder("replace" if rules.byte_level else "pdserve.replace_each_byte")
         self._strip_left = rules.strip_count
         self._started = not (rules.strip_count or rules.first_token_drops)
-        """True if the text's beginning, where leading spaces fall off, is behind us."""
+        """True after the text's beginning, where leading spaces are dropped."""
         self._read_prompt(prompt_token_ids)
 
     def add(self, token_ids: Sequence[int]) -> str:
@@ -117,7 +117,7 @@ class ByteDetokenizer(IncrementalDetokenizer):
         return text
 
     def _read_prompt(self, prompt_token_ids: Sequence[int]) -> None:
-        """Pass the text's beginning, and take over a character that the prompt's last tokens left incomplete."""
+        """Set the state after the prompt: past the text's beginning, with a character that its last tokens left incomplete."""
         for token_id in prompt_token_ids:
             if self._started:
                 break
@@ -129,9 +129,9 @@ class ByteDetokenizer(IncrementalDetokenizer):
 
 
 class WindowDetokenizer(IncrementalDetokenizer):
-    """For any other decoder (WordPiece, none, ...): decodes the last few tokens twice and shows the difference.
+    """For any other decoder (WordPiece, none, ...): decodes the last few tokens with and without the new ones.
 
-    The window is what was shown last, so that the decoder sees the new tokens in their place, and what is new since.
+    The window holds the tokens returned last and the new tokens, so that the decoder has the context of the new tokens.
     """
 
     __slots__ = ("_backend", "_bare", "_hidden", "_num_shown", "_shown", "_window")
@@ -145,7 +145,7 @@ class WindowDetokenizer(IncrementalDetokenizer):
     ) -> None:
         """hidden: ids without text: the special tokens when they are skipped.
 
-        bare: token id -> its text, for those between which the decoder inserts nothing.
+        bare: token id -> its text, for tokens between which the decoder inserts nothing.
         """
         self._bare = bare
         self._backend = backend

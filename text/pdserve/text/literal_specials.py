@@ -1,10 +1,10 @@
-"""`LiteralSpecials`: special tokens that a client writes into a message, kept as the plain text that they are.
+"""`LiteralSpecials`: encodes special tokens in a client's messages as plain text.
 
-A tokenizer recognises `<|im_end|>` wherever it stands, so whoever may write a part of a message may end it and begin another in
-another role. Here each special token in a client's text is replaced by a number before the chat template is rendered, and
-encoded as plain text where the number stands afterwards. So templates may trim, compare and cut messages as they do, and
-their own special tokens stay what they are. A piece of a special token at the end of a text is replaced, too: the next text might
-complete it.
+A tokenizer recognises `<|im_end|>` anywhere in a text, so a client that writes a part of a message could end it and begin another
+in another role. Each special token in a client's text is replaced by a number before the chat template is rendered, and the number
+is encoded as the special token's plain text afterwards. Templates may still trim, compare and cut messages, and special tokens of
+the template remain special. A prefix of a special token at the end of a text is replaced, too, because the next text might complete
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 _NONCE_DIGITS = 30
-"""Enough digits that no client guesses them. Digits pass through filters for JSON, case and white space."""
+"""Digits of the random number; a client cannot guess 30. Filters for JSON, case and white space leave digits unchanged."""
 _PLACE_DIGITS = 6
 
 
@@ -25,20 +25,20 @@ class LiteralSpecials:
     """The special tokens of one tokenizer. Every method may be called from any thread."""
 
     def __init__(self, backend: Backend) -> None:
-        """backend: is not changed."""
+        """backend: is only read."""
         special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special} - {""}
         self._wholes = re.compile(_pattern(special)) if special else None
-        # letters and digits alone complete nothing that is not also an ordinary word, such as a role
+        # a special token of letters and digits alone is also an ordinary word, such as a role
         self._beginnings = {one[:end] for one in special for end in range(1, len(one)) if not one[:end].isalnum()}
         self._plain = Backend.from_str(backend.to_str())
         self._plain.encode_special_tokens = True
 
     def in_one_prompt(self) -> LiteralsOfPrompt:
-        """For one rendering of a chat template."""
+        """The state for one rendering of a chat template."""
         return LiteralsOfPrompt(self)
 
     def hide(self, text: str, mark: Callable[[str], str]) -> str:
-        """The text with `mark(special)` in place of each special token, and of a beginning of one at its end."""
+        """The text with each special token replaced by `mark(token)`, also a prefix of one at the text's end."""
         if self._wholes is None:
             return text
         text = self._wholes.sub(lambda match: mark(match[0]), text)
@@ -49,12 +49,12 @@ class LiteralSpecials:
         return text
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text in which nothing is a special token."""
+        """Token ids of a text, without recognising special tokens."""
         return self._plain.encode(text, add_special_tokens=False).ids
 
 
 class LiteralsOfPrompt:
-    """The special tokens in the client's texts of one prompt."""
+    """Special tokens in the client's texts of one prompt, and the numbers in their places."""
 
     def __init__(self, literals: LiteralSpecials) -> None:
         self._literals = literals
@@ -63,7 +63,7 @@ class LiteralsOfPrompt:
         self._marks = re.compile(f"{self._nonce}([0-9]{{{_PLACE_DIGITS}}})")
 
     def hide(self, text: str) -> str:
-        """The client's text with a number in place of each special token."""
+        """The client's text with each special token replaced by a number."""
         return self._literals.hide(text, self._mark)
 
     def _mark(self, found: str) -> str:
@@ -76,7 +76,7 @@ class LiteralsOfPrompt:
         return "".join(text for text, _ in self._parts(rendered))
 
     def encode(self, rendered: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Token ids of the rendered text. encode: recognises special tokens, for what the template wrote."""
+        """Token ids of the rendered text. encode: encodes the template's text, with special tokens."""
         ids: list[int] = []
         for text, is_literal in self._parts(rendered):
             if text:
@@ -84,13 +84,13 @@ class LiteralsOfPrompt:
         return ids
 
     def _parts(self, rendered: str) -> Iterator[tuple[str, bool]]:
-        """Pieces of the text in their order, and whether each is a client's special token."""
+        """Pieces of the text in order, each with True for a client's special token."""
         for place, piece in enumerate(self._marks.split(rendered)):
             yield (self._hidden[int(piece)], True) if place % 2 else (piece, False)
 
 
 def _pattern(texts: set[str]) -> str:
-    """A regular expression for any of the texts, the longest first, that looks at each character of a text once."""
+    """A regular expression for any of the texts, the longest first, that reads each character of a text once."""
     by_first: dict[str, set[str]] = {}
     for text in texts - {""}:
         by_first.setdefault(text[0], set()).add(text[1:])

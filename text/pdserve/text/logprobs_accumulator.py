@@ -20,7 +20,8 @@ class LogprobsAccumulator:
         self._offsets: list[int] = []
 
     def add(self, output: CompletionOutput, logprobs: LogprobsLists | None, offsets: list[int]) -> None:
-        """Keep those of an output's tokens, and put them into it. logprobs: None for an output without tokens."""
+        """Store the log-probabilities of an output's tokens, and set them in the output. logprobs: None for an output without
+        tokens."""
         output.text_offsets = offsets[: len(output.token_ids)]
         output.logprobs = [] if logprobs is None else self.decoded(logprobs)
         for token_id, candidates in zip(output.token_ids, output.logprobs, strict=True):
@@ -30,17 +31,17 @@ class LogprobsAccumulator:
         self._offsets += output.text_offsets
 
     def fill(self, output: CompletionOutput) -> None:
-        """Everything so far."""
+        """Set all log-probabilities so far in `output`."""
         output.logprobs, output.text_offsets = list(self._logprobs), list(self._offsets)
         output.cumulative_logprob = self._cumulative
 
     def decoded(self, logprobs: LogprobsLists) -> list[dict[int, Logprob]]:
-        """For each token its candidates with their texts: the sampled one, then the most likely, best first."""
+        """Per token, its candidates with their texts: the sampled token, then the most likely tokens, best first."""
         columns = zip(logprobs.logprob_token_ids, logprobs.logprobs, logprobs.sampled_token_ranks, strict=True)
         return [
             {
                 token_id: self._candidate(token_id, value, rank)
-                # a sampled token that is among the most likely keeps its first place, with its rank there
+                # a sampled token among the most likely ones stays first, with its rank
                 for token_id, value, rank in zip(token_ids, values, (sampled_rank, *range(1, len(values))), strict=True)
             }
             for token_ids, values, sampled_rank in columns

@@ -1,8 +1,8 @@
-"""`LongText`: a long text tokenized part by part, so that memory follows the part and not the text.
+"""`LongText`: tokenizes a long text in parts, so that memory is proportional to a part and not to the text.
 
-The library takes 150 to 350 bytes of memory per byte of a text for a moment: offsets, spellings, alignments. Byte-level BPE
-(GPT-2, Llama 3, Qwen) first splits a text into words by a regular expression that looks ahead by one character and never
-back. Where a word begins, the rest of the text is therefore tokenized as it would be alone.
+The library temporarily takes 150 to 350 bytes of memory per byte of a text: offsets, spellings, alignments. Byte-level BPE (GPT-2,
+Llama 3, Qwen) first splits a text into words by a regular expression that looks ahead by one character and never back. From the
+beginning of any word on, a text is therefore tokenized as if that word were its beginning.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tokenizers import models, pre_tokenizers
 from pdserve.common.errors import InvalidRequest
 
 PART_BYTES = 1 << 16
-"""Characters of a text that is tokenized at once; a longer one is tokenized in parts."""
+"""Largest text that is tokenized at once; a longer text is tokenized in parts."""
 MAX_WORD_BYTES = 1 << 17
-"""Characters of a run of text that the tokenizer does not split, at most: its tokens depend on each other."""
+"""Largest run of text that the tokenizer does not split; its tokens depend on each other."""
 _LOOK_AHEAD_BYTES = 64
-"""More than any known expression looks ahead, with the characters of one word's beginning."""
+"""More than any known regular expression looks ahead, plus the beginning of one word."""
 _LOOKS_BACK = ("(?<", r"\b", r"\B", r"\A", r"\G", r"\K")
 _SAMPLE = "It's  12345 words,\n\n über-naïve 你好。世界 <b>'re</b>\t x_y  \r\n 🙂🙂  end \u0301a"
 
@@ -47,9 +47,9 @@ class LongText:
 
     @classmethod
     def of(cls, backend: Backend, pre_tokenizer: Any, normalizer: Any) -> LongText | None:
-        """None for a tokenizer whose words depend on the text before them, or for which that is not known.
+        """None for a tokenizer whose words may depend on the text before them.
 
-        pre_tokenizer, normalizer: those objects of tokenizer.json.
+        pre_tokenizer, normalizer: objects of tokenizer.json.
         """
         model = backend.model
         if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
@@ -71,14 +71,14 @@ class LongText:
     def encode(self, text: str, field: str, count: Callable[[int], None]) -> list[int]:
         """The text's token ids. Holds no GIL while the library works.
 
-        field: what the client calls the text. count: is called with the number of tokens after each part that is not the
-        last, and may raise. Raises: InvalidRequest for a run without a place to split it, of more than half of `MAX_WORD_BYTES`
-        and at most as many.
+        field: the client's name of the text. count: called with the number of tokens so far after each part but the last; may
+        raise. Raises: InvalidRequest for a run that cannot be split and is longer than a limit between half of `MAX_WORD_BYTES` and
+        `MAX_WORD_BYTES`.
         """
         return self._encode(self._normalized(text), field, count, PART_BYTES)
 
     def _normalized(self, text: str) -> str:
-        """As the library does it; of a text that is normalized, a part is, too."""
+        """Normalize as the library does. A part of a normalized text is normalized, too."""
         if not self._normalizes or unicodedata.is_normalized("NFC", text):
             return text
         between = self._kept.split(text) if self._kept is not None else [text]
@@ -95,7 +95,7 @@ class LongText:
                 return token_ids + ids
             data = part.encode()
             if sum(map(self._num_bytes.__getitem__, ids)) != len(data):
-                # a normalizer of another Unicode version
+                # the library's normalizer may have another Unicode version
                 return self._part(text)[0]
             num_ids, num_bytes = self._cut(ids, words, len(data))
             if num_bytes:
@@ -113,14 +113,14 @@ class LongText:
                 num_chars *= 2
 
     def _part(self, part: str) -> tuple[list[int], list[int | None]]:
-        """Token ids, and the number of each one's word."""
+        """Token ids, and per token the number of its word."""
         encoding = self._backend.encode(part, add_special_tokens=False)
         return encoding.ids, encoding.word_ids
 
     def _cut(self, ids: list[int], words: list[int | None], num_bytes: int) -> tuple[int, int]:
-        """How many tokens of a part are those of the whole text, whatever follows, and of how many bytes; 0 where none are.
+        """(tokens at the beginning of a part that are final whatever text follows, their bytes); 0 if there are none.
 
-        num_bytes: of the part.
+        num_bytes: length of the part.
         """
         dropped = 0
         for place in range(len(ids) - 1, 0, -1):
@@ -130,7 +130,7 @@ class LongText:
         return 0, 0
 
     def _matches(self, text: str) -> bool:
-        """True if parts of few characters give the tokens of the whole: most parts begin within a word."""
+        """True if short parts of a text give the same tokens as the whole; most parts begin within a word."""
         whole = self._part(text)[0]
         text = self._normalized(text)
         least = self._margin_bytes
@@ -141,7 +141,7 @@ class LongText:
 
 
 def _splits_ahead(pre_tokenizer: Any) -> bool:
-    """True if words begin where a search of a regular expression would begin, and no byte is lost."""
+    """True if words are found by a regular expression that only looks ahead, and no byte is lost."""
     if not isinstance(pre_tokenizer, dict):
         return False
     steps = pre_tokenizer.get("pretokenizers", []) if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
@@ -149,7 +149,7 @@ def _splits_ahead(pre_tokenizer: Any) -> bool:
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") is not False:
         return False
     if last.get("use_regex", True):
-        # GPT-2's own, alone, or after a step that separates digits
+        # GPT-2's regular expression, alone or after a step that separates digits
         return all(step.get("type") == "Digits" and step.get("individual_digits") for step in before)
     return len(before) == 1 and _isolates_ahead(before[0])
 
@@ -161,5 +161,5 @@ def _isolates_ahead(step: Any) -> bool:
         return False
     if not isinstance(expression, str) or any(part in expression for part in _LOOKS_BACK):
         return False
-    # an anchor, and no complement of a class
+    # `^` as an anchor, not as the complement of a class
     return "^" not in expression.replace("[^", "")

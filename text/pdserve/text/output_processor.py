@@ -1,4 +1,4 @@
-"""`OutputProcessor`: from engine outputs, named by position, to one client's stream of text."""
+"""`OutputProcessor`: turns engine outputs, named by position, into one client's stream of text."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from pdserve.text.tokenizer import Tokenizer
 
 
 class PositionConflict(InternalError):
-    """An engine's output contradicts the client's: another token at a position that was sent, an end before the last token
-    that was sent, or an unknown sequence. The attempt has failed; the next resumes after the client's last token."""
+    """An engine's output contradicts the output that the client already has: another token at a sent position, an end before the
+    last sent token, or an unknown sequence. The attempt has failed; the next one resumes after the client's last token."""
 
     code = "position_conflict"
     retryable = True
 
 
 class PositionGap(InternalError):
-    """An output begins after the next position: a token is missing. The attempt has failed; the next resumes."""
+    """An output begins after the next position, so a token is missing. The attempt has failed; the next one resumes."""
 
     code = "position_gap"
     retryable = True
 
 
 class RequestState:
-    """One sequence: its ledger of tokens, its text, and whether it has ended."""
+    """State of one sequence: its output tokens, its text, its finish reason."""
 
     __slots__ = (
         "_detokenizer",
@@ -58,13 +58,13 @@ class RequestState:
         stop_ids_without_text: frozenset[int],
         ledger: LogprobsAccumulator | None = None,
     ) -> None:
-        """stop_ids_without_text: tokens without text if they end the sequence; they still count as tokens.
+        """stop_ids_without_text: tokens that add no text if they end the sequence; they still count as tokens.
 
-        ledger: collects log-probabilities, if they were asked for.
+        ledger: collects log-probabilities, if they were requested.
         """
         self.index = index
         self.output_token_ids: list[int] = []
-        """Tokens that the client was sent: authoritative for a resumed attempt."""
+        """Tokens sent to the client; a resumed attempt continues after them."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._detokenizer = detokenizer
@@ -74,7 +74,7 @@ class RequestState:
         self._texts: list[str] = []
         self._ledger = ledger
         self._num_chars = 0
-        """Counted only for `_offsets`."""
+        """Characters of the text so far; counted only for `_offsets`."""
         self._offsets: list[int] = []
         """Character offsets of the tokens of the current output."""
 
@@ -136,7 +136,7 @@ class RequestState:
     def _unseen(
         self, first_position: int, token_ids: Sequence[int], finish_reason: FinishReason | None
     ) -> Sequence[int]:
-        """Drop the tokens the ledger has. Raises: PositionGap, PositionConflict."""
+        """The tokens after those in `output_token_ids`. Raises: PositionGap, PositionConflict."""
         ledger = self.output_token_ids
         num_seen = len(ledger) - first_position
         if num_seen == 0 or not token_ids:
@@ -158,9 +158,9 @@ class RequestState:
         return token_ids[num_seen:]
 
     def _until_stop(self, matcher: StopStringMatcher, token_ids: Sequence[int], last: bool) -> tuple[str, int]:
-        """(text released, tokens up to and with the one that completed a stop string).
+        """(released text, tokens up to and including the one that completed a stop string).
 
-        One token at a time, because the output ends with that token.
+        Feeds one token at a time, because the output ends with that token.
         """
         released = []
         num_before = len(self.output_token_ids)
@@ -201,7 +201,7 @@ class RequestState:
 
     @property
     def whole(self) -> CompletionOutput:
-        """Everything so far."""
+        """The sequence's whole output so far."""
         output = CompletionOutput(
             index=self.index,
             text=self.text,
@@ -227,10 +227,10 @@ def _detokenizer(
 
 
 class OutputProcessor:
-    """The stream of one client: n sequences, each by output position. Not shared between tasks.
+    """The output stream of one request: n sequences, each by output position. One task uses it.
 
-    The client gets every position once, whatever the number of attempts: known positions are dropped, so that two
-    calls may report the same token and a resumed attempt may repeat tokens.
+    The client gets every position once, whatever the number of attempts: known positions are dropped, so two calls may report the
+    same token and a resumed attempt may repeat tokens.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class OutputProcessor:
         num_sequences: int = 1,
         eos_token_ids: Sequence[int] | None = None,
     ) -> None:
-        """eos_token_ids: those given to the engines, if they differ from the tokenizer's."""
+        """eos_token_ids: the engines' EOS ids, if they differ from the tokenizer's."""
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
@@ -281,28 +281,31 @@ class OutputProcessor:
         stop_reason: int | str | None,
         logprobs: LogprobsLists | None = None,
     ) -> CompletionOutput | None:
-        """Take one engine output of sequence `index`; return what is new for the client, None if nothing is.
+        """Process one engine output of sequence `index`; return the new output for the client, None if there is none.
 
-        Text lags behind its tokens while it may be half a character or the beginning of a stop string; with a finish
-        reason, given or found here, all of it is released. A stop string ends the sequence (STOP, the string) and wins
-        over the engine's own reason; tokens after the one that completed it are dropped. It counts only if completed
-        after the first `min_tokens` tokens. Once finished, outputs are ignored.
-        logprobs: of the given tokens, where the sampling parameters ask for them.
-        Raises: PositionGap, PositionConflict, InternalError without the log-probabilities asked for; nothing of that
-        output was taken then.
+        Text is held back while it may be an incomplete character or the beginning of a stop string; with a finish reason, given or
+        found here, all text is released. A stop string ends the sequence (STOP, the string) and takes precedence over the engine's
+        finish reason; tokens after the one that completed it are dropped. A stop string counts only if it is completed after the
+        first `min_tokens` tokens. Outputs of a finished sequence are ignored.
+        logprobs: of the given tokens, if the sampling parameters request them.
+        Raises: PositionGap, PositionConflict; InternalError if requested log-probabilities are missing. The state is unchanged
+        then.
         """
         if not 0 <= index < len(self._states):
             raise PositionConflict(f"there is no sequence {index} among {len(self._states)}")
         return self._states[index].process(first_position, token_ids, finish_reason, stop_reason, logprobs)
 
     def add_prompt_logprobs(self, first_position: int, logprobs: LogprobsLists) -> None:
-        """Add those of prompt tokens from this position on; known or unrequested ones are dropped. Raises: InternalError."""
+        """Add log-probabilities of prompt tokens from this position on; known or unrequested ones are dropped.
+
+        Raises: InternalError if a position before them is missing.
+        """
         if self._prompt_logprobs is not None:
             self._prompt_logprobs.add(first_position, logprobs)
 
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """None where they were not asked for. Raises: InternalError when the engine has not sent them all."""
+        """None if they were not requested. Raises: InternalError if the engine has not sent all of them."""
         return None if self._prompt_logprobs is None else self._prompt_logprobs.whole
 
     @property
@@ -311,7 +314,7 @@ class OutputProcessor:
 
     @property
     def finished(self) -> bool:
-        """True if every sequence has ended, so that the caller may cancel both calls."""
+        """True if every sequence has ended; the caller may then cancel both calls."""
         return all(state.finished for state in self._states)
 
     @property
@@ -320,15 +323,15 @@ class OutputProcessor:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all sequences, as usage counts them."""
+        """Output tokens of all sequences, as counted in usage."""
         return sum(state.next_position for state in self._states)
 
     def output_token_ids(self, index: int) -> list[int]:
-        """The ledger of one sequence; the caller must not change it."""
+        """The output tokens of one sequence; the caller must not change the list."""
         return self._states[index].output_token_ids
 
     def request_output(self, deltas: Sequence[CompletionOutput] | None = None) -> RequestOutput:
-        """These deltas with their request around them; without any given, everything so far."""
+        """A `RequestOutput` with these deltas; without deltas, with the whole output so far."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,

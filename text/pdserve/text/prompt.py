@@ -12,7 +12,7 @@ from pdserve.common.request.sampling_params import verify_token_ids
 from pdserve.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
-"""Default of a completion; a chat's is the rest of the model's length."""
+"""Default of a completion; the default of a chat is the rest of the model's length."""
 MAX_CACHE_SALT_CHARS = 256
 
 
@@ -26,9 +26,9 @@ class ChatInput(msgspec.Struct, frozen=True):
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True
     template_variables: Mapping[str, Any] = {}
-    """The client's own for the chat template, such as `enable_thinking`."""
+    """The client's variables for the chat template, such as `enable_thinking`."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Functions that the model may call, as OpenAI's `tools`."""
+    """Functions that the model may call, in the form of OpenAI's `tools`."""
 
 
 class TokenInput(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class EncodedPrompt(NamedTuple):
     """The input of a model."""
 
     text: str | None
-    """The tokenized text, of a chat the template's output; None for token ids."""
+    """The tokenized text: a text prompt, or the output of the chat template; None for token ids."""
     token_ids: list[int]
 
 
@@ -56,7 +56,7 @@ class LengthRule(msgspec.Struct, frozen=True):
     """False for an embedding, which ends with its prompt."""
 
     def verify(self, num_tokens: int, field: str, *, at_least: bool = False) -> None:
-        """field: the client's name of the prompt. at_least: it may have more. Raises: PromptTooLong."""
+        """field: the client's name of the prompt. at_least: `num_tokens` is a lower bound. Raises: PromptTooLong."""
         num_tokens += self.num_before
         if num_tokens + self.has_output <= self.max_model_len:
             return
@@ -71,11 +71,11 @@ class LengthRule(msgspec.Struct, frozen=True):
 def encode_prompt(
     tokenizer: Tokenizer, prompt: Prompt, field: str, length_rule: LengthRule | None = None
 ) -> EncodedPrompt:
-    """At least one token; ids given as such are not checked. Safe from any thread.
+    """Tokenize a prompt; the result has at least one token. Given ids are not checked. Safe from any thread.
 
-    field: the client's name of the prompt. length_rule: where it is given, a text that cannot fit is refused before it
-    is tokenized, or as soon as too many tokens are known, since the rest could take many seconds and much memory; the
-    caller holds all tokens to it. Raises: InvalidRequest.
+    field: the client's name of the prompt. length_rule: refuses a text that is too long before it is tokenized, or as soon as too
+    many tokens are known, since the rest could take many seconds and gigabytes; the caller checks the final number of tokens.
+    Raises: InvalidRequest.
     """
 
     def verify(text: str) -> None:
@@ -100,7 +100,7 @@ def encode_prompt(
                 count=count,
             )
         case TextInput():
-            # of an empty text not even a beginning of sequence is computed
+            # an empty text is refused even if the tokenizer would add a BOS token
             text, token_ids = prompt.text, []
             if text:
                 verify(text)
@@ -135,7 +135,8 @@ def verify_prompt_tokens(
 def resolve_max_tokens(
     prompt: Prompt, num_tokens: int, max_model_len: int, max_tokens: int | None, *, field: str, max_tokens_field: str
 ) -> int:
-    """Largest number of output tokens after a prompt of `num_tokens` tokens. max_tokens: None takes the default of its kind.
+    """Largest number of output tokens after a prompt of `num_tokens` tokens. max_tokens: None for the default of chat or
+    completion.
 
     field, max_tokens_field: the client's names of the two. Raises: PromptTooLong, InvalidRequest.
     """
@@ -153,7 +154,7 @@ def resolve_max_tokens(
 
 
 def verify_cache_salt(cache_salt: str | None) -> None:
-    """Raises: InvalidRequest when it is too long."""
+    """Raises: InvalidRequest if it is too long."""
     if cache_salt is not None and len(cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidRequest(
             f"cache_salt has {len(cache_salt)} characters, at most {MAX_CACHE_SALT_CHARS} are allowed", "cache_salt"

@@ -11,13 +11,13 @@ class Logprob(msgspec.Struct, kw_only=True):
     """One candidate for one output position."""
 
     logprob: float
-    """Log-softmax of the model's logits, before anything changes them."""
+    """Log-softmax of the model's logits, before penalties, biases, temperature and masks."""
     rank: int
     """1 is the most likely."""
     decoded_token: str
     """The token's own text; U+FFFD for a part of a character."""
     decoded_bytes: bytes
-    """The same in UTF-8, a part of a character unchanged."""
+    """The token's text in UTF-8, with the bytes of an incomplete character."""
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -27,13 +27,13 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum over the sequence's sampled tokens up to these; None if log-probabilities were not asked for."""
+    """Sum over the sequence's sampled tokens up to these; None if log-probabilities were not requested."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each of `token_ids` token id -> candidate: the sampled one, then the most likely, best first."""
+    """Per entry of `token_ids`, token id -> candidate: the sampled token, then the most likely tokens, best first."""
     text_offsets: list[int] | None = None
     """With `logprobs`: number of characters of the sequence's text before each of `token_ids`."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """In a router's first output of the sequence: one entry per prompt token, None for the first; None if not asked for."""
+    """One entry per prompt token, None for the first; set in a router's first output of the sequence, if requested."""
     prompt_token_ids: list[int] | None = None
     """The prompt's token ids, if `prompt_logprobs` is set."""
     finish_reason: str | None = None
@@ -52,5 +52,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     finished: bool
     num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """One entry per prompt token, None for the first; None if they were not asked for, or have not arrived."""
+    """One entry per prompt token, None for the first; None if they were not requested, or have not arrived."""
     metrics: RequestMetrics | None = None

@@ -1,4 +1,4 @@
-"""Stop strings found in text that arrives in pieces, however it is cut."""
+"""Finds stop strings in text that arrives in pieces; the result does not depend on the pieces."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class StopAutomaton:
         self._edges: list[dict[str, int]] = [{}]
         self._fail: list[int] = [0]
         self.held_length: list[int] = [0]
-        """Per state: the longest suffix, in characters, that more text could complete to a stop string."""
+        """Per state: length in characters of the longest suffix that more text could complete to a stop string."""
         self.ending: list[str | None] = [None]
-        """Per state: the stop string that ends here; of several, the first in the given order."""
+        """Per state: the stop string that ends in it; of several, the first in the given order."""
         self._rank: dict[str | None, int] = {None: len(stops)}
         for rank, stop in enumerate(stops):
             if stop:
@@ -29,7 +29,7 @@ class StopAutomaton:
                 self._insert(stop)
         self._link()
         self.first_chars = frozenset(self._edges[0])
-        """Without one of these in it, text cannot leave the start state."""
+        """Characters that leave the start state."""
 
     def step(self, state: int, char: str) -> int:
         """The state after one more character; amortised constant time."""
@@ -55,16 +55,16 @@ class StopAutomaton:
         self.ending[state] = stop
 
     def _link(self) -> None:
-        """Breadth first, so that a shallower state's links are final before a deeper one reads them."""
+        """Set the failure links, breadth first: a link depends on links of shallower states."""
         queue = deque(self._edges[0].values())
         while queue:
             state = queue.popleft()
             if not self._edges[state]:
-                # Complete: nothing can be added to it, only to a suffix of it. (Read where a match did not count.)
+                # A complete stop string cannot be extended, only a suffix of it. (Used if a match did not count.)
                 self.held_length[state] = self.held_length[self._fail[state]]
             for char, following in self._edges[state].items():
                 self._fail[following] = self.step(self._fail[state], char)
-                # A stop string that is a whole suffix of a longer match ends here too.
+                # A stop string that is a suffix of this state ends here, too.
                 shorter = self.ending[self._fail[following]]
                 if self._rank[shorter] < self._rank[self.ending[following]]:
                     self.ending[following] = shorter
@@ -74,8 +74,8 @@ class StopAutomaton:
 class StopStringMatcher:
     """Releases text as soon as it cannot be part of a stop string.
 
-    The match is the one that is complete first as characters arrive; of several that are complete at the same
-    character, the first in the request's list. The result depends on the text alone, not on how it was cut.
+    The match is the stop string that is completed first; of several that are completed by the same character, the first in the
+    request's list.
     """
 
     __slots__ = ("_automaton", "_held", "_include", "_state", "matched")
@@ -86,13 +86,13 @@ class StopStringMatcher:
         self._state = 0
         self._held = ""
         self.matched: str | None = None
-        """The stop string that was found; from then on nothing more is released."""
+        """The stop string that was found; no text is released after it."""
 
     def feed(self, text: str, *, suppressed: bool = False) -> str:
-        """Add text, and return what can be released now; it may be older than the text given.
+        """Add text; return the text that can be released now, which may be earlier text.
 
-        suppressed: a match that would be complete within this text does not count (`min_tokens`); one that begins
-        here and is complete later does.
+        suppressed: a match that is completed within this text does not count (`min_tokens`); a match that begins here and is
+        completed later does.
         """
         if self.matched is not None:
             return ""
@@ -114,6 +114,6 @@ class StopStringMatcher:
         return pending[:release]
 
     def flush(self) -> str:
-        """The text has ended: return what was held back. Empty after a match."""
+        """End the text; return the text that was held back. Empty after a match."""
         held, self._held, self._state = self._held, "", 0
         return held

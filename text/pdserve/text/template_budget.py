@@ -1,10 +1,10 @@
-"""`BudgetedEnvironment`: Jinja's sandbox with limits on what one rendering may make and how long it may take.
+"""`BudgetedEnvironment`: Jinja's sandbox with limits on the size of values and the time of one rendering.
 
-The sandbox keeps a template away from Python's internals, and lets it write `'a' * 10**9`. Here each rendering has a
-budget: characters of all values that it makes, and processor time of its thread. Operations whose result can be much
-larger than their operands are measured before they run: `*`, `+`, `**`, `%`, `~`, filters, methods of strings. Loops,
-macros and outputs count as they run. Operations that are not measured (comparisons, subscripts, tests) take at most as long as
-their operands are large, and the next one that is measured notices the time.
+The sandbox prevents access to Python's internals, but allows `'a' * 10**9`. Here each rendering has a
+budget: characters of all values that it makes, and processor time of its thread. Operations whose result can be much larger than
+their operands are measured before they run: `*`, `+`, `**`, `%`, `~`, filters, methods of strings. Loops, macros and outputs are
+counted as they run. Operations that are not measured (comparisons, subscripts, tests) take time proportional to their operands at
+most, and the next measured operation checks the time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Budget:
         """Raises: TemplateTooCostly."""
         self._chars_left -= num_chars
         self._num_spent += 1
-        # the clock costs more than most of what it would measure
+        # reading the clock costs more than most operations
         if num_chars < _LARGE_CHARS and self._chars_left >= 0 and self._num_spent % _LOOK_EVERY:
             return
         if num_chars > MAX_VALUE_CHARS:
@@ -70,7 +70,7 @@ class _Budget:
             raise TemplateTooCostly(f"more than {MAX_CPU_S:g} s of processor time")
 
     def size(self, value: Any) -> int:
-        """About how many characters a value has as text. Raises: TemplateTooCostly for one beyond measure."""
+        """Approximate number of characters of a value as text. Raises: TemplateTooCostly if it exceeds the limit."""
         if isinstance(value, _STRINGS):
             return len(value)
         total, waiting, num_seen = 0, [value], 0
@@ -99,7 +99,7 @@ _rendering = threading.local()
 
 
 def _budget() -> _Budget:
-    """Budget of the current rendering. There is none while a template is compiled, so constants are not computed then."""
+    """Budget of the current rendering. There is none during compilation, so that the compiler does not compute constants."""
     budget: _Budget | None = getattr(_rendering, "budget", None)
     if budget is None:
         raise TemplateTooCostly("nothing may be computed while a template is compiled")
@@ -108,7 +108,7 @@ def _budget() -> _Budget:
 
 @contextmanager
 def rendering() -> Iterator[None]:
-    """One rendering in this thread, with a budget of its own."""
+    """Give one rendering in this thread a budget of its own."""
     _rendering.budget = _Budget()
     try:
         yield
@@ -117,13 +117,13 @@ def rendering() -> Iterator[None]:
 
 
 class BudgetedEnvironment(ImmutableSandboxedEnvironment):
-    """Templates of it render only within `rendering()`."""
+    """An environment whose templates render only within `rendering()`."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_written, optimized=False, **options)
-        # makes as much text as it is asked for, in one call
+        # one call can make text of any length
         del self.globals["lipsum"]
 
     def measure_filters(self) -> None:
@@ -131,13 +131,13 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         self.filters = {name: _measured(name, function) for name, function in self.filters.items()}
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """As the sandbox does, measured before."""
+        """As the sandbox does, after measuring the operands."""
         plain = operator == "+" and type(left) is str and type(right) is str
         _budget().spend(len(left) + len(right) if plain else _result_size(operator, left, right))
         return self.binop_table[operator](left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """As the sandbox does; methods of strings and numbers are measured before."""
+        """As the sandbox does, after measuring a method of a string or number."""
         owner = getattr(__obj, "__self__", None)
         if owner is __self:
             return __obj(*args)
@@ -149,7 +149,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return _counted(budget, super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """As in the sandbox, for formats whose text bounds the length of the result."""
+        """As in the sandbox, only for formats whose text bounds the length of the result."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -173,7 +173,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(map(str, parts))
 
     def passed(self, num_chars: int) -> str:
-        """The body of a loop or macro begins, with so many characters of its own."""
+        """Count the start of the body of a loop or macro, which has `num_chars` characters."""
         _budget().spend(num_chars)
         return ""
 
@@ -182,7 +182,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Metered(NodeTransformer):
-    """Puts the calls in that measure what the sandbox has no hook for."""
+    """Code generator that adds calls to measure operations for which the sandbox has no hook."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -231,13 +231,13 @@ def _counted(budget: _Budget, value: Any) -> Any:
 
 
 _WRITERS = frozenset(("tojson", "string", "join", "pprint", "xmlattr", "urlencode", "format", "escape", "e", "sum"))
-"""Filters whose result is text, or a sum, of all that a value holds."""
+"""Filters whose result is text, or a sum, of all parts of a value."""
 _ANY_NUMBER = frozenset(("default", "d", "int", "float", "truncate"))
-"""Filters that a large number makes no larger."""
+"""Filters whose result does not grow with a number among their arguments."""
 
 
 def _measured(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, with its operands measured before."""
+    """The filter, preceded by a measurement of its operands."""
     num_contexts = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
@@ -253,7 +253,7 @@ def _measured(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _filter_size(budget: _Budget, name: str, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Characters of what a filter gives, at most, or nearly. Raises: TemplateTooCostly for a width beyond measure."""
+    """Approximate upper bound of the characters of a filter's result. Raises: TemplateTooCostly for a width above the limit."""
     value, options = operands[0], [*operands[1:], *kwargs.values()]
     widths = [option for option in options if isinstance(option, int)]
     if name not in _ANY_NUMBER and widths and max(widths) > _MAX_WIDTH:
@@ -294,7 +294,7 @@ def _depth(value: Any) -> int:
 
 
 def _result_size(operator: str, left: Any, right: Any) -> int:
-    """Characters of what the operation gives, at most. Raises: TemplateTooCostly for a number beyond measure."""
+    """Upper bound of the characters of an operation's result. Raises: TemplateTooCostly for a number above the limit."""
     budget = _budget()
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
@@ -333,7 +333,7 @@ def _replaced_size(text: Any, old: Any, new: Any) -> int:
 
 
 def _method_size(budget: _Budget, name: str, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Characters of what a method of a string or number gives, at most. Raises: TemplateTooCostly."""
+    """Upper bound of the characters of the result of a method of a string or number. Raises: TemplateTooCostly."""
     values = [*args, *kwargs.values()]
     widths = [value for value in values if isinstance(value, int)]
     if widths and max(widths) > MAX_VALUE_CHARS:

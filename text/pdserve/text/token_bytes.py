@@ -14,7 +14,7 @@ _DIRECT_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: such a byte is its own character, the others follow from U+0100 on, in order."""
+    """Character -> byte of GPT-2's alphabet: printable bytes are their own characters, the others are U+0100 and up, in order."""
     rest = [byte for byte in range(256) if byte not in set(_DIRECT_BYTES)]
     return {chr(byte): byte for byte in _DIRECT_BYTES} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
 
@@ -24,10 +24,10 @@ _BYTE_OF_CHAR = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class DecoderRules:
-    """A decoder of tokenizer.json, reduced to what matters token by token."""
+    """A decoder of tokenizer.json as rules per token."""
 
     byte_level: bool = False
-    """Tokens are spelled in the byte alphabet; everything below is then unused."""
+    """Tokens are spelled in the byte alphabet; the fields below are then unused."""
     replacements: tuple[tuple[str, str], ...] = ()
     byte_fallback: bool = False
     """`<0x41>` represents a byte."""
@@ -35,14 +35,14 @@ class DecoderRules:
     strip_count: int = 0
     """Number of `strip_char` removed from the front of the whole text."""
     first_token_drops: str = ""
-    """This character is dropped from the first token (Metaspace), where elsewhere it is a space."""
+    """Character that is dropped from the first token and a space in other tokens (Metaspace)."""
 
     @classmethod
     def of(cls, decoder: Any) -> DecoderRules | None:
-        """Rules of the `decoder` object of a tokenizer.json; None for one that does not work token by token.
+        """Rules of the `decoder` object of a tokenizer.json; None for a decoder that does not work token by token.
 
-        Known are: ByteLevel (GPT-2, Llama 3, Qwen); Replace, ByteFallback, Fuse, Strip in this order (Llama 2,
-        Mistral, Gemma); Metaspace (Unigram models).
+        Supported: ByteLevel (GPT-2, Llama 3, Qwen); Replace, ByteFallback, Fuse, Strip in this order (Llama 2, Mistral, Gemma);
+        Metaspace (Unigram models).
         """
         if not isinstance(decoder, dict):
             return None
@@ -73,12 +73,12 @@ class DecoderRules:
         )
 
     def spell(self, token: str) -> bytes:
-        """The bytes of one token that is not the first of its text."""
+        """The bytes of a token that is not the first of its text."""
         if self.byte_level:
             try:
                 return bytes([_BYTE_OF_CHAR[char] for char in token])
             except KeyError:
-                # an added token is plain text; the library distinguishes it from a spelled one in the same way
+                # an added token is plain text; the library makes the same distinction
                 return token.encode()
         for pattern, content in self.replacements:
             token = token.replace(pattern, content)
@@ -88,7 +88,7 @@ class DecoderRules:
 
 
 class PieceTable(dict[int, bytes]):
-    """Token id -> bytes, spelled on first use; ids that are hidden or unknown are empty."""
+    """Token id -> bytes, computed on first use; empty for hidden or unknown ids."""
 
     def __init__(self, token_of: Callable[[int], str | None], rules: DecoderRules, hidden: frozenset[int]) -> None:
         super().__init__(dict.fromkeys(hidden, b""))
@@ -101,14 +101,14 @@ class PieceTable(dict[int, bytes]):
         except OverflowError:
             token = None
         if token is None:
-            # Not kept: a worker's nonsense must not fill the table.
+            # not stored: invalid ids from a worker must not fill the table
             return b""
         piece = self[token_id] = self._rules.spell(token)
         return piece
 
 
 class TokenBytes:
-    """The pieces of one tokenizer, with and without special tokens. Shared by all streams and threads."""
+    """Bytes of one tokenizer's tokens, with and without special tokens. Shared by all streams and threads."""
 
     def __init__(self, backend: Backend, rules: DecoderRules, special_token_ids: frozenset[int]) -> None:
         self.rules = rules

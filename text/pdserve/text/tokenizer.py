@@ -22,11 +22,11 @@ from pdserve.text.tokenizer_folder import TokenizerFolder
 
 _SAMPLE_SIZE = 256
 MAX_TOKENIZER_BYTES = 512 << 20
-"""tokenizer.json of the largest vocabularies has some 40 MB."""
+"""Limit of tokenizer.json; the largest vocabularies have about 40 MB."""
 
 
 class TokenizerJson(msgspec.Struct):
-    """The parts of tokenizer.json that the library does not hand out."""
+    """Parts of tokenizer.json that the library does not expose."""
 
     decoder: Any = None
     normalizer: Any = None
@@ -47,14 +47,14 @@ class Tokenizer:
         self._added_tokens = {token_id: token.content for token_id, token in added.items()}
         self.special_token_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
-        """Every id of this tokenizer is below it."""
+        """Every token id is below it."""
         self.bos_token_id: int | None = self._named_id(folder, "bos_token")
         declared = folder.declared_ids("eos_token_id")
         self.eos_token_ids: tuple[int, ...] = self._own_eos(folder) if declared is None else declared
         self.generation_defaults: dict[str, float | int] = folder.generation_defaults()
-        """Values of temperature, top_p, top_k, min_p and repetition_penalty that the model's authors recommend."""
+        """Values of temperature, top_p, top_k, min_p and repetition_penalty in the model's generation_config.json."""
         self.fingerprint: str = tokenizer_fingerprint(folder.path)
-        """32 hex digits; router and workers compare theirs."""
+        """32 hex digits; router and workers must have the same."""
         templates, named_tokens = folder.chat_templates(), folder.special_tokens()
         self._chat_template, self._tool_template = (
             ChatTemplate(templates[name][0], named_tokens, templates[name][1]) if name in templates else None
@@ -69,8 +69,8 @@ class Tokenizer:
     def from_folder(cls, folder: Path, *, parse_special: bool = True) -> Tokenizer:
         """Read tokenizer.json and the JSON files beside it.
 
-        parse_special: False keeps special tokens in clients' chat messages plain text.
-        Raises: ConfigError naming the folder or file that is missing or broken.
+        parse_special: False encodes special tokens in clients' chat messages as plain text.
+        Raises: ConfigError naming the missing or invalid folder or file.
         """
         files = TokenizerFolder.read(folder)
         path = folder / "tokenizer.json"
@@ -79,7 +79,7 @@ class Tokenizer:
             backend = Backend.from_buffer(data)
             parts = msgspec.json.decode(data, type=TokenizerJson)
         except Exception as error:
-            # The library raises nothing narrower.
+            # the library raises plain exceptions
             raise ConfigError(f"{path} is not a tokenizer: {error!s:.300}") from error
         return cls(backend, parts, files, parse_special=parse_special)
 
@@ -95,13 +95,12 @@ class Tokenizer:
         field: str = "prompt",
         count: Callable[[int], None] | None = None,
     ) -> list[int]:
-        """Special tokens in the text are always parsed. Releases the GIL while it works.
+        """The text's token ids. Special tokens in the text are parsed. Releases the GIL while it works.
 
-        field: the client's name of the text, for errors. count: if given, a long text is tokenized in parts, so that memory
-        does not grow with it, by tokenizers that `LongText` supports; it is called with the number of tokens so far, and
-        may raise.
-        Raises: InvalidRequest for text that is not valid Unicode (a lone surrogate, which JSON can carry), and with
-        `count` for a run of text that is too long to be tokenized at once.
+        field: the client's name of the text, for errors. count: called with the number of tokens so far; may raise. With it, a
+        tokenizer that `LongText` supports works in parts, so that memory does not grow with the text.
+        Raises: InvalidRequest for text that is not valid Unicode (JSON may contain a lone surrogate), and with `count` for a run of
+        text that is too long to be tokenized at once.
         """
         try:
             text.encode()
@@ -115,7 +114,7 @@ class Tokenizer:
         return [*before, *self._long_text.encode(text, field, count), *after]
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound of the number of tokens of a text, without tokenizing it; 0 if unknown."""
+        """Lower bound of the number of tokens of a text, without tokenizing it; 0 if unknown."""
         if self._longest_token_bytes is None:
             return 0
         return -(-len(text.encode(errors="surrogatepass")) // self._longest_token_bytes)
@@ -137,7 +136,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> IncrementalDetokenizer:
-        """A new one for one sequence that continues this prompt."""
+        """A new detokenizer for one sequence that continues this prompt."""
         if self._token_bytes is not None:
             return ByteDetokenizer(self._token_bytes, prompt_token_ids, skip_special_tokens=skip_special_tokens)
         hidden = self.special_token_ids if skip_special_tokens else frozenset()
@@ -145,13 +144,13 @@ class Tokenizer:
         return WindowDetokenizer(self._backend, hidden, prompt_token_ids, bare)
 
     def token_piece(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that a token adds to a text, perhaps a part of a character. Empty for a number that is not a token."""
+        """The UTF-8 bytes that a token adds to a text; may end within a character. Empty for an unknown id."""
         if self._token_bytes is not None:
             return self._token_bytes.table(skip_special_tokens=False)[token_id]
         return self.decode([token_id], skip_special_tokens=False).encode(errors="replace")
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary spells it; empty for a number that is no token."""
+        """Each token as the vocabulary spells it; empty for an unknown id."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def apply_chat_template(
@@ -163,10 +162,10 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         hide: Callable[[str], str] | None = None,
     ) -> str:
-        """The prompt's text; `encode_chat` has its token ids, too. hide: as in `ChatTemplate.render`.
+        """The prompt's text; `encode_chat` also returns its token ids. hide: as in `ChatTemplate.render`.
 
-        With tools, a template named `tool_use` goes before the default one. Raises: InvalidRequest without a template,
-        and whenever `ChatTemplate.render` does.
+        With tools, a template named `tool_use` is preferred to the default one. Raises: InvalidRequest if there is no template, and
+        as `ChatTemplate.render`.
         """
         template = self._tool_template if tools is not None and self._tool_template else self._chat_template
         if template is None:
@@ -187,9 +186,9 @@ class Tokenizer:
     ) -> tuple[str, list[int]]:
         """The prompt's text and token ids. options: of `apply_chat_template`.
 
-        add_special_tokens: beside those that the template writes. verify: is given the text before it is tokenized.
-        count: as in `encode`.
-        Without `parse_special`, special tokens in the client's texts are plain text. Raises: InvalidRequest.
+        add_special_tokens: add special tokens beside those of the template. verify: called with the text before it is tokenized.
+        count: as in `encode`. Without `parse_special`, special tokens in the client's texts are encoded as plain text. Raises:
+        InvalidRequest.
         """
         literals = self._literal_specials.in_one_prompt() if self._literal_specials is not None else None
         text = self.apply_chat_template(messages, hide=literals.hide if literals else None, **options)
@@ -217,21 +216,21 @@ class Tokenizer:
 def _complete(backend: Backend, folder: TokenizerFolder) -> None:
     """Apply the changes that transformers' loader makes after reading tokenizer.json, so that a text gives the same ids.
 
-    Like it, this trusts tokenizer.json's post-processor and not `add_bos_token` of tokenizer_config.json.
+    As in transformers, the post-processor of tokenizer.json applies and not `add_bos_token` of tokenizer_config.json.
     """
-    # Written by training scripts and stored: they would cut a long prompt without a word.
+    # training scripts store truncation and padding, which would silently cut a long prompt
     backend.no_truncation()
     backend.no_padding()
     special = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     for token in folder.added_tokens():
-        # a known token may only now be declared special; the library does not implement the reverse
+        # this may declare a known token special; the library does not support the reverse
         if token.special > special.get(token.content, -1):
             special[token.content] = token.special
             backend.add_tokens([token])
 
 
 def _tokens_around(backend: Backend) -> tuple[list[int], list[int]] | None:
-    """Tokens that the post-processor adds before and after a text; None if they depend on the text."""
+    """Token ids that the post-processor adds before and after a text; None if they depend on the text."""
     around: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for text in ("a", "b 1"):
         plain, whole = (backend.encode(text, add_special_tokens=special).ids for special in (False, True))
@@ -244,7 +243,7 @@ def _tokens_around(backend: Backend) -> tuple[list[int], list[int]] | None:
 
 
 def _checked_token_bytes(backend: Backend, decoder: Any, special_token_ids: frozenset[int]) -> TokenBytes | None:
-    """Tokens as bytes, if the rules we read from the decoder reproduce the library on a sample of the vocabulary."""
+    """Tokens as bytes; None unless `DecoderRules` reproduce the library on a sample of the vocabulary."""
     rules = DecoderRules.of(decoder)
     if rules is None:
         return None
@@ -252,7 +251,7 @@ def _checked_token_bytes(backend: Backend, decoder: Any, special_token_ids: froz
     size = backend.get_vocab_size(with_added_tokens=True)
     sample = [*range(0, size, max(1, size // _SAMPLE_SIZE)), *sorted(backend.get_added_tokens_decoder())]
     if rules.byte_fallback:
-        # Single bytes side by side are malformed, where we differ on purpose.
+        # adjacent single bytes are invalid UTF-8, for which the results differ on purpose
         table = token_bytes.table(skip_special_tokens=False)
         sample = [token_id for token_id in sample if table[token_id].isascii()]
 
@@ -261,5 +260,5 @@ def _checked_token_bytes(backend: Backend, decoder: Any, special_token_ids: froz
         text = detokenizer.add(token_ids) + detokenizer.flush()
         return text == backend.decode(token_ids, skip_special_tokens=False)
 
-    # each alone, as the first of a text, then all together
+    # each token alone, as the first of a text, then all together
     return token_bytes if all(agrees([token_id]) for token_id in sample) and agrees(sample) else None

@@ -1,4 +1,4 @@
-"""The files of a model folder that say how its text is made, read and checked."""
+"""`TokenizerFolder`: the tokenizer's configuration files in a model folder, read and checked."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _OTHER_TOKENIZERS = {
     "vocab.json": "a vocabulary with merges.txt",
     "vocab.txt": "WordPiece",
 }
-"""File -> what it is. transformers makes tokenizer.json of each."""
+"""File -> its kind. transformers can convert each to tokenizer.json."""
 
 
 @dataclass(frozen=True)
 class TokenizerFolder:
-    """Parsed JSON files beside tokenizer.json; a file that is not there is an empty object."""
+    """Parsed JSON files beside tokenizer.json; a missing file is an empty object."""
 
     path: Path
     tokenizer_config: dict[str, Any]
@@ -41,7 +41,7 @@ class TokenizerFolder:
 
     @classmethod
     def read(cls, path: Path) -> TokenizerFolder:
-        """Raises: ConfigError naming the folder that is missing, or the file that is no JSON object."""
+        """Raises: ConfigError naming the missing folder, or the file that is not a JSON object."""
         if not path.is_dir():
             raise ConfigError(f"{path} is not a folder")
         if not (path / "tokenizer.json").is_file():
@@ -51,20 +51,20 @@ class TokenizerFolder:
         return cls(path, tokenizer_config, *(_read_object(path / f"{name}.json", MAX_JSON_BYTES) for name in names))
 
     def token(self, name: str) -> str | None:
-        """The text of a token that the files name, such as `bos_token`."""
+        """The text of a named token, such as `bos_token`."""
         for source in (self.tokenizer_config, self.special_tokens_map):
             if text := _content(source.get(name)):
                 return text
         return None
 
     def special_tokens(self) -> dict[str, str]:
-        """Name -> text of all named tokens that there are: the variables of a chat template."""
+        """Name -> text of all named tokens: variables of a chat template."""
         return {name: text for name in NAMED_TOKENS if (text := self.token(name)) is not None}
 
     def added_tokens(self) -> Iterator[AddedToken]:
         """Tokens that tokenizer_config.json and special_tokens_map.json declare, in the order of their ids.
 
-        Normally tokenizer.json contains all of them, too; older folders rely on the loader to add them.
+        Normally tokenizer.json contains all of them, too; in older folders the loader adds them.
         """
         declared = self._require(self.tokenizer_config, "tokenizer_config", "added_tokens_decoder", dict, {})
         try:
@@ -86,7 +86,7 @@ class TokenizerFolder:
                         yield AddedToken(content, special=True)
 
     def declared_ids(self, name: str) -> tuple[int, ...] | None:
-        """`eos_token_id` or `bos_token_id`: generation_config.json's, else config.json's; None where neither has it."""
+        """`eos_token_id` or `bos_token_id` of generation_config.json, else of config.json; None if neither has it."""
         text_config = self.config.get("text_config")
         sources = [("generation_config", self.generation_config), ("config", self.config)]
         if isinstance(text_config, dict):
@@ -104,9 +104,9 @@ class TokenizerFolder:
         return None
 
     def known_ids(self, ids: Iterable[int], name: str) -> tuple[int, ...]:
-        """Ids below config.json's `vocab_size`: the model never samples the others, and a grammar refuses them.
+        """The ids below `vocab_size` of config.json: the model never samples other ids, and a grammar refuses them.
 
-        name: for the warning that lists ignored ids.
+        name: field name for the warning that lists ignored ids.
         """
         ids = tuple(ids)
         vocab_size = self.config.get("vocab_size")
@@ -125,10 +125,9 @@ class TokenizerFolder:
         return known
 
     def generation_defaults(self) -> dict[str, float | int]:
-        """The sampling values of generation_config.json, as vLLM reads them; absent ones remain absent.
+        """Sampling defaults of generation_config.json, as vLLM reads them; absent values remain absent.
 
-        `"do_sample": false` disables its values, so they are ignored then. Raises: ConfigError for a value that is out of
-        range.
+        Empty with `"do_sample": false`, which disables them. Raises: ConfigError for a value that is out of range.
         """
         if self.generation_config.get("do_sample") is False:
             return {}
@@ -152,7 +151,7 @@ class TokenizerFolder:
         return defaults
 
     def chat_templates(self) -> dict[str, tuple[str, str]]:
-        """Name -> (source, its file); "default" and "tool_use" are used. Empty without any.
+        """Name -> (source, file) of the chat templates; "default" and "tool_use" are used. Empty if there are none.
 
         As in transformers, separate files replace the template of tokenizer_config.json, and one in
         additional_chat_templates/ replaces chat_template.jinja.
@@ -192,13 +191,13 @@ class TokenizerFolder:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token, given as a string or as an object that contains it; None for any other value."""
+    """The text of a token that is a string, or an object with a `content`; None for any other value."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text and _is_unicode(text) else None
 
 
 def _is_unicode(text: str) -> bool:
-    """False with a lone surrogate, which JSON can carry and no tokenizer takes."""
+    """False for text with a lone surrogate, which JSON may contain and no tokenizer accepts."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
@@ -214,5 +213,5 @@ def _instead(folder: Path) -> str:
 
 
 def _read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """An empty one where there is no file. Raises: ConfigError."""
+    """The object, empty if the file does not exist. Raises: ConfigError."""
     return read_json_object(path, max_bytes) if path.exists() else {}

@@ -1,7 +1,7 @@
-"""`ToolCallParser`: finds calls of tools in a model's text, as it arrives.
+"""`ToolCallParser`: finds tool calls in a model's streamed text.
 
-The form is that of Hermes and Qwen: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, any number
-of times, with text around it. Content of the tags that is not a call remains text.
+The format is that of Hermes and Qwen: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, any number of times, with text
+around it. Text between the tags that is not a call remains text.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
     """New output of one call."""
 
     index: int
-    """Which call of the answer."""
+    """Index of the call in the answer, from 0."""
     name: str | None
-    """In the call's first delta."""
+    """Set in the call's first delta only."""
     arguments: str
-    """JSON, or a part of it."""
+    """A piece of the arguments' JSON."""
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """Text that is no part of a call."""
+    """Text outside calls."""
 
     text: str
 
@@ -43,17 +43,17 @@ class _State(enum.Enum):
 
 
 class ToolCallParser:
-    """Feed it the text of one answer in any pieces: together, the deltas are the same.
+    """Parses the text of one answer; the joined deltas do not depend on how the text is cut into pieces.
 
-    No piece of a tag is given out as text while it may still become one, nor white space before, between and after calls.
+    Text that may be the beginning of a tag is held back, and so is white space before, between and after calls.
     """
 
     def __init__(self, max_calls: int | None = None) -> None:
-        """max_calls: further ones are dropped."""
+        """max_calls: further calls are dropped."""
         self._max_calls = max_calls
         self._state = _State.TEXT
         self._held = ""
-        """Text that is held back: perhaps the beginning of a tag, white space before one, or a call so far."""
+        """Text that is held back: a possible beginning of a tag, white space before a tag, or a call so far."""
         self._call = _CallScanner()
         self._has_told_text = False
         self.num_calls = 0
@@ -72,16 +72,16 @@ class ToolCallParser:
         return _joined(deltas)
 
     def flush(self) -> list[Delta]:
-        """The text has ended: what was held back is text, unless it belongs to a call that has begun."""
+        """End the text: held-back text is returned as text, unless it belongs to a call that has begun."""
         held, self._held = self._held, ""
         lost = self._state is _State.AFTER_OBJECT or (self._state is _State.CALL and self._call.has_begun)
         lost |= self.num_calls > 0 and held.isspace()
         return [] if lost or not held else [TextDelta(held)]
 
     def _in_text(self, text: str, deltas: list[Delta]) -> str:
-        """Returns what follows a tag; empty without one."""
+        """Process text outside calls; returns the text after a tag, empty if there is no tag."""
         if self._held[-1:].isspace() and text.isspace():
-            # a run of white space, which is not looked through again with each piece of it
+            # a run of white space, which is not scanned again with each piece of it
             self._held += text
             return ""
         text, self._held = self._held + text, ""
@@ -149,7 +149,7 @@ def _tag_begun(text: str, tag: str) -> int:
 
 
 def _joined(deltas: list[Delta]) -> list[Delta]:
-    """Neighbours of the same kind and call as one."""
+    """Joins adjacent deltas of the same kind and call."""
     joined: list[Delta] = []
     for delta in deltas:
         last = joined[-1] if joined else None
@@ -173,39 +173,39 @@ class _Expect(enum.Enum):
 
 
 class _CallScanner:
-    """Reads one call's object a character at a time; returns the arguments as they arrive."""
+    """Reads one call's object character by character, and returns the arguments as they arrive."""
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.failed = False
-        """No call: nothing of it counts if it has not begun."""
+        """True if the object is not a call; its text is then text, unless the call has begun."""
         self.complete = False
         self._expect = _Expect.OBJECT
         self._may_end = False
-        """True if `}` may follow instead of a key: in an empty object."""
+        """True if `}` is allowed instead of a key, as in an empty object."""
         self._key = ""
         self._value: list[str] = []
-        """Characters of the key or string that is being read; of any other value, the first. Strings would be copied with
-        each character."""
+        """Characters of the key or string that is being read, or the first character of any other value. A list, because a string
+        would be copied with each character."""
         self._depth = 0
         self._in_string = False
         self._escaped = False
         self._is_key = False
         self._arguments: list[str] | None = None
-        """Pieces that have not been taken; None before there are any."""
+        """Pieces that have not been taken; None before the arguments begin."""
 
     @property
     def has_begun(self) -> bool:
-        """True if its name is known, and its arguments have begun or it has none."""
+        """True if the name is known, and the arguments have begun or the call has none."""
         return self.name is not None and (self._arguments is not None)
 
     def take_arguments(self) -> str:
-        """New text of the arguments."""
+        """The arguments' text since the last call."""
         taken, self._arguments = self._arguments or [], []
         return "".join(taken)
 
     def read(self, text: str) -> int:
-        """Returns the number of characters read: fewer than given when the object is complete, or has failed."""
+        """Read text; returns the number of characters read, which is smaller if the object is complete or has failed."""
         for place, char in enumerate(text):
             if self._in_string or self._depth:
                 self._in_value(char)
@@ -218,7 +218,7 @@ class _CallScanner:
         return len(text)
 
     def _between(self, char: str) -> bool:
-        """Read a character outside all keys and values; returns whether it is allowed there."""
+        """Read a character outside keys and values; returns True if it is allowed there."""
         if char in " \t\r\n":
             return True
         match self._expect, char:
@@ -245,7 +245,7 @@ class _CallScanner:
         return True
 
     def _begin(self, char: str) -> None:
-        """A key or value begins."""
+        """Begin a key or value with its first character."""
         self._value = [char]
         self._in_string, self._depth = char == '"', int(char != '"')
         if not self._is_key:
@@ -277,7 +277,7 @@ class _CallScanner:
             self._finish()
 
     def _finish(self) -> None:
-        """A key or value is complete."""
+        """Complete the current key or value."""
         value, self._value = "".join(self._value), []
         if self._is_key or value[0] == '"':
             try:
@@ -293,7 +293,7 @@ class _CallScanner:
             self.failed = self.name is not None or not value
             self.name = self.name or value
         elif self._key == "arguments" and self._arguments is None:
-            self._arguments = [value]  # written as a string that holds the JSON
+            self._arguments = [value]  # the model wrote the arguments as a string that contains JSON
 
     def _end(self) -> bool:
         if self.name is None:

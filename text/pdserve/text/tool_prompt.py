@@ -1,4 +1,4 @@
-"""Tools in a chat's messages: prepared for templates that use tools, written as plain text for others."""
+"""Tools in chat messages: prepared for templates that support tools, written as plain text for other templates."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FIELD = "messages"
 
 
 def with_parsed_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The arguments of earlier calls as objects, as templates expect them; clients send them as JSON text.
+    """Messages with the arguments of earlier calls parsed: clients send JSON text, templates expect objects.
 
-    Raises: InvalidRequest naming the call that is malformed, or the tool's message whose `tool_call_id` is not a string.
+    Raises: InvalidRequest naming the malformed call, or the tool's message whose `tool_call_id` is not a string.
     """
     return [_with_parsed_calls(message, f"{FIELD}[{place}]") for place, message in enumerate(messages)]
 
@@ -50,9 +50,9 @@ def _parsed(call: Any, where: str) -> dict[str, Any]:
 def as_plain_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """For a template without tools: they go into the system message, calls and their results into the text.
+    """Messages for a template without tools: tools go into the system message, calls and results into the text.
 
-    messages: contents are strings, arguments objects.
+    messages: contents are strings, arguments are objects.
     """
     plain = [_as_text(message) for message in messages]
     if not tools:
