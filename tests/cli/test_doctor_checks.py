@@ -341,7 +341,7 @@ def test_what_peers_are_told() -> None:
     assert verdicts(told(redis="redis://127.0.0.1")) == ["warning"]
     findings = told(**BEYOND, advertise_host="192.0.2.1")
     assert verdicts(findings) == ["warning"]
-    assert "no address of this machine" in text(findings)
+    assert "not an address of this machine" in text(findings)
     findings = told(**BEYOND, advertise_host="no-such-host.invalid")
     assert verdicts(findings) == ["failed"]
     assert "does not resolve" in text(findings)

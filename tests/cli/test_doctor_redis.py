@@ -59,7 +59,7 @@ def test_one_that_can_be_used(server: RedisServer) -> None:
     before = changes(server)
     findings = look(server.url)
     assert verdicts(findings) == ["ok", "ok", "ok"]
-    assert re.search(r"Redis \d+\.\d+\.\d+, \d+\.\d\d ms a round trip", findings[0].what)
+    assert re.search(r"Redis \d+\.\d+\.\d+, \d+\.\d\d ms per round trip", findings[0].what)
     assert "0 live workers" in findings[2].what
     assert server.do("DBSIZE") == 0
     assert changes(server) == before, "the doctor wrote something"

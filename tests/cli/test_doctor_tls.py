@@ -27,7 +27,7 @@ def test_a_router_whose_workers_are_beyond_loopback_in_the_clear(authority: Auth
     workers: dict[str, Any] = {"prefill": ("127.0.0.1:1",), "decode": ("10.0.0.2:1", "decode-1.example:2")}
     findings = TlsCheck(RouterSettings(**workers)).run()
     assert verdicts(findings) == ["warning", "ok"]
-    assert "what goes to 10.0.0.2:1, decode-1.example:2 is in the clear" in findings[0].what
+    assert "connections to 10.0.0.2:1, decode-1.example:2 are not encrypted" in findings[0].what
     assert verdicts(TlsCheck(RouterSettings(decode=("127.0.0.1:1",))).run()) == ["ok"]
     issued = authority.issue()
     with_tls = TlsCheck(RouterSettings(**workers, **issued.settings(), host="0.0.0.0", insecure=True)).run()

@@ -35,14 +35,14 @@ def test_a_wrong_value_is_refused(command: str, name: str, wrong: str) -> None:
 )
 def test_a_secret_in_the_command_line_is_told_and_not_repeated(command: str, flags: list[str], name: str) -> None:
     result = CliRunner().invoke(app, [command, *flags, *STARTS_NOT])
-    assert f"pdserve: {name} stands in the command line" in result.output
+    assert f"pdserve: {name} is in the command line" in result.output
     assert f"PDSERVE_{name.upper()}" in result.output
     assert "s3cr3t" not in result.output + str(result.exception)
 
 
 def test_nothing_is_said_of_other_settings(capsys: pytest.CaptureFixture[str]) -> None:
     result = CliRunner().invoke(app, ["router", "--redis", "redis://host", "--otlp", "http://host:1", *STARTS_NOT])
-    assert "stands in the command line" not in result.output
+    assert "is in the command line" not in result.output
     malformed = CliRunner().invoke(app, ["router", "--set", "deployment_key s3cr3t"])
     assert "s3cr3t" not in malformed.output + str(malformed.exception)
 

@@ -1,8 +1,8 @@
-"""Reports of a child of `pdserve up` to its parent: JSON lines on a pipe, and a lifeline back.
+"""Reports of a child process of `pdserve up` to its parent: JSON lines on a pipe, and a second pipe that detects the parent's end.
 
 child -> parent   {"loaded_bytes": .., "total_bytes": .., "name": ..} while weights load, {"address": ..} when ready,
-                  {"message": ..} when it cannot start: the parent prints it, and the child does not
-parent -> child   nothing; the pipe's end is the parent's end, and the child drains
+                  {"message": ..} when it cannot start: printed by the parent, not by the child
+parent -> child   nothing; the pipe is closed when the parent ends, and the child then drains
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ class ReadyReport(msgspec.Struct, forbid_unknown_fields=True, tag="ready"):
 
 
 class FailedReport(msgspec.Struct, forbid_unknown_fields=True, tag="failed"):
-    """Why the service does not start."""
+    """The reason why the service does not start."""
 
     message: str
 
 
 Report = LoadReport | ReadyReport | FailedReport
 MAX_MESSAGE_CHARS = 4096
-"""A report is one line, which the parent reads up to 64 KiB."""
+"""Limit of a message; a report is one line, of which the parent reads at most 64 KiB."""
 
 
 class ReportPipe:
-    """The child's end."""
+    """The child's end of the pipe for reports."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
 
     @property
     def is_open(self) -> bool:
-        """False without a parent, or after it has ended."""
+        """False if there is no parent, or if it has ended."""
         return self._descriptor is not None
 
     def send(self, report: Report) -> None:
-        """Write one line; an ended parent is not an error here."""
+        """Write one line; raises nothing if the parent has ended."""
         if self._descriptor is not None:
             try:
                 os.write(self._descriptor, msgspec.json.encode(report) + b"\n")

@@ -43,7 +43,7 @@ class ClusterPlan:
     num_decode: int
     router_flags: dict[str, object]
     worker_settings: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Settings of each role's workers, beside those of `child_plans`."""
+    """Role -> settings of its workers, beside those that `child_plans` sets."""
     quiet_children: bool = True
     redis: str | None = None
     config: Path | None = None
@@ -63,7 +63,7 @@ class Addresses:
 
 
 def settings_by_role(assignments: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Each service is given the settings that it has. Raises: ConfigError for one that none has."""
+    """Role -> the assigned settings that its service has. Raises: ConfigError for a name that no service has."""
     kinds = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
     for name in assignments:
         if not any(name in kind.__struct_fields__ for kind in kinds.values()):
@@ -136,9 +136,9 @@ async def _route(
 
 
 async def _all_live(addresses: Addresses) -> None:
-    """Until the router counts every worker as live, or `JOIN_S` are over: the first question is for the whole cluster."""
+    """Wait until the router counts every worker as live, at most `JOIN_S`, so that the first question can use any worker."""
     expected = {"prefill": len(addresses.prefill), "decode": len(addresses.decode)}
-    # a proxy in the environment is meant for other hosts
+    # a proxy in the environment is for other hosts
     async with httpx.AsyncClient(trust_env=False) as client:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(JOIN_S):
@@ -150,7 +150,7 @@ async def _all_live(addresses: Addresses) -> None:
 
 
 async def _until(leave: asyncio.Event, work: asyncio.Future[list[None]]) -> None:
-    """Wait for the work, or until the process is asked to stop; then the work is cancelled."""
+    """Wait for the work; cancel it when the process gets a signal to stop."""
     leaving = asyncio.create_task(leave.wait())
     try:
         await asyncio.wait((leaving, work), return_when=asyncio.FIRST_COMPLETED)
@@ -165,14 +165,14 @@ async def _until(leave: asyncio.Event, work: asyncio.Future[list[None]]) -> None
 
 
 def child_plans(plan: ClusterPlan, key: str) -> list[ChildPlan]:
-    """One plan per worker: a core of its own for each, when there are enough. key: the deployment's.
+    """One plan per worker, with a core of its own if there are enough cores. key: the deployment key.
 
-    Settings go into the child's environment: any may be a secret, and every user of a machine can read command lines.
+    Settings are passed in the child's environment: any may be a secret, and every user of a machine can read command lines.
     """
     names = [("prefill", i) for i in range(plan.num_prefill)] + [("decode", i) for i in range(plan.num_decode)]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     threads = max(1, len(cores) // len(names))
-    # only consecutive cores can be pinned to, and only when no two workers share one
+    # workers are pinned only to consecutive cores, and only if no two workers share one
     pin = len(cores) >= max(MIN_CORES_FOR_PINNING, len(names)) and cores[-1] - cores[0] == len(cores) - 1
     plans = []
     for place, (role, index) in enumerate(names):
@@ -196,7 +196,7 @@ def child_plans(plan: ClusterPlan, key: str) -> list[ChildPlan]:
 
 @contextlib.contextmanager
 def _progress_bars(console: Console, workers: Sequence[WorkerChild]) -> Iterator[None]:
-    """A bar a worker while weights load."""
+    """One progress bar per worker while weights load."""
     columns = (TextColumn("{task.description:<12}"), BarColumn(), DownloadColumn(binary_units=True))
     with Progress(*columns, console=console) as progress:
         tasks: dict[str, TaskID] = {

@@ -1,4 +1,4 @@
-"""`pdserve chat` and `generate`: a question in, an answer as it streams."""
+"""`pdserve chat` and `generate`: print the answer to a question as it streams."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Certificates for development and for small deployments: two authorities, and a certificate for each kind of service.
+"""Certificates for development and for small deployments: two authorities, and one certificate per kind of service.
 
     services-ca.pem      signs the services' certificates; its key signs no other kind
-    router.pem, prefill.pem, decode.pem      a role each (`common/security/tls_roles.py`)
-    clients-ca.pem       what clients trust
-    front.pem            the router's front ends, for clients
+    router.pem, prefill.pem, decode.pem      one role each (`common/security/tls_roles.py`)
+    clients-ca.pem       the authority that clients trust
+    front.pem            the certificate of the router's front ends
     pdserve.toml         settings that name all of these
 
-Each `.pem` has its private key beside it as `.key`, readable by its owner alone.
+The private key of each `.pem` is the `.key` beside it, readable only by its owner.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def issue(
 
 
 def write_certificates(folder: Path, hosts: Sequence[str], days: int, trust_domain: str = TRUST_DOMAIN) -> list[Path]:
-    """Make everything in `folder`; returns the files. hosts: addresses or names that others connect to, for all services alike.
+    """Write all files into `folder` and return them. hosts: addresses or names under which peers and clients reach the services.
 
-    Raises: ConfigError for an invalid host, number of days or trust domain, and when one of the files exists.
+    Raises: ConfigError for an invalid host, number of days or trust domain, or if one of the files exists.
     """
     if not 1 <= days <= MAX_DAYS:
         raise ConfigError(f"--days is {days}, 1 to {MAX_DAYS} is needed")
@@ -131,7 +131,7 @@ def _settings(folder: Path) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Private keys are never readable by others, not for a moment."""
+    """Create a file that other users cannot read at any time, if it is a private key."""
     mode = 0o600 if path.suffix == ".key" else 0o644
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with contextlib.closing(os.fdopen(descriptor, "wb")) as file:
@@ -139,7 +139,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _host_name(host: str) -> x509.GeneralName:
-    """Raises: ConfigError."""
+    """The host as it is written in a certificate. Raises: ConfigError."""
     with contextlib.suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
     try:

@@ -1,4 +1,4 @@
-"""`pdserve doctor`: look at everything that a service needs before it is started."""
+"""`pdserve doctor`: checks the environment of a service before it is started."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def checks_for(settings: WorkerSettings | RouterSettings) -> list[Check]:
 
 
 def examine_service(role: Role, flags: Mapping[str, Any], config: Path | None, *, as_json: bool) -> bool:
-    """Show what was found; whether nothing failed."""
+    """Print the findings; True if no check failed."""
     console = Console()
     examined: list[Examined] = []
     for one in _examine(role, flags, config):

@@ -14,7 +14,7 @@ from pdserve.common.errors import PdServeError
 
 
 class Greeting:
-    """Called once by the cluster."""
+    """Prints the greeting; the cluster calls it once."""
 
     def __init__(self, console: Console, question: str, once: bool, default_url: str) -> None:
         """default_url: the address that `pdserve chat` uses by default."""
@@ -25,7 +25,7 @@ class Greeting:
         self.answered = False
 
     async def __call__(self, addresses: Addresses) -> bool:
-        """Returns whether the cluster should continue."""
+        """Print the addresses and the answer; returns True if the cluster should continue."""
         console = self._console
         console.print(
             f"[bold green]ready[/]  OpenAI http://{addresses.http}/v1   gRPC {addresses.grpc}   "
@@ -50,6 +50,6 @@ class Greeting:
         return not self._once
 
     def _chat(self, address: str) -> str:
-        """The command that asks this cluster, to be pasted into another terminal."""
+        """The `pdserve chat` command for this cluster, to paste into another terminal."""
         command = "pdserve" if shutil.which("pdserve") else sys.argv[0]
         return f"{command} chat" if address == self._default_url else f"{command} chat --url {address}"

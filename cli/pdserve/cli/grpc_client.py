@@ -1,4 +1,4 @@
-"""A small client of `InferenceService`, as the commands use it."""
+"""A small client of `InferenceService` for the commands."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class GrpcClient:
     async def _generate(
         self, request: inference_pb2.GenerateRequest, sampling: dict[str, float | int | None]
     ) -> AsyncIterator[Delta]:
-        """Raises: the `PdServeError` that the router answered with."""
+        """Raises: the `PdServeError` of the router's answer."""
         for name, value in sampling.items():
             if value is not None:
                 setattr(request.sampling, name, value)

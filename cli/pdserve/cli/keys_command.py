@@ -1,4 +1,4 @@
-"""`pdserve keys new`: an API key, shown once, and the entry for `api_keys_file` that lets it in."""
+"""`pdserve keys new`: makes an API key, shown once, and its entry for `api_keys_file`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pdserve.common.settings.api_key_file import Role, is_name, key_hash, new_ke
 
 
 def make_key(name: str, tenant: str | None, role: Role) -> None:
-    """Print the key to standard error and the entry to standard output, so that `>> FILE` takes the entry alone.
+    """Print the key to standard error and the entry to standard output, so that `>> FILE` appends only the entry.
 
-    Raises: ConfigError for a name that the file cannot have.
+    Raises: ConfigError for an invalid name.
     """
     for option, value in (("NAME", name), ("--tenant", tenant)):
         if value is not None and not is_name(value):

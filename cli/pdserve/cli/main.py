@@ -1,4 +1,4 @@
-"""The `pdserve` command. Each command imports what it needs when it runs: a client must not wait for torch."""
+"""The `pdserve` command. Each command imports its modules when it runs, so that a client does not wait for torch."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ keys = typer.Typer(help="API keys of a router's clients.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
 
 Model = Annotated[str | None, typer.Option(help="A Hugging Face checkpoint's folder, or 'demo' for the bundled model.")]
-Host = Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback TLS or --insecure is needed.")]
-Port = Annotated[int | None, typer.Option(help="gRPC port; 0 draws a free one.")]
-Insecure = Annotated[bool | None, typer.Option("--insecure", help="Listen and connect beyond loopback without TLS.")]
-NoAuth = Annotated[
-    bool | None, typer.Option("--no-auth", help="Listen beyond loopback though clients need no API key.")
+Host = Annotated[
+    str | None, typer.Option(help="Address to listen on; other addresses than loopback need TLS or --insecure.")
 ]
-RedisUrl = Annotated[str | None, typer.Option(help="redis://host:port/db, which knows the workers and what they hold.")]
+Port = Annotated[int | None, typer.Option(help="gRPC port; 0 for a free one.")]
+Insecure = Annotated[bool | None, typer.Option("--insecure", help="Listen and connect beyond loopback without TLS.")]
+NoAuth = Annotated[bool | None, typer.Option("--no-auth", help="Listen beyond loopback without API keys.")]
+RedisUrl = Annotated[
+    str | None, typer.Option(help="redis://host:port/db of the registry of workers and their cached blocks.")
+]
 KeyFile = Annotated[str | None, typer.Option(help="File with the secret that all services share.")]
 Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Any other setting, as name=value; may be repeated.")]
@@ -54,17 +56,17 @@ Connector = Annotated[
 ]
 DEFAULT_URL = "127.0.0.1:50051"
 GrpcUrl = Annotated[str, typer.Option("--url", help="host:port of the router's gRPC front end.")]
-CaFile = Annotated[
-    str | None, typer.Option(help="PEM certificates to trust: the router speaks TLS.", show_default=False)
-]
+CaFile = Annotated[str | None, typer.Option(help="PEM certificates to trust; connects with TLS.", show_default=False)]
 CertFile = Annotated[
-    str | None, typer.Option(help="PEM certificate to show, where the router wants one.", show_default=False)
+    str | None, typer.Option(help="PEM client certificate, if the router requires one.", show_default=False)
 ]
-ClientKeyFile = Annotated[str | None, typer.Option("--key-file", help="Its private key.", show_default=False)]
-ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Show where the time went.")]
+ClientKeyFile = Annotated[
+    str | None, typer.Option("--key-file", help="Private key of --cert-file.", show_default=False)
+]
+ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Show the time of each phase.")]
 MaxTokens = Annotated[int, typer.Option(help="Output tokens at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of sampling, for a repeatable answer.")]
 Otlp = Annotated[
     str | None, typer.Option(help="Collector for traces: grpc://host:port or http://host:port.", show_default=False)
 ]
@@ -84,8 +86,8 @@ def up(
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; default: 50051.", show_default=False)] = None,
     redis: RedisUrl = None,
     config: Config = None,
-    ask: Annotated[str, typer.Option(help="Asked once when ready; empty asks nothing.")] = SAMPLE_QUESTION,
-    once: Annotated[bool, typer.Option("--once", help="Stop after the question was answered.")] = False,
+    ask: Annotated[str, typer.Option(help="Question to ask once when ready; empty: none.")] = SAMPLE_QUESTION,
+    once: Annotated[bool, typer.Option("--once", help="Stop after the answer.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the workers' INFO lines.")] = False,
     set_: Set = None,
 ) -> None:
@@ -187,9 +189,9 @@ def prefill(
     model: Model = None,
     host: Host = None,
     port: Port = None,
-    data_port: Annotated[int | None, typer.Option(help="Port for KV blocks; 0 draws a free one.")] = None,
-    advertise_host: Annotated[str | None, typer.Option(help="What peers connect to, where it is not --host.")] = None,
-    worker_id: Annotated[str | None, typer.Option(help="Names this worker in logs and to peers.")] = None,
+    data_port: Annotated[int | None, typer.Option(help="Port for KV blocks; 0 for a free one.")] = None,
+    advertise_host: Annotated[str | None, typer.Option(help="Host that peers connect to; default: --host.")] = None,
+    worker_id: Annotated[str | None, typer.Option(help="Name of this worker in logs and at peers.")] = None,
     connector: Connector = None,
     redis: RedisUrl = None,
     otlp: Otlp = None,
@@ -213,9 +215,9 @@ def decode(
     model: Model = None,
     host: Host = None,
     port: Port = None,
-    data_port: Annotated[int | None, typer.Option(help="Port for KV blocks; 0 draws a free one.")] = None,
-    advertise_host: Annotated[str | None, typer.Option(help="What peers connect to, where it is not --host.")] = None,
-    worker_id: Annotated[str | None, typer.Option(help="Names this worker in logs and to peers.")] = None,
+    data_port: Annotated[int | None, typer.Option(help="Port for KV blocks; 0 for a free one.")] = None,
+    advertise_host: Annotated[str | None, typer.Option(help="Host that peers connect to; default: --host.")] = None,
+    worker_id: Annotated[str | None, typer.Option(help="Name of this worker in logs and at peers.")] = None,
     connector: Connector = None,
     max_local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Longest uncached prompt this worker prefills itself; default: no limit.")
@@ -240,7 +242,7 @@ def decode(
 
 @app.command()
 def chat(
-    message: Annotated[str | None, typer.Argument(help="One question; without it a conversation begins.")] = None,
+    message: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
     url: GrpcUrl = DEFAULT_URL,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: MaxTokens = 256,
@@ -261,7 +263,7 @@ def chat(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue, as it stands.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     url: GrpcUrl = DEFAULT_URL,
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
@@ -280,7 +282,7 @@ def generate(
 
 
 def _way_to(url: str, ca_file: str | None, cert_file: str | None, key_file: str | None) -> Callable[[], GrpcClient]:
-    """Raises: ConfigError for files that cannot be used."""
+    """The channel's address and TLS. Raises: ConfigError for files that cannot be used."""
     from pdserve.cli.grpc_client import GrpcClient
     from pdserve.common.security.tls import TlsFile, load_client
 
@@ -294,9 +296,7 @@ def _way_to(url: str, ca_file: str | None, cert_file: str | None, key_file: str 
 
 @app.command()
 def doctor(
-    role: Annotated[
-        Literal["prefill", "decode", "router"], typer.Option(help="The service that is to be started here.")
-    ] = "prefill",
+    role: Annotated[Literal["prefill", "decode", "router"], typer.Option(help="The service to check.")] = "prefill",
     model: Model = None,
     redis: RedisUrl = None,
     prefill: Annotated[list[str] | None, typer.Option(help="For a router: host:port of a prefill worker.")] = None,
@@ -317,9 +317,9 @@ def doctor(
 
 @keys.command("new")
 def keys_new(
-    name: Annotated[str, typer.Argument(help="What metrics, spans and the audit log call the key.")],
+    name: Annotated[str, typer.Argument(help="Name of the key in metrics, spans and the audit log.")],
     tenant: Annotated[
-        str | None, typer.Option(help="Whose key it is; default: its name. Two keys of one tenant allow rotation.")
+        str | None, typer.Option(help="Owner of the key; default: NAME. Two keys of one tenant allow rotation.")
     ] = None,
     role: Annotated[Literal["user", "operator"], typer.Option(help="An operator sees all tenants' requests.")] = "user",
 ) -> None:
@@ -331,13 +331,13 @@ def keys_new(
 
 @app.command()
 def certs(
-    folder: Annotated[Path, typer.Argument(help="Where the files go; made if it is not there.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the files; made if it does not exist.")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="What others connect to, an address or a DNS name; may be repeated. Default: loopback."),
+        typer.Option(help="Address or DNS name that others connect to; may be repeated. Default: loopback."),
     ] = None,
-    days: Annotated[int, typer.Option(help="How long the certificates are valid.")] = 365,
-    trust_domain: Annotated[str, typer.Option(help="Begins the role in a certificate.")] = "pdserve.internal",
+    days: Annotated[int, typer.Option(help="Days for which the certificates are valid.")] = 365,
+    trust_domain: Annotated[str, typer.Option(help="Prefix of the role in a certificate.")] = "pdserve.internal",
 ) -> None:
     """TLS for development: two authorities, and a certificate with its role for each kind of service."""
     from pdserve.cli.development_certificates import write_certificates
@@ -347,11 +347,11 @@ def certs(
         print(path)
     print(f"\nservices:  pdserve router|prefill|decode --config {files[-1]}")
     print(f"clients:   --ca-file {folder / 'clients-ca.pem'}")
-    print("The authorities' keys, services-ca.key and clients-ca.key, are needed to issue more, and by no service.")
+    print("The authorities' keys, services-ca.key and clients-ca.key, issue more certificates; no service needs them.")
 
 
 def main() -> None:
-    """Entry point: errors of ours are one line, not a traceback."""
+    """Entry point. Errors of pdserve are printed as one line, without a traceback."""
     try:
         app()
     except PdServeError as error:

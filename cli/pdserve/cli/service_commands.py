@@ -1,4 +1,4 @@
-"""`pdserve router`, `prefill` and `decode`: one service in this process."""
+"""`pdserve router`, `prefill` and `decode`: run one service in this process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse_assignments(assignments: list[str]) -> dict[str, str]:
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals or not name:
-            # a text that is no setting's name may be a secret: only its length is shown
+            # an unknown name may be a secret, so only its length is shown
             is_name = any(assignment.replace("-", "_") in kind.__struct_fields__ for kind in SERVICES)
             what = repr(assignment) if is_name else f"with {len(assignment)} characters"
             raise ValueError(f"--set {what}: name=value is needed")
@@ -47,7 +47,7 @@ def parse_assignments(assignments: list[str]) -> dict[str, str]:
 
 def serve_router(flags: Mapping[str, Any], config: Path | None) -> None:
     """Run a router until it is stopped. Raises: ConfigError."""
-    from pdserve.router.service import run_router  # only what this command needs: no torch in a router
+    from pdserve.router.service import run_router  # imported here, so that a router does not import torch
 
     settings = load_settings(RouterSettings, flags=flags, toml=config)
     configure_logging("router", settings.log_level)
@@ -55,7 +55,7 @@ def serve_router(flags: Mapping[str, Any], config: Path | None) -> None:
 
     def ready(http_address: str, grpc_address: str) -> None:
         scheme = "https" if settings.front_tls_cert_file is not None else "http"
-        # loaded objects remain: visiting all of them in a full collection would stop every stream for 0.1 s
+        # exempt loaded objects from garbage collection; a full collection over them would stop every stream for 0.1 s
         gc.freeze()
         log.info("ready: OpenAI %s://%s/v1  gRPC %s", scheme, http_address, grpc_address)
 
@@ -69,9 +69,9 @@ def serve_worker(
     report_fd: int | None,
     lifeline_fd: int | None,
 ) -> bool:
-    """Run a worker until it is stopped; returns whether its engine worked to the end.
+    """Run a worker until it is stopped; returns False if its engine failed.
 
-    Raises: ConfigError; ReportedFailure instead if the message was sent to a parent process.
+    Raises: ConfigError; ReportedFailure instead if a parent process got the message.
     """
     pipe = ReportPipe(report_fd)
     try:
@@ -84,7 +84,7 @@ def serve_worker(
 
 
 class ReportedFailure(Exception):
-    """The service does not start, and its parent prints why."""
+    """The service does not start; its parent process prints the reason."""
 
 
 def _serve_worker(
@@ -98,7 +98,7 @@ def _serve_worker(
     configure_logging(kind.section, settings.log_level)
     raise_descriptor_limit()
     folder = model_folder(settings.model)
-    # torch takes seconds to import: wrong settings are reported before
+    # settings are checked first, because torch takes seconds to import
     if isinstance(settings, PrefillSettings):
         from pdserve.prefill.service import run_prefill as run
     else:

@@ -1,4 +1,4 @@
-"""`WorkerChild`: one worker process of `pdserve up`, started, watched, started again when it dies."""
+"""`WorkerChild`: starts one worker process of `pdserve up`, watches it, and restarts it when it ends."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class ChildPlan:
 
 
 class WorkerChild:
-    """`start` waits until it is ready; from then on `watch` keeps it alive at the same address."""
+    """One worker process. `start` waits until it is ready; `watch` then restarts it at the same address."""
 
     def __init__(self, plan: ChildPlan, on_load: Callable[[str, LoadReport], None]) -> None:
         self.plan = plan
         self.address = ""
         self.on_load = on_load
-        """Called while weights load, with the worker's name and the report."""
+        """Called with the worker's name and the report while weights load."""
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
 
@@ -46,7 +46,7 @@ class WorkerChild:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Raises: ConfigError when the process ends before it is ready, with the cause that it reported, if any."""
+        """Start the process. Raises: ConfigError if it ends before it is ready, with the cause if it reported one."""
         report_read, report_write = os.pipe()
         lifeline_read, lifeline_write = os.pipe()
         command = [
@@ -59,7 +59,7 @@ class WorkerChild:
                 pass_fds=(report_write, lifeline_read),
                 env=self.plan.environ,
                 stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's Ctrl-C is for the parent, which drains its children in order
+                start_new_session=True,  # the parent gets a terminal's Ctrl-C and drains its children in order
             )
         finally:
             os.close(report_write)
@@ -75,11 +75,11 @@ class WorkerChild:
         self.address = report.address
 
     def _same_port(self) -> Sequence[str]:
-        # always given: a port in the environment is meant for one service, not for all children
+        # always set: a port in the environment is for one service, not for all children
         return ("--port", self.address.rpartition(":")[2] or "0")
 
     async def _read_reports(self, descriptor: int) -> ReadyReport | FailedReport | None:
-        """The result of the start; None for a process that ended without a report."""
+        """The address or failure that the child reported; None if it ended without either."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(
@@ -97,12 +97,12 @@ class WorkerChild:
             transport.close()
 
     async def watch(self) -> None:
-        """Start it again whenever it ends; runs until cancelled."""
+        """Restart the process whenever it ends; runs until cancelled."""
         while True:
             if self._process is not None:
                 code = await self._process.wait()
                 self._cut_lifeline()
-                log.warning("%s ended with status %d; it is started again", self.plan.name, code)
+                log.warning("%s ended with status %d; restarting", self.plan.name, code)
             await asyncio.sleep(RESTART_AFTER_S)
             try:
                 await self.start()
@@ -112,7 +112,7 @@ class WorkerChild:
                 self._process = None
 
     async def stop(self, drain_s: float) -> None:
-        """Let it drain, at most `drain_s`; then kill it."""
+        """Let the process drain for at most `drain_s` seconds, then kill it."""
         process = self._process
         self._cut_lifeline()
         if process is None or process.returncode is not None:
@@ -123,7 +123,7 @@ class WorkerChild:
             async with asyncio.timeout(drain_s):
                 await process.wait()
         except TimeoutError:
-            log.warning("%s did not drain in %.0f s and is killed", self.plan.name, drain_s)
+            log.warning("%s did not drain in %.0f s; killing it", self.plan.name, drain_s)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()

@@ -1,1 +1,1 @@
-"""`pdserve doctor`: one file a check, and the way in which they are run and shown."""
+"""`pdserve doctor`: one file per check, and the code that runs checks and shows their findings."""

@@ -21,7 +21,7 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 
 CONNECT_S = 2.0
 ANSWER_S = 12.0
-"""For all workers together; resolving a name has no limit of its own."""
+"""Limit for all workers together; resolving a name has no limit of its own."""
 _TLS = "all services need certificates of the CA in tls_ca_file, made out to the host that is connected to"
 
 
@@ -31,14 +31,14 @@ class _HungUp(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AddressCheck:
-    """A `Check`."""
+    """Checks the advertised address, and connects to the workers in the settings. Implements `Check`."""
 
     settings: WorkerSettings | RouterSettings
     name: str = "addresses"
     deadline_s: float = 15.0
 
     def run(self) -> list[Finding]:
-        """As `Check.run`."""
+        """See `Check.run`."""
         settings = self.settings
         return _workers(settings) if isinstance(settings, RouterSettings) else _advertised(settings)
 
@@ -48,7 +48,7 @@ def _advertised(settings: WorkerSettings) -> list[Finding]:
         host = settings.peers_host
     except ConfigError as error:
         return [failed(error.message, "set advertise_host to the address by which other machines reach this one")]
-    told = f"peers are told to connect to {host}"
+    told = f"peers connect to {host}"
     try:
         addresses = _resolve(host)
     except OSError as error:
@@ -59,10 +59,10 @@ def _advertised(settings: WorkerSettings) -> list[Finding]:
             return [warning(f"{told}: loopback, which services on other machines cannot reach", advice)]
         return [ok(f"{told}: loopback, for a cluster on this machine")]
     shown = host if addresses == [host] else f"{host} ({', '.join(addresses)})"
-    told = f"peers are told to connect to {shown}"
+    told = f"peers connect to {shown}"
     if not any(_is_ours(address) for address in addresses):
         advice = "right behind NAT or a published container port, else set advertise_host to an address of this machine"
-        return [warning(f"{told}, which is no address of this machine", advice)]
+        return [warning(f"{told}, which is not an address of this machine", advice)]
     if not is_wildcard(settings.host) and settings.host not in addresses and not _same(settings.host, addresses):
         advice = "listen on 0.0.0.0, or advertise the address that is listened on"
         return [failed(f"{told}, but this worker listens on {settings.host} alone", advice)]
@@ -144,7 +144,7 @@ def _same(host: str, addresses: list[str]) -> bool:
 
 
 def _is_ours(address: str) -> bool:
-    """True if an interface of this machine has the address."""
+    """True if the address belongs to an interface of this machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

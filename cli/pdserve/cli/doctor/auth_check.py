@@ -1,4 +1,4 @@
-"""API keys: whether clients need one, and whether those that there are can be used."""
+"""API keys: whether clients need one, and whether the configured keys are valid."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 @dataclass(frozen=True, slots=True)
 class AuthCheck:
-    """A `Check`."""
+    """Checks whether API keys are required, and the file that lists them. Implements `Check`."""
 
     settings: RouterSettings
     name: str = "clients"
     deadline_s: float = 5.0
 
     def run(self) -> list[Finding]:
-        """As `Check.run`."""
+        """See `Check.run`."""
         settings = self.settings
         if settings.api_keys_file is not None:
             return self._of_file(Path(settings.api_keys_file))
@@ -53,7 +53,7 @@ class AuthCheck:
             ok(f"{len(entries)} API key(s) of {len(tenants)} tenant(s) in {path}"),
             *_expiring(entries),
             *(
-                [warning(f"{path} can be written by other users, who could let themselves in", f"chmod go-w {path}")]
+                [warning(f"{path} can be written by other users, so they could add keys", f"chmod go-w {path}")]
                 if path.stat().st_mode & _WRITABLE
                 else []
             ),

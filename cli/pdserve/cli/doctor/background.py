@@ -1,4 +1,4 @@
-"""`in_background`: a call that may hang, in a thread that dies with the process."""
+"""`in_background`: runs a call that may hang in a daemon thread."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Result = TypeVar("Result")
 
 
 def in_background(call: Callable[[], Result], name: str) -> queue.SimpleQueue[Result]:
-    """Start a call that raises nothing: its result arrives through the queue; a call that raises delivers none.
+    """Start a call; returns a queue that receives its result. The call should not raise: then the queue stays empty.
 
-    Not in a thread pool: the interpreter waits for its threads, and a name service may block one for minutes.
+    A thread pool is not used, because the interpreter waits for its threads at exit, and a name service may block for minutes.
     """
     answer: queue.SimpleQueue[Result] = queue.SimpleQueue()
     threading.Thread(target=lambda: answer.put(call()), name=f"doctor-{name}", daemon=True).start()

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 _LAST_WORDS = 300
-"""Characters of what a child that broke wrote last."""
+"""Characters that are shown of the output of a child that failed."""
 _LAST_BYTES = 4 * _LAST_WORDS
 _MAX_LINE = 1 << 20
 
@@ -21,15 +21,15 @@ Answer = TypeVar("Answer")
 
 
 class ChildBroke(Exception):
-    """The child ended, or continued, without an answer; the text says how."""
+    """The child ended without a result, or gave none in time; the text says how."""
 
 
 class Child:
-    """Made by `child`."""
+    """A running child process, made by `child`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        # read all the while: a library that logs much would fill the pipe and wait for us
+        # read continuously: a library that logs much would fill the pipe and block
         self._last_words = asyncio.create_task(self._read_last_words())
 
     async def answer(self, kind: type[Answer]) -> Answer:
@@ -44,12 +44,12 @@ class Child:
             raise ChildBroke(f"it printed something else than an answer: {error}") from error
 
     def tell(self, value: object) -> None:
-        """One line for its standard input."""
+        """Write one JSON line to its standard input."""
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(value) + b"\n")
 
     async def end(self) -> None:
-        """Kill it, if it is still there, and read its pipes to their ends."""
+        """Kill the child if it runs, and read its pipes to their ends."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         assert self._process.stdin is not None
@@ -77,7 +77,7 @@ class Child:
 
 @contextlib.asynccontextmanager
 async def child(module: str, *arguments: str, environ: Mapping[str, str] | None = None) -> AsyncIterator[Child]:
-    """`python -m module arguments`, killed when the block ends. environ: on top of this process's."""
+    """Run `python -m module arguments`; kill it when the block ends. environ: added to this process's environment."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, *arguments,
         stdin=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Descriptors: how many connections a service may have open, and what raises the limit."""
+"""File descriptors: the number of connections that a service may have open, and how to raise it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ADVICE = "raise the hard limit: `ulimit -Hn`, `LimitNOFILE=` of systemd, `ulimi
 
 @dataclass(frozen=True, slots=True)
 class DescriptorCheck:
-    """A `Check`. A service raises its soft limit to the hard one when it starts."""
+    """Checks the hard limit, to which a service raises its soft limit when it starts. Implements `Check`."""
 
     settings: WorkerSettings | RouterSettings
     name: str = "files"
     deadline_s: float = 5.0
 
     def run(self) -> list[Finding]:
-        """As `Check.run`."""
+        """See `Check.run`."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_DESCRIPTORS)
         wanted = 0

@@ -1,4 +1,4 @@
-"""`examine`: all checks at once, each in a thread of its own and none longer than its deadline."""
+"""`examine`: runs all checks at once, each in a thread of its own and at most until its deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REPORT = "this is a fault of the doctor's, not of yours: report it, and go by t
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Examined]:
-    """The findings of each check, in the given order, as soon as they are known."""
+    """Yield the findings of each check, in the given order, as soon as they are known."""
     started_at = time.monotonic()
     running = [(check, in_background(partial(_look, check), check.name)) for check in checks]
     for check, answer in running:

@@ -11,13 +11,13 @@ import msgspec
 class Verdict(enum.Enum):
     OK = "ok"
     WARNING = "warning"
-    """A service would start, and something would not be as it might be."""
+    """A service would start, but a part of its setup should be improved."""
     FAILED = "failed"
-    """A service would not start, or could not serve."""
+    """A service would not start, or would start and be unable to serve."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """A result. advice: the remedy; empty when all is well."""
+    """One result of a check. advice: the remedy; empty for `OK`."""
 
     verdict: Verdict
     what: str
@@ -37,14 +37,14 @@ def failed(what: str, advice: str) -> Finding:
 
 
 class Check(Protocol):
-    """One noun that is looked at. It leaves nothing behind, and waits for nothing longer than its deadline."""
+    """Checks one part of a service's environment. It changes nothing, and waits at most until its deadline."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def deadline_s(self) -> float:
-        """Findings that are not here by then are not waited for."""
+        """Seconds after which the check is reported as failed."""
 
     def run(self) -> list[Finding]:
         """Run the check. Called once, in a thread of its own; an exception is a finding, too."""

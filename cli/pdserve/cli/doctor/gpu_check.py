@@ -1,4 +1,4 @@
-"""The GPU: whether torch can use one, and which there are."""
+"""GPU: the devices of this machine, and whether torch can use them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NoView(Exception):
 
 
 def look_at_gpus() -> CudaView:
-    """In a child: a driver may hang, and a CUDA context would cost this process memory. Raises: NoView."""
+    """Ask torch in a child process: a driver may hang, and a CUDA context would take memory of this process. Raises: NoView."""
 
     async def look() -> CudaView:
         async with asyncio.timeout(LOOK_S), child("pdserve.engine.runner.cuda_devices") as probe:
@@ -28,21 +28,21 @@ def look_at_gpus() -> CudaView:
     try:
         return asyncio.run(look())
     except ChildBroke as error:
-        raise NoView(f"torch cannot be looked at: {error}") from error
+        raise NoView(f"torch cannot be examined: {error}") from error
     except TimeoutError:
-        raise NoView(f"torch and its driver said nothing for {LOOK_S:g} s") from None
+        raise NoView(f"torch and its driver did not answer within {LOOK_S:g} s") from None
 
 
 @dataclass(frozen=True, slots=True)
 class GpuCheck:
-    """A `Check`."""
+    """Checks the device in the settings. Implements `Check`."""
 
     settings: WorkerSettings
     name: str = "gpu"
     deadline_s: float = 60.0
 
     def run(self) -> list[Finding]:
-        """As `Check.run`."""
+        """See `Check.run`."""
         device = self.settings.device
         on_gpu = device != "cpu"
         try:

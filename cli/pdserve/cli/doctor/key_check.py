@@ -1,4 +1,4 @@
-"""The deployment key: given or the public one, and kept from others."""
+"""Deployment key: whether it is set, and whether other users can read it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pdserve.common.settings.service_settings import ServiceSettings
 
 @dataclass(frozen=True, slots=True)
 class KeyCheck:
-    """A `Check`."""
+    """Checks the deployment key and its file. Implements `Check`."""
 
     settings: ServiceSettings
     name: str = "key"
     deadline_s: float = 5.0
 
     def run(self) -> list[Finding]:
-        """As `Check.run`."""
+        """See `Check.run`."""
         try:
             key, is_public = self.settings.key()
         except ConfigError as error:
@@ -28,7 +28,7 @@ class KeyCheck:
         if is_public:
             return [
                 warning(
-                    "the public development key: whoever reaches a port of this machine's loopback can ask workers",
+                    "the public development key: any process on this machine can send requests to workers",
                     "set PDSERVE_DEPLOYMENT_KEY when other users share this machine, and before leaving loopback",
                 )
             ]

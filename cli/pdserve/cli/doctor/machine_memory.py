@@ -1,4 +1,4 @@
-"""Memory that this process may still use: the machine's, within the limits of its control groups."""
+"""Memory that this process can still use: the free memory of the machine, within the limits of control groups."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _NO_LIMIT = 1 << 60
-"""The first version of control groups writes a number beyond this for none."""
+"""Version 1 of control groups writes a number above this if there is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
     num_bytes: int
     limited_by: str
-    """`this machine`, or the control group that leaves the least."""
+    """`this machine`, or the control group with the least free memory."""
 
 
 def free_memory(root: Path = Path("/")) -> FreeMemory | None:
-    """The smallest of what machine and groups leave, bytes; None if the system does not report it. root: of `proc` and `sys`."""
+    """Free bytes of the machine or of the tightest control group; None if the system does not report it.
+
+    root: folder that contains `proc` and `sys`.
+    """
     found = [*_machine(root), *_groups(root)]
     return min(found, key=lambda free: free.num_bytes, default=None)
 
@@ -32,7 +35,7 @@ def _machine(root: Path) -> Iterator[FreeMemory]:
 
 
 def _groups(root: Path) -> Iterator[FreeMemory]:
-    """Every group that this process is in, from its own to the topmost that can be seen."""
+    """All control groups of this process, from its own to the topmost visible one."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -45,12 +48,12 @@ def _groups(root: Path) -> Iterator[FreeMemory]:
         own = PurePosixPath(path.strip()).relative_to("/")
         for group in (own, *own.parents):
             if (free := _left(top / group, *names)) is not None:
-                # in a container the group's own path may not be visible: the topmost one is then the container's
+                # in a container the path of the group may not be visible; the topmost group is then the container's
                 yield FreeMemory(max(0, free), f"the control group /{'' if str(group) == '.' else group}")
 
 
 def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    """Bytes that a group leaves; None where it has no limit. Cached files count as free: they are given up first."""
+    """Free bytes of a group; None if it has no limit. Cached files count as free, since they are reclaimed first."""
     with contextlib.suppress(OSError, ValueError):
         allowed = int((folder / limit).read_text())
         if allowed < _NO_LIMIT:

@@ -1,4 +1,4 @@
-"""Memory: weights, KV pool and a step against the free memory of machine, control group and GPU."""
+"""Memory: compares weights, KV pool and one step with the free memory of machine, control group and GPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.models.model_folder import model_folder
 
 TIGHT_SHARE = 0.9
-"""Share of free memory above which little else can run on the machine."""
+"""Share of free memory above which a warning is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCheck:
-    """A `Check`. root: where `proc` and `sys` are."""
+    """Checks a worker's memory. Implements `Check`. root: folder that contains `proc` and `sys`."""
 
     settings: WorkerSettings
     root: Path = Path("/")
@@ -26,8 +26,8 @@ class MemoryCheck:
     deadline_s: float = 70.0
 
     def run(self) -> list[Finding]:
-        """As `Check.run`."""
-        from pdserve.engine.runner.memory_needs import memory_needs  # which imports torch
+        """See `Check.run`."""
+        from pdserve.engine.runner.memory_needs import memory_needs  # imports torch
 
         settings = self.settings
         try:
@@ -41,7 +41,7 @@ class MemoryCheck:
             parts["the process, about"] = needs.process
         free = free_memory(self.root)
         if free is None:
-            findings = [warning("this system does not tell how much memory is free", f"see to {_mib(needs.host)}")]
+            findings = [warning("this system does not report its free memory", f"see to {_mib(needs.host)}")]
         else:
             findings = [_fit("main memory", parts, needs.host, free.num_bytes, free.limited_by)]
         if needs.on_gpu:

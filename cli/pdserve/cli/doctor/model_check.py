@@ -1,4 +1,4 @@
-"""The model folder: its files, their content, and whether they agree. No weight is read."""
+"""Model folder: its files, their content, and whether they agree. Reads no weights."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _QUESTION = [{"role": "user", "content": "What is 7 plus 5?"}]
 
 @dataclass(frozen=True, slots=True)
 class ModelCheck:
-    """A `Check`. A router needs the text side only."""
+    """Checks the model folder; for a router only tokenizer and chat template. Implements `Check`."""
 
     settings: WorkerSettings | RouterSettings
     name: str = "model"
     deadline_s: float = 60.0
 
     def run(self) -> list[Finding]:
-        """As `Check.run`."""
+        """See `Check.run`."""
         try:
             folder = model_folder(self.settings.model)
         except PdServeError as error:
@@ -60,7 +60,7 @@ def _text_side(folder: Path) -> tuple[Tokenizer | None, list[Finding]]:
 
 
 def _weights(folder: Path, settings: WorkerSettings, tokenizer: Tokenizer | None) -> list[Finding]:
-    # torch takes seconds to import, and a router's doctor does without
+    # torch takes seconds to import, and the check for a router does not need it
     from pdserve.engine.runner.memory_needs import weight_bytes
     from pdserve.models.read_config import read_config
 

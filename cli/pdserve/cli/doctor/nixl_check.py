@@ -1,4 +1,4 @@
-"""NIXL and UCX: whether they work here, over what, and what the `connector` setting makes of it."""
+"""NIXL and UCX: whether they work here, over which transports, and which data plane the `connector` setting selects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _NO_READ = (
 
 @dataclass(frozen=True, slots=True)
 class NixlCheck:
-    """A `Check`, in child processes: a UCX that does not fit the machine may abort them. environ: on top of ours."""
+    """Checks NIXL in child processes, which a UCX that does not fit the machine may abort. Implements `Check`. environ: added to
+    this process's environment."""
 
     settings: WorkerSettings
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -34,7 +35,7 @@ class NixlCheck:
     deadline_s: float = 60.0
 
     def run(self) -> list[Finding]:
-        """As `Check.run`."""
+        """See `Check.run`."""
         if self.settings.connector == "tcp":
             return [ok("connector is tcp: NIXL is not used")]
         if self.settings.tls_cert_file is not None and not self.settings.nixl_plaintext:
@@ -78,7 +79,7 @@ class NixlCheck:
 
 
 def transports_text(view: NixlView) -> str:
-    """Transports of UCX by kind, and those that are not used."""
+    """UCX's transports by kind, then those that are not used."""
     if not view.found:
         return "UCX does not tell which transports it finds"
     parts = []
@@ -91,7 +92,7 @@ def transports_text(view: NixlView) -> str:
 
 
 def choice(settings: WorkerSettings, used: Sequence[UcxTransport]) -> Finding:
-    """The data plane of a worker with these settings, and the reason. Blocks are in host memory, also with a GPU."""
+    """The data plane that a worker with these settings would use, and the reason. Blocks are in host memory, also with a GPU."""
     kinds = {transport.kind for transport in used}
     if not kinds:
         return ok(f"connector is {settings.connector}: NIXL is tried first with every peer that has it, then TCP")
@@ -110,7 +111,7 @@ def choice(settings: WorkerSettings, used: Sequence[UcxTransport]) -> Finding:
 
 
 def _locked_memory(settings: WorkerSettings, used: Sequence[UcxTransport]) -> list[Finding]:
-    """RDMA pins the memory that it reaches."""
+    """Check the limit of locked memory, since RDMA pins the memory that it accesses."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     pool_bytes = settings.kv_cache_mib << 20
     if settings.num_blocks is not None:

@@ -1,4 +1,4 @@
-"""Ports that a service listens on: free, allowed, on an address of this machine, and distinct."""
+"""Ports that a service listens on: whether they are free, allowed, on an address of this machine, and distinct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One that a service will listen on. purpose: what for; 0 draws a free one."""
+    """A port that a service will listen on; 0 for a free port. purpose: shown in findings."""
 
     setting: str
     purpose: str
@@ -24,7 +24,7 @@ class Port:
 
 
 def ports_of(settings: WorkerSettings | RouterSettings) -> list[Port]:
-    """All ports that a service with these settings listens on."""
+    """All ports on which a service with these settings listens."""
     host = settings.host
     if isinstance(settings, RouterSettings):
         return [
@@ -41,14 +41,14 @@ def ports_of(settings: WorkerSettings | RouterSettings) -> list[Port]:
 
 @dataclass(frozen=True, slots=True)
 class PortCheck:
-    """A `Check`. Each port is listened on for a moment."""
+    """Binds each port for a moment. Implements `Check`."""
 
     settings: WorkerSettings | RouterSettings
     name: str = "ports"
     deadline_s: float = 5.0
 
     def run(self) -> list[Finding]:
-        """As `Check.run`."""
+        """See `Check.run`."""
         ports = ports_of(self.settings)
         findings = [self._look(port) for port in ports]
         given = [port for port in ports if port.number]
@@ -75,8 +75,8 @@ class PortCheck:
             return ok(f"{where} is free")
         if self._must_be_known(port):
             return warning(
-                f"{port.setting} ({port.purpose}) is drawn at each start, and other machines must reach it",
-                f"set {port.setting} where a firewall stands between the machines, or a router is given addresses",
+                f"{port.setting} ({port.purpose}) is chosen at each start, and other machines must reach it",
+                f"set {port.setting} if there is a firewall between the machines, or if routers are configured with addresses",
             )
         return ok(f"{port.setting} ({port.purpose}) is drawn at each start")
 

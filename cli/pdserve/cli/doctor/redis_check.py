@@ -1,4 +1,4 @@
-"""Redis: reachable, new enough, fast, with the rights that services need; and who is in the namespace already."""
+"""Redis: whether it is reachable, new enough, fast, and permits the services' commands; and which services use the namespace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OLDEST = (6, 2)
 _NEWER = f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer"
 NUM_PINGS = 5
 SLOW_S = 0.005
-"""A round trip beyond this delays what routers know of prefixes; no request waits for it."""
+"""Round-trip time above which routers learn of cached prefixes late; no request waits for Redis."""
 MAX_SHOWN = 32
 _ANSWER_S = 10.0
 _ADVICE = {
@@ -44,19 +44,19 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class RedisCheck:
-    """A `Check`. It writes nothing."""
+    """Checks Redis without writing to it. Implements `Check`."""
 
     settings: ServiceSettings
     name: str = "redis"
     deadline_s: float = 15.0
 
     def run(self) -> list[Finding]:
-        """As `Check.run`."""
+        """See `Check.run`."""
         if self.settings.redis is None:
-            return [ok("not used: routers are told the workers' addresses")]
+            return [ok("not used: routers are configured with the addresses of workers")]
         url = parse_redis_url(self.settings.redis)
         try:
-            # first here, where it may hang: the threads in which asyncio asks are waited for at the process's end
+            # resolve here first, where it may hang: the process waits at its end for the threads in which asyncio resolves names
             socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
         except OSError as error:
             return [failed(f"{url}: {url.host} does not resolve: {error.strerror}", _ADVICE["unreachable"])]
@@ -79,13 +79,13 @@ class RedisCheck:
             await redis.aclose()
 
     async def _workers(self, redis: Redis, keys: Keys) -> list[Finding]:
-        """Services in the namespace now, and whether they could work with this service."""
+        """Services in the namespace, and whether they are compatible with this service."""
         try:
             members = await redis.zrevrange(keys.workers, 0, MAX_SHOWN - 1)
             records = [await _record(redis, keys, member) for member in members]
         except REDIS_ERRORS as error:
             if error_kind(error) == "denied":
-                return []  # the missing right is reported already
+                return []  # the missing permission is already reported
             raise
         except InvalidRequest as error:
             advice = "another program writes there: use a redis_namespace of your own"
@@ -116,7 +116,7 @@ class RedisCheck:
         except InvalidRequest:
             return False
         except ConfigError:
-            return True  # the check of the key reports it
+            return True  # `KeyCheck` reports it
         return True
 
 
@@ -126,7 +126,7 @@ async def _server(redis: Redis, url: RedisUrl) -> Finding:
         started = time.monotonic()
         await redis.ping()
         round_trips.append(time.monotonic() - started)
-    # needs no right of its own, unlike INFO
+    # needs no permission, unlike INFO
     try:
         answer = await redis.execute_command("HELLO")  # type: ignore[no-untyped-call]
     except exceptions.ResponseError as error:
@@ -134,15 +134,17 @@ async def _server(redis: Redis, url: RedisUrl) -> Finding:
     said = {bytes(name): value for name, value in zip(answer[::2], answer[1::2], strict=True)}
     version = said[b"version"].decode(errors="replace")
     fastest_s = min(round_trips)
-    told = f"{url}: Redis {version}, {fastest_s * 1e3:.2f} ms a round trip"
+    told = f"{url}: Redis {version}, {fastest_s * 1e3:.2f} ms per round trip"
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
         return failed(told, _NEWER)
     if said.get(b"role") != b"master":
-        return failed(f"{told}: a replica, which takes no writes", "name the primary in redis")
+        return failed(f"{told}: a replica, which accepts no writes", "name the primary in redis")
     if said.get(b"mode") == b"cluster":
-        return failed(f"{told}: a node of a cluster", "use one server; keys of a deployment lie in one slot anyway")
+        return failed(f"{told}: a node of a cluster", "use one server; all keys of a deployment are in one slot")
     if fastest_s > SLOW_S:
-        return warning(f"{told}: slow", "put Redis nearer; no request waits for it, but routers hear of prefixes later")
+        return warning(
+            f"{told}: slow", "put Redis nearer; no request waits for it, but routers learn of cached prefixes later"
+        )
     return ok(told)
 
 

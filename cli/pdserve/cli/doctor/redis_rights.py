@@ -1,4 +1,4 @@
-"""Checks which of the services' Redis commands this user may run, with calls that change nothing."""
+"""Checks which of the services' Redis commands this user may run, by calls that change nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Command = tuple[str | int, ...]
 
 
 def harmless_commands(keys: Keys) -> list[Command]:
-    """Each command that a service uses, on keys as it uses them, of a worker that does not exist."""
+    """Each command that a service uses, on the keys of a worker that does not exist."""
     worker_id, epoch = f"doctor-{secrets.token_hex(4)}", secrets.randbits(64)
     record, blocks, events = keys.worker(worker_id), keys.blocks(worker_id, epoch), keys.events(worker_id, epoch)
     return [
@@ -28,18 +28,18 @@ def harmless_commands(keys: Keys) -> list[Command]:
 
 
 def transaction_commands(keys: Keys) -> list[Command]:
-    """Commands of a transaction, here an empty one."""
+    """Commands of an empty transaction."""
     return [("PING",), ("WATCH", keys.workers), ("UNWATCH",), ("MULTI",), ("EXEC",)]
 
 
 async def refusals(redis: Redis, keys: Keys) -> dict[str, str]:
-    """Commands that this user may not use, and why. Raises: one of `REDIS_ERRORS` when Redis cannot be asked.
+    """Commands that this user may not run, with Redis's reasons. Raises: one of `REDIS_ERRORS` if Redis does not answer.
 
-    Redis checks rights as it queues a transaction, so everything is queued, and the connection closed before EXEC.
+    Redis checks permissions when it queues a command of a transaction, so all are queued, and the connection is closed before EXEC.
     """
     refused: dict[str, str] = {}
     async with redis.client() as one:
-        # answers are all QUEUED, which the parsers of real answers would not understand
+        # all answers are QUEUED, which the commands' own response parsers would reject
         one.response_callbacks.clear()
 
         async def ask(command: Command) -> None:

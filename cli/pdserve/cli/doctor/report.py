@@ -16,11 +16,11 @@ _NAME_WIDTH = 10
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`--json` prints it."""
+    """The report that `--json` prints."""
 
     role: str
     verdict: Verdict
-    """The worst one."""
+    """The worst verdict of all findings."""
     checks: list[Examined]
 
 
@@ -29,13 +29,13 @@ def make_report(role: str, checks: list[Examined]) -> Report:
 
 
 def worst(checks: Sequence[Examined]) -> Verdict:
-    """The worst of all findings; OK when there are none."""
+    """The worst verdict of all findings; OK if there are none."""
     found = {finding.verdict for examined in checks for finding in examined.findings}
     return next((verdict for verdict in (Verdict.FAILED, Verdict.WARNING) if verdict in found), Verdict.OK)
 
 
 def show(console: Console, examined: Examined) -> None:
-    """A line a finding, and below it what to do."""
+    """Print one line per finding, with the advice below it."""
     table = Table.grid(padding=(0, 1))
     table.add_column(width=_NAME_WIDTH, no_wrap=True)
     table.add_column(width=len(Verdict.WARNING.value), no_wrap=True)
@@ -49,7 +49,7 @@ def show(console: Console, examined: Examined) -> None:
 
 
 def show_summary(console: Console, report: Report) -> None:
-    """The last line."""
+    """Print the last line."""
     counts = {
         verdict: sum(finding.verdict is verdict for examined in report.checks for finding in examined.findings)
         for verdict in Verdict
@@ -59,7 +59,7 @@ def show_summary(console: Console, report: Report) -> None:
 
 
 def _text(finding: Finding) -> Text:
-    # text, not markup: a path or an error may hold brackets
+    # text, not markup: a path or an error may contain brackets
     text = Text(finding.what)
     if finding.advice:
         text.append(f"\n-> {finding.advice}", style="dim")

@@ -11,7 +11,7 @@ _OTHERS = stat.S_IRGRP | stat.S_IROTH
 
 
 def exposed(file: str | None) -> list[Finding]:
-    """A warning about an existing file that others can read; none without a file."""
+    """A warning if the file exists and other users can read it, else an empty list."""
     if file is None or not Path(file).stat().st_mode & _OTHERS:
         return []
     return [warning(f"{file} can be read by other users", f"chmod 600 {file}")]

@@ -1,4 +1,4 @@
-"""TLS: what is encrypted, until when the certificates hold, and keys that others could read."""
+"""TLS: which connections are encrypted, when certificates expire, and which keys other users can read."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _HOW = "certificates, as docs/deploy.md makes them; or keep others from that net
 
 @dataclass(frozen=True, slots=True)
 class TlsCheck:
-    """A `Check`. Files that cannot be used are no settings, so a service with them was never examined."""
+    """Checks TLS in valid settings; settings with unusable files were refused before. Implements `Check`."""
 
     settings: WorkerSettings | RouterSettings
     name: str = "tls"
     deadline_s: float = 5.0
 
     def run(self) -> list[Finding]:
-        """As `Check.run`."""
+        """See `Check.run`."""
         settings = self.settings
         identity = settings.tls()
         if identity is None:
@@ -53,10 +53,10 @@ def _shown(to_whom: str, tls: ServerTls, certificate: str | None, key: str | Non
 
 
 def _workers_in_the_clear(settings: WorkerSettings | RouterSettings) -> list[Finding]:
-    """Workers in a router's settings; workers found through Redis check themselves."""
+    """Warn of workers in a router's settings; workers found through Redis check themselves."""
     named = (*settings.prefill, *settings.decode) if isinstance(settings, RouterSettings) else ()
     beyond = [address for address in named if not is_loopback(address)]
-    return [warning(f"not configured: what goes to {', '.join(beyond)} is in the clear", _HOW)] if beyond else []
+    return [warning(f"not configured: connections to {', '.join(beyond)} are not encrypted", _HOW)] if beyond else []
 
 
 def _in_the_clear(settings: WorkerSettings | RouterSettings) -> Finding:
