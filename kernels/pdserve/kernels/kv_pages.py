@@ -20,7 +20,7 @@ class GatheredKeys:
     mapped and faulted in again in every layer."""
     first_key: int
     last_key: int
-    """Of the N * bs gathered keys of a sequence, `first_key..last_key-1` are looked at."""
+    """Rows attend to keys `first_key..last_key-1` of the N * bs gathered keys of a sequence."""
 
 
 class KvPages:
