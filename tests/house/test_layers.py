@@ -44,7 +44,7 @@ FLOORS = {
         {"kv_cache", "json_object", "model_folder", "model_inputs"}, {"dtypes"},
     ),
     "kv_transfer": (
-        {"control", "make_connectors"}, {"connector_set", "local", "nixl", "host_staging_pool", "tcp"}, {"coalesce", "pull"},
+        {"control", "make_connectors"}, {"connector_set", "nixl", "host_staging_pool", "tcp"}, {"coalesce", "pull"},
         {"connector"}, {"block_digest", "event_thread", "resolver"},
     ),
     "common": (

@@ -29,7 +29,6 @@ from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, Sour
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, LeaseLimits, PeerId, SourceTransfer
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
 from pdserve.kv_transfer.host_staging_pool import HostStagingPool, host_memory
-from pdserve.kv_transfer.local import LocalConnector, LocalNetwork
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
@@ -39,6 +38,7 @@ from pdserve.worker.engine_outbox import EngineOutbox
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from tests.support.engine_harness import KEY
 from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
+from tests.support.local_connector import LocalConnector, LocalNetwork
 from tests.support.signed_channel import signed
 
 BLOCK_SIZE = 4

@@ -22,10 +22,10 @@ from pdserve.kv_transfer.control.attach_servicer import AttachServicer, answer_p
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, LeaseLimits, SourceResult, SourceTransfer
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
-from pdserve.kv_transfer.local import LocalConnector, LocalNetwork
 from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.v1 import kv_source_pb2_grpc
+from tests.support.local_connector import LocalConnector, LocalNetwork
 from tests.support.signed_channel import signed
 from tests.support.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID, ReceiverOwner, SourceOwner
 

@@ -1,4 +1,4 @@
-"""Blocks within one process: the connector for tests and for two roles in one process, with faults on demand."""
+"""`LocalConnector`: moves blocks within one process, with faults on demand."""
 
 from __future__ import annotations
 
