@@ -6,45 +6,36 @@ import json
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from pdserve.cli.doctor.examination import examine
-from pdserve.cli.doctor.finding import Examined, Finding, Verdict, failed, ok, warning
+from pdserve.cli.doctor.finding import Check, Examined, Finding, Verdict, failed, ok, warning
 from pdserve.cli.doctor.report import make_report, show, show_summary
 from pdserve.cli.main import app
 
 WITHOUT_NIXL = ["--set", "connector=tcp"]
 
 
-@dataclass
-class Made:
-    """A check that does as it is told."""
-
-    name: str
-    findings: list[Finding] = field(default_factory=list)
-    raises: Exception | None = None
-    gate: threading.Event | None = None
-    deadline_s: float = 10.0
-
-    def run(self) -> list[Finding]:
-        if self.gate is not None:
-            self.gate.wait()
-        if self.raises is not None:
-            raise self.raises
-        return self.findings
-
-
 def test_a_check_that_hangs_or_breaks_is_a_finding_and_costs_no_other() -> None:
     gate = threading.Event()
+
+    def hangs() -> Iterator[Finding]:
+        gate.wait()
+        yield ok("late")
+
+    def breaks() -> Iterator[Finding]:
+        yield ok("so far")
+        raise KeyError("x")
+
     checks = [
-        Made("first", [ok("fine")]),
-        Made("hangs", gate=gate, deadline_s=0.05),
-        Made("breaks", raises=KeyError("x")),
-        Made("last", [warning("so so", "do")]),
+        Check("first", lambda: [ok("fine")]),
+        Check("hangs", hangs, deadline_s=0.05),
+        Check("breaks", breaks),
+        Check("last", lambda: [warning("so so", "do")]),
     ]
     started = time.monotonic()
     examined = {one.check: one.findings for one in examine(checks)}

@@ -12,17 +12,15 @@ from typing import Any
 
 import pytest
 
-from pdserve.cli.doctor.address_check import AddressCheck
-from pdserve.cli.doctor.auth_check import AuthCheck
+from pdserve.cli.doctor.address_check import check_addresses
+from pdserve.cli.doctor.credentials_check import check_clients, check_key, check_tls
 from pdserve.cli.doctor.finding import Finding, Verdict
-from pdserve.cli.doctor.gpu_check import GpuCheck
-from pdserve.cli.doctor.key_check import KeyCheck
+from pdserve.cli.doctor.gpu_check import check_gpu
 from pdserve.cli.doctor.machine_memory import free_memory
-from pdserve.cli.doctor.memory_check import MemoryCheck
-from pdserve.cli.doctor.model_check import ModelCheck
-from pdserve.cli.doctor.nixl_check import NixlCheck
-from pdserve.cli.doctor.port_check import PortCheck
-from pdserve.cli.doctor.tls_check import TlsCheck
+from pdserve.cli.doctor.memory_check import check_memory
+from pdserve.cli.doctor.model_check import check_model
+from pdserve.cli.doctor.nixl_check import check_nixl
+from pdserve.cli.doctor.port_check import check_ports
 from pdserve.common.security.derived_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
@@ -58,15 +56,15 @@ def edited(folder: Path, file: str, **values: Any) -> None:
 
 
 def model(folder: Path, **settings: Any) -> list[Finding]:
-    return ModelCheck(PrefillSettings(model=str(folder), **settings)).run()
+    return list(check_model(PrefillSettings(model=str(folder), **settings)))
 
 
 def test_the_bundled_model_is_whole() -> None:
-    findings = ModelCheck(PrefillSettings()).run()
+    findings = list(check_model(PrefillSettings()))
     assert verdicts(findings) == ["ok", "ok", "ok"]
     assert "Qwen3ForCausalLM" in text(findings)
     assert "bfloat16, 8.0 MiB of weights" in text(findings)
-    assert verdicts(ModelCheck(RouterSettings()).run()) == ["ok", "ok"]
+    assert verdicts(list(check_model(RouterSettings()))) == ["ok", "ok"]
 
 
 @pytest.mark.parametrize(
@@ -114,11 +112,11 @@ def test_every_architecture_is_held_against_its_headers(tiny_checkpoints: Folder
 
 
 def test_a_pool_that_fits_and_one_that_does_not() -> None:
-    assert verdicts(MemoryCheck(PrefillSettings()).run()) == ["ok"]
-    findings = MemoryCheck(PrefillSettings(kv_cache_mib=1 << 30)).run()
+    assert verdicts(list(check_memory(PrefillSettings()))) == ["ok"]
+    findings = list(check_memory(PrefillSettings(kv_cache_mib=1 << 30)))
     assert verdicts(findings) == ["failed"]
     assert "KV pool 1,073,741,8" in text(findings)
-    findings = MemoryCheck(PrefillSettings(max_model_len=1 << 20)).run()
+    findings = list(check_memory(PrefillSettings(max_model_len=1 << 20)))
     assert verdicts(findings) == ["failed"]
     assert "max_model_len" in text(findings)
 
@@ -168,17 +166,17 @@ def test_the_first_version_of_control_groups_as_a_container_sees_them(tmp_path: 
             "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {10 << 20}\n",
         },
     )
-    findings = MemoryCheck(PrefillSettings(), tmp_path).run()
+    findings = list(check_memory(PrefillSettings(), tmp_path))
     assert verdicts(findings) == ["failed"]
     assert "free 70 MiB by the control group /" in text(findings)
     write(tmp_path, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"})
-    assert "by this machine" in text(MemoryCheck(PrefillSettings(), tmp_path).run())
+    assert "by this machine" in text(list(check_memory(PrefillSettings(), tmp_path)))
 
 
 def test_a_system_that_does_not_tell_is_a_warning_and_one_that_is_nearly_full_too(tmp_path: Path) -> None:
-    assert verdicts(MemoryCheck(PrefillSettings(), tmp_path).run()) == ["warning"]
+    assert verdicts(list(check_memory(PrefillSettings(), tmp_path))) == ["warning"]
     write(tmp_path, {"proc/meminfo": f"MemAvailable: {700 << 10} kB\n"})
-    assert verdicts(MemoryCheck(PrefillSettings(), tmp_path).run()) == ["warning"]
+    assert verdicts(list(check_memory(PrefillSettings(), tmp_path))) == ["warning"]
 
 
 # ---- GPU
@@ -210,77 +208,77 @@ def make_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 def test_gpus_are_named_and_the_device_is_one_of_them(make_torch: Callable[..., None]) -> None:
     make_torch()
-    findings = GpuCheck(PrefillSettings(device="cuda:1")).run()
+    findings = list(check_gpu(PrefillSettings(device="cuda:1")))
     assert verdicts(findings) == ["ok"]
     assert "cuda:1 Made 1" in text(findings)
-    assert "not used" in text(GpuCheck(PrefillSettings()).run())
-    assert verdicts(GpuCheck(PrefillSettings(device="cuda:2")).run()) == ["failed"]
-    assert verdicts(GpuCheck(PrefillSettings(device="mps")).run()) == ["failed"]
+    assert "not used" in text(list(check_gpu(PrefillSettings())))
+    assert verdicts(list(check_gpu(PrefillSettings(device="cuda:2")))) == ["failed"]
+    assert verdicts(list(check_gpu(PrefillSettings(device="mps")))) == ["failed"]
 
 
 def test_no_gpu_and_a_torch_that_breaks(make_torch: Callable[..., None], tmp_path: Path) -> None:
     make_torch(None, 0)
-    findings = GpuCheck(PrefillSettings(device="cuda")).run()
+    findings = list(check_gpu(PrefillSettings(device="cuda")))
     assert verdicts(findings) == ["failed"]
     assert "without CUDA" in text(findings)
-    assert verdicts(GpuCheck(PrefillSettings()).run()) == ["ok"]
+    assert verdicts(list(check_gpu(PrefillSettings()))) == ["ok"]
     (tmp_path / "torch.py").write_text("import os\nos.abort()\n")
-    findings = GpuCheck(PrefillSettings(device="cuda")).run()
+    findings = list(check_gpu(PrefillSettings(device="cuda")))
     assert verdicts(findings) == ["failed"]
     assert "SIGABRT" in text(findings)
 
 
 def test_with_a_gpu_pool_and_weights_must_fit_there_and_the_staging_here(make_torch: Callable[..., None]) -> None:
     make_torch()
-    findings = MemoryCheck(PrefillSettings(device="cuda")).run()
+    findings = list(check_memory(PrefillSettings(device="cuda")))
     assert verdicts(findings) == ["ok", "ok"]
     assert "KV staging, as large as the pool 256 MiB" in findings[0].what
     make_torch(free=1 << 20)
-    findings = MemoryCheck(PrefillSettings(device="cuda")).run()
+    findings = list(check_memory(PrefillSettings(device="cuda")))
     assert verdicts(findings) == ["ok", "failed"]
     assert "by Made 0" in findings[1].what
     make_torch(count=0)
-    assert verdicts(MemoryCheck(PrefillSettings(device="cuda")).run()) == ["ok", "failed"]
+    assert verdicts(list(check_memory(PrefillSettings(device="cuda")))) == ["ok", "failed"]
 
 
 # ---- key
 
 
 def test_the_public_key_a_given_one_and_none_where_one_is_needed(tmp_path: Path) -> None:
-    assert verdicts(KeyCheck(PrefillSettings()).run()) == ["warning"]
-    findings = KeyCheck(PrefillSettings(deployment_key=SECRET)).run()
+    assert verdicts(list(check_key(PrefillSettings()))) == ["warning"]
+    findings = list(check_key(PrefillSettings(deployment_key=SECRET)))
     assert verdicts(findings) == ["ok"]
     assert DeploymentKey(SECRET.encode()).fingerprint in text(findings)
     assert SECRET not in text(findings)
-    assert verdicts(KeyCheck(PrefillSettings(redis="redis://127.0.0.1")).run()) == ["failed"]
+    assert verdicts(list(check_key(PrefillSettings(redis="redis://127.0.0.1")))) == ["failed"]
     file = tmp_path / "deployment.key"
     file.write_text(SECRET)
     file.chmod(0o600)
-    assert verdicts(KeyCheck(RouterSettings(deployment_key_file=str(file))).run()) == ["ok"]
+    assert verdicts(list(check_key(RouterSettings(deployment_key_file=str(file))))) == ["ok"]
     file.chmod(0o644)
-    assert verdicts(KeyCheck(RouterSettings(deployment_key_file=str(file))).run()) == ["ok", "warning"]
+    assert verdicts(list(check_key(RouterSettings(deployment_key_file=str(file))))) == ["ok", "warning"]
 
 
 # ---- tls
 
 
 def test_tls_says_until_when_and_what_is_in_the_clear(tmp_path: Path) -> None:
-    assert verdicts(TlsCheck(PrefillSettings()).run()) == ["ok"]
-    findings = TlsCheck(RouterSettings(**BEYOND)).run()
+    assert verdicts(list(check_tls(PrefillSettings()))) == ["ok"]
+    findings = list(check_tls(RouterSettings(**BEYOND)))
     assert verdicts(findings) == ["warning"]
     assert "0.0.0.0 is in the clear" in text(findings)
     authority = Authority(tmp_path / "ca")
     files = authority.issue(not_after=datetime(2900, 5, 6, tzinfo=UTC))
     files.key.chmod(0o600)
     worker = PrefillSettings(**files.settings())
-    findings = TlsCheck(worker).run()
+    findings = list(check_tls(worker))
     assert verdicts(findings) == ["ok"]
     assert "valid until 2900-05-06" in text(findings)
-    assert verdicts(NixlCheck(worker).run()) == ["ok"], "nothing is tried"
+    assert verdicts(list(check_nixl(worker))) == ["ok"], "nothing is tried"
     soon = authority.issue(not_after=datetime.now(UTC) + timedelta(days=3))
     soon.key.chmod(0o644)
     front = {"front_tls_cert_file": str(soon.cert), "front_tls_key_file": str(soon.key)}
-    findings = TlsCheck(RouterSettings(**files.settings(), **front)).run()
+    findings = list(check_tls(RouterSettings(**files.settings(), **front)))
     assert verdicts(findings) == ["ok", "warning", "warning"]
     assert "which clients are shown" in findings[1].what
     assert str(soon.key) in findings[2].what
@@ -294,26 +292,26 @@ def test_ports_that_are_free_drawn_in_use_equal_or_not_ours() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        findings = PortCheck(PrefillSettings(data_port=port)).run()
+        findings = list(check_ports(PrefillSettings(data_port=port)))
         assert verdicts(findings) == ["ok", "failed", "ok"]
         assert f"127.0.0.1:{port}" in findings[1].what
         assert "data_port" in findings[1].what
-    assert verdicts(PortCheck(PrefillSettings(data_port=port)).run()) == ["ok", "ok", "ok"], "and nothing holds it"
-    findings = PortCheck(DecodeSettings(port=port, data_port=port)).run()
+    assert verdicts(list(check_ports(PrefillSettings(data_port=port)))) == ["ok", "ok", "ok"], "and nothing holds it"
+    findings = list(check_ports(DecodeSettings(port=port, data_port=port)))
     assert verdicts(findings) == ["ok", "ok", "ok", "failed"]
     assert "port and data_port" in findings[3].what
-    findings = PortCheck(RouterSettings(host="192.0.2.1", insecure=True, port=0, grpc_port=0)).run()
+    findings = list(check_ports(RouterSettings(host="192.0.2.1", insecure=True, port=0, grpc_port=0)))
     assert verdicts(findings) == ["failed", "failed", "failed"]
     assert "address of this machine" in findings[0].advice
-    assert verdicts(PortCheck(PrefillSettings(**BEYOND)).run()) == ["warning", "warning", "ok"]
-    assert verdicts(PortCheck(PrefillSettings(port=70_000)).run()) == ["failed", "ok", "ok"]
+    assert verdicts(list(check_ports(PrefillSettings(**BEYOND)))) == ["warning", "warning", "ok"]
+    assert verdicts(list(check_ports(PrefillSettings(port=70_000)))) == ["failed", "ok", "ok"]
 
 
 def test_equal_ports_are_a_conflict_only_where_addresses_overlap() -> None:
     port = free_port()
 
     def conflicts(**settings: Any) -> list[str]:
-        findings = PortCheck(DecodeSettings(insecure=True, port=port, metrics_port=port, **settings)).run()
+        findings = list(check_ports(DecodeSettings(insecure=True, port=port, metrics_port=port, **settings)))
         return [finding.what for finding in findings[3:]]
 
     assert conflicts(host="127.0.0.1", metrics_host="127.0.0.2") == []
@@ -335,7 +333,7 @@ def test_equal_ports_are_a_conflict_only_where_addresses_overlap() -> None:
 
 def test_what_peers_are_told() -> None:
     def told(**settings: Any) -> list[Finding]:
-        return AddressCheck(PrefillSettings(**settings)).run()
+        return list(check_addresses(PrefillSettings(**settings)))
 
     assert verdicts(told()) == ["ok"]
     assert verdicts(told(redis="redis://127.0.0.1")) == ["warning"]
@@ -349,10 +347,10 @@ def test_what_peers_are_told() -> None:
 
 def test_a_worker_that_listens_elsewhere_than_it_says(own_address: str) -> None:
     settings = PrefillSettings(host="127.0.0.1", advertise_host=own_address)
-    findings = AddressCheck(settings).run()
+    findings = list(check_addresses(settings))
     assert verdicts(findings) == ["failed"]
     assert "listens on 127.0.0.1 alone" in text(findings)
-    assert verdicts(AddressCheck(PrefillSettings(**BEYOND, advertise_host=own_address)).run()) == ["ok"]
+    assert verdicts(list(check_addresses(PrefillSettings(**BEYOND, advertise_host=own_address)))) == ["ok"]
 
 
 @pytest.fixture
@@ -371,20 +369,20 @@ def test_the_workers_that_a_router_is_told_of() -> None:
         worker.bind(("127.0.0.1", 0))
         worker.listen()
         here = f"127.0.0.1:{worker.getsockname()[1]}"
-        findings = AddressCheck(
-            RouterSettings(prefill=(here,), decode=("127.0.0.1:1", "no-such-host.invalid:7002"))
-        ).run()
+        findings = list(
+            check_addresses(RouterSettings(prefill=(here,), decode=("127.0.0.1:1", "no-such-host.invalid:7002")))
+        )
     assert verdicts(findings) == ["ok", "warning", "failed"]
-    assert verdicts(AddressCheck(RouterSettings()).run()) == ["failed"]
-    assert verdicts(AddressCheck(RouterSettings(prefill=(here,))).run()) == ["failed"]
-    assert verdicts(AddressCheck(RouterSettings(redis="redis://127.0.0.1")).run()) == ["ok"]
+    assert verdicts(list(check_addresses(RouterSettings()))) == ["failed"]
+    assert verdicts(list(check_addresses(RouterSettings(prefill=(here,))))) == ["failed"]
+    assert verdicts(list(check_addresses(RouterSettings(redis="redis://127.0.0.1")))) == ["ok"]
 
 
 # ---- clients
 
 
 def clients(**settings: Any) -> list[Finding]:
-    return AuthCheck(RouterSettings(**settings)).run()
+    return list(check_clients(RouterSettings(**settings)))
 
 
 def keys_file(tmp_path: Path, *expiries: datetime | None) -> Path:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from pdserve.cli.doctor.finding import Finding, Verdict
-from pdserve.cli.doctor.nixl_check import NixlCheck, choice, transports_text
+from pdserve.cli.doctor.nixl_check import check_nixl, choice, transports_text
 from pdserve.common.settings.worker_settings import PrefillSettings
-from pdserve.kv_transfer.nixl.nixl_probe import NixlView
-from pdserve.kv_transfer.nixl.ucx_transports import UcxTransport
+from pdserve.kv_transfer.nixl.nixl_probe import NixlView, UcxTransport
 
 
 def verdicts(findings: list[Finding]) -> list[str]:
@@ -21,7 +20,7 @@ def verdicts(findings: list[Finding]) -> list[str]:
 
 
 def look(environ: dict[str, str] | None = None, **settings: Any) -> list[Finding]:
-    return NixlCheck(PrefillSettings(**settings), environ or {}).run()
+    return list(check_nixl(PrefillSettings(**settings), environ or {}))
 
 
 def test_two_processes_read_each_other_here() -> None:
@@ -66,7 +65,7 @@ def test_a_package_that_cannot_be_used(tmp_path: Path, how: str) -> None:
 def test_a_package_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "nixl.py").write_text("import time; time.sleep(600)")
     started = time.monotonic()
-    findings = NixlCheck(PrefillSettings(), {"PYTHONPATH": str(tmp_path)}, answer_s=1.0).run()
+    findings = list(check_nixl(PrefillSettings(), {"PYTHONPATH": str(tmp_path)}, answer_s=1.0))
     assert time.monotonic() - started < 30
     assert verdicts(findings) == ["warning"]
     assert "within 1 s" in findings[0].what

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.cli.doctor.finding import Finding, Verdict
-from pdserve.cli.doctor.redis_check import RedisCheck
+from pdserve.cli.doctor.redis_check import check_redis
 from pdserve.cli.doctor.redis_rights import harmless_commands, transaction_commands
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.registry.registry import Keys, RecordSigner, WorkerRecord
@@ -39,7 +39,7 @@ def empty(server: RedisServer) -> None:
 
 def look(url: str, **settings: Any) -> list[Finding]:
     given = {"redis": url, "redis_namespace": "test", "deployment_key": SECRET} | settings
-    return RedisCheck(PrefillSettings(**given)).run()
+    return list(check_redis(PrefillSettings(**given)))
 
 
 def verdicts(findings: list[Finding]) -> list[str]:
@@ -63,7 +63,7 @@ def test_one_that_can_be_used(server: RedisServer) -> None:
     assert "0 live workers" in findings[2].what
     assert server.do("DBSIZE") == 0
     assert changes(server) == before, "the doctor wrote something"
-    assert verdicts(RedisCheck(RouterSettings()).run()) == ["ok"]
+    assert verdicts(list(check_redis(RouterSettings()))) == ["ok"]
 
 
 def test_the_rights_asked_for_are_those_of_the_document() -> None:

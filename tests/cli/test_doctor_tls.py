@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from pdserve.cli.doctor.address_check import AddressCheck
+from pdserve.cli.doctor.address_check import check_addresses
+from pdserve.cli.doctor.credentials_check import check_tls
 from pdserve.cli.doctor.finding import Finding, Verdict
-from pdserve.cli.doctor.tls_check import TlsCheck
 from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.security.tls import ServerTls
 from pdserve.common.settings.router_settings import RouterSettings
@@ -25,12 +25,12 @@ def verdicts(findings: list[Finding]) -> list[str]:
 
 def test_a_router_whose_workers_are_beyond_loopback_in_the_clear(authority: Authority) -> None:
     workers: dict[str, Any] = {"prefill": ("127.0.0.1:1",), "decode": ("10.0.0.2:1", "decode-1.example:2")}
-    findings = TlsCheck(RouterSettings(**workers)).run()
+    findings = list(check_tls(RouterSettings(**workers)))
     assert verdicts(findings) == ["warning", "ok"]
-    assert "connections to 10.0.0.2:1, decode-1.example:2 are not encrypted" in findings[0].what
-    assert verdicts(TlsCheck(RouterSettings(decode=("127.0.0.1:1",))).run()) == ["ok"]
+    assert "what goes to 10.0.0.2:1, decode-1.example:2 is in the clear" in findings[0].what
+    assert verdicts(list(check_tls(RouterSettings(decode=("127.0.0.1:1",))))) == ["ok"]
     issued = authority.issue()
-    with_tls = TlsCheck(RouterSettings(**workers, **issued.settings(), host="0.0.0.0", insecure=True)).run()
+    with_tls = list(check_tls(RouterSettings(**workers, **issued.settings(), host="0.0.0.0", insecure=True)))
     in_the_clear = [finding.what for finding in with_tls if "in the clear" in finding.what]
     assert in_the_clear == ["not configured: what clients send to 0.0.0.0 is in the clear"]
 
@@ -51,7 +51,7 @@ async def reach(tls: ServerTls | None, router: IssuedFiles) -> Finding:
     """What a router's doctor says of a worker."""
     async with served(tls) as address:
         settings = RouterSettings(decode=(address,), **router.settings())
-        [finding] = await asyncio.to_thread(AddressCheck(settings).run)
+        [finding] = await asyncio.to_thread(lambda: list(check_addresses(settings)))
         return finding
 
 
@@ -87,6 +87,6 @@ def test_a_worker_that_is_silent_is_not_waited_for(authority: Authority) -> None
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         settings = RouterSettings(decode=(f"127.0.0.1:{silent.getsockname()[1]}",), **authority.issue().settings())
-        [finding] = AddressCheck(settings).run()
+        [finding] = list(check_addresses(settings))
     assert finding.verdict is Verdict.WARNING
     assert "timed out" in finding.what

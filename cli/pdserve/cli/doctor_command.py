@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
 
-from pdserve.cli.doctor.address_check import AddressCheck
-from pdserve.cli.doctor.auth_check import AuthCheck
-from pdserve.cli.doctor.descriptor_check import DescriptorCheck
+from pdserve.cli.doctor.address_check import check_addresses
+from pdserve.cli.doctor.credentials_check import check_clients, check_key, check_tls
 from pdserve.cli.doctor.examination import examine
 from pdserve.cli.doctor.finding import Check, Examined, Verdict, failed
-from pdserve.cli.doctor.gpu_check import GpuCheck
-from pdserve.cli.doctor.key_check import KeyCheck
-from pdserve.cli.doctor.memory_check import MemoryCheck
-from pdserve.cli.doctor.model_check import ModelCheck
-from pdserve.cli.doctor.nixl_check import NixlCheck
-from pdserve.cli.doctor.port_check import PortCheck
-from pdserve.cli.doctor.redis_check import RedisCheck
+from pdserve.cli.doctor.gpu_check import check_gpu
+from pdserve.cli.doctor.memory_check import check_memory
+from pdserve.cli.doctor.model_check import check_model
+from pdserve.cli.doctor.nixl_check import check_nixl
+from pdserve.cli.doctor.port_check import check_descriptors, check_ports
+from pdserve.cli.doctor.redis_check import check_redis
 from pdserve.cli.doctor.report import make_report, show, show_summary
-from pdserve.cli.doctor.tls_check import TlsCheck
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
@@ -39,17 +37,24 @@ _SETTINGS: dict[Role, type[PrefillSettings | DecodeSettings | RouterSettings]] =
 
 def checks_for(settings: WorkerSettings | RouterSettings) -> list[Check]:
     """The checks for a service with these settings, in the order of the report."""
-    everywhere: list[Check] = [
-        KeyCheck(settings),
-        TlsCheck(settings),
-        PortCheck(settings),
-        AddressCheck(settings),
-        DescriptorCheck(settings),
-        RedisCheck(settings),
+    model = Check("model", partial(check_model, settings), deadline_s=60.0)
+    everywhere = [
+        Check("key", partial(check_key, settings)),
+        Check("tls", partial(check_tls, settings)),
+        Check("ports", partial(check_ports, settings)),
+        Check("addresses", partial(check_addresses, settings), deadline_s=15.0),
+        Check("files", partial(check_descriptors, settings)),
+        Check("redis", partial(check_redis, settings), deadline_s=15.0),
     ]
     if isinstance(settings, RouterSettings):
-        return [ModelCheck(settings), *everywhere, AuthCheck(settings)]
-    return [ModelCheck(settings), MemoryCheck(settings), GpuCheck(settings), *everywhere, NixlCheck(settings)]
+        return [model, *everywhere, Check("clients", partial(check_clients, settings))]
+    return [
+        model,
+        Check("memory", partial(check_memory, settings), deadline_s=70.0),
+        Check("gpu", partial(check_gpu, settings), deadline_s=60.0),
+        *everywhere,
+        Check("nixl", partial(check_nixl, settings), deadline_s=60.0),
+    ]
 
 
 def examine_service(role: Role, flags: Mapping[str, Any], config: Path | None, *, as_json: bool) -> bool:

@@ -14,7 +14,7 @@ class ChildAnswers:
         self._descriptor = os.dup(1)
         os.dup2(2, 1)
 
-    def say(self, value: object) -> None:
+    def send(self, value: object) -> None:
         """Write one line. Raises: OSError when the parent has ended."""
         line = msgspec.json.encode(value) + b"\n"
         while line:

@@ -1,1 +1,1 @@
-"""`pdserve doctor`: one file per check, and the code that runs checks and shows their findings."""
+"""`pdserve doctor`: its checks, and how they are run and shown."""

@@ -7,10 +7,10 @@ import queue
 import socket
 import ssl
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 
-from pdserve.cli.doctor.background import in_background
+from pdserve.cli.doctor.examination import in_background
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.common.address.host_address import is_wildcard
 from pdserve.common.errors import ConfigError
@@ -21,7 +21,7 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 
 CONNECT_S = 2.0
 ANSWER_S = 12.0
-"""Limit for all workers together; resolving a name has no limit of its own."""
+"""For all workers together; resolving a name has no limit of its own."""
 _TLS = "all services need certificates of the CA in tls_ca_file, made out to the host that is connected to"
 
 
@@ -29,68 +29,58 @@ class _HungUp(Exception):
     """A worker closed the connection before it sent anything."""
 
 
-@dataclass(frozen=True, slots=True)
-class AddressCheck:
-    """Checks the advertised address, and connects to the workers in the settings. Implements `Check`."""
-
-    settings: WorkerSettings | RouterSettings
-    name: str = "addresses"
-    deadline_s: float = 15.0
-
-    def run(self) -> list[Finding]:
-        """See `Check.run`."""
-        settings = self.settings
-        return _workers(settings) if isinstance(settings, RouterSettings) else _advertised(settings)
+def check_addresses(settings: WorkerSettings | RouterSettings) -> Iterator[Finding]:
+    """Addresses that peers connect to; of a router, the workers' that it connects to."""
+    if isinstance(settings, RouterSettings):
+        yield from _workers(settings)
+    else:
+        yield _advertised(settings)
 
 
-def _advertised(settings: WorkerSettings) -> list[Finding]:
+def _advertised(settings: WorkerSettings) -> Finding:
     try:
         host = settings.peers_host
     except ConfigError as error:
-        return [failed(error.message, "set advertise_host to the address by which other machines reach this one")]
-    told = f"peers connect to {host}"
+        return failed(error.message, "set advertise_host to the address by which other machines reach this one")
+    peers = f"peers are told to connect to {host}"
     try:
         addresses = _resolve(host)
     except OSError as error:
-        return [failed(f"{told}, which does not resolve: {error.strerror or error}", "correct advertise_host or DNS")]
+        return failed(f"{peers}, which does not resolve: {error.strerror or error}", "correct advertise_host or DNS")
     if is_loopback(addresses[0]):
         if settings.redis is not None:
             advice = "set host (and advertise_host) where workers or routers run on other machines"
-            return [warning(f"{told}: loopback, which services on other machines cannot reach", advice)]
-        return [ok(f"{told}: loopback, for a cluster on this machine")]
-    shown = host if addresses == [host] else f"{host} ({', '.join(addresses)})"
-    told = f"peers connect to {shown}"
+            return warning(f"{peers}: loopback, which services on other machines cannot reach", advice)
+        return ok(f"{peers}: loopback, for a cluster on this machine")
+    if addresses != [host]:
+        peers += f" ({', '.join(addresses)})"
     if not any(_is_ours(address) for address in addresses):
         advice = "right behind NAT or a published container port, else set advertise_host to an address of this machine"
-        return [warning(f"{told}, which is not an address of this machine", advice)]
+        return warning(f"{peers}, which is no address of this machine", advice)
     if not is_wildcard(settings.host) and settings.host not in addresses and not _same(settings.host, addresses):
         advice = "listen on 0.0.0.0, or advertise the address that is listened on"
-        return [failed(f"{told}, but this worker listens on {settings.host} alone", advice)]
-    return [ok(told)]
+        return failed(f"{peers}, but this worker listens on {settings.host} alone", advice)
+    return ok(peers)
 
 
-def _workers(settings: RouterSettings) -> list[Finding]:
-    named = [("prefill", address) for address in settings.prefill] + [
-        ("decode", address) for address in settings.decode
-    ]
-    if not named and settings.redis is None:
-        return [failed("no worker is named and no Redis is given", "set prefill and decode, or redis")]
-    if not settings.decode and settings.redis is None:
-        return [failed("no decode worker is named and no Redis is given", "set decode, or redis")]
+def _workers(settings: RouterSettings) -> Iterator[Finding]:
+    named = [*(("prefill", one) for one in settings.prefill), *(("decode", one) for one in settings.decode)]
+    if settings.redis is None and not settings.decode:
+        kind, names = ("decode worker", "decode") if named else ("worker", "prefill and decode")
+        yield failed(f"no {kind} is named and no Redis is given", f"set {names}, or redis")
+        return
     if not named:
-        return [ok("workers are found through Redis")]
+        yield ok("workers are found through Redis")
+        return
     identity = settings.tls()
     tls = identity.client if identity is not None else None
     answers = [in_background(partial(_reach, role, address, tls), f"reach-{address}") for role, address in named]
     ends = time.monotonic() + ANSWER_S
-    return [_finding(answer, ends, address) for answer, (_, address) in zip(answers, named, strict=True)]
-
-
-def _finding(answer: queue.SimpleQueue[Finding], ends: float, address: str) -> Finding:
-    try:
-        return answer.get(timeout=max(0.0, ends - time.monotonic()))
-    except queue.Empty:
-        return failed(f"{address}: nothing within {ANSWER_S:g} s", "look at the name service")
+    for answer, (_, address) in zip(answers, named, strict=True):
+        try:
+            yield answer.get(timeout=max(0.0, ends - time.monotonic()))
+        except queue.Empty:
+            yield failed(f"{address}: nothing within {ANSWER_S:g} s", "look at the name service")
 
 
 def _reach(role: str, address: str, tls: ClientTls | None) -> Finding:
@@ -144,7 +134,7 @@ def _same(host: str, addresses: list[str]) -> bool:
 
 
 def _is_ours(address: str) -> bool:
-    """True if the address belongs to an interface of this machine."""
+    """Whether an interface of this machine has it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,23 +1,25 @@
-"""`examine`: runs all checks at once, each in a thread of its own and at most until its deadline."""
+"""`examine`: runs all checks at once, each in a thread of its own and none longer than its deadline."""
 
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
-from pdserve.cli.doctor.background import in_background
 from pdserve.cli.doctor.finding import Check, Examined, Finding, failed
 from pdserve.common.errors import PdServeError
 
 _REPORT = "this is a fault of the doctor's, not of yours: report it, and go by the other findings"
+Result = TypeVar("Result")
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Examined]:
-    """Yield the findings of each check, in the given order, as soon as they are known."""
+    """The findings of each check, in the given order, as soon as they are known."""
     started_at = time.monotonic()
-    running = [(check, in_background(partial(_look, check), check.name)) for check in checks]
+    running = [(check, in_background(partial(_findings, check), check.name)) for check in checks]
     for check, answer in running:
         left_s = started_at + check.deadline_s - time.monotonic()
         try:
@@ -29,10 +31,21 @@ def examine(checks: Sequence[Check]) -> Iterator[Examined]:
         yield Examined(check.name, findings)
 
 
-def _look(check: Check) -> list[Finding]:
+def _findings(check: Check) -> list[Finding]:
     try:
-        return check.run()
+        return list(check.run())
     except PdServeError as error:
         return [failed(error.message, "correct what is named here")]
     except Exception as error:
         return [failed(f"the check broke: {type(error).__name__}: {error}", _REPORT)]
+
+
+def in_background(call: Callable[[], Result], name: str) -> queue.SimpleQueue[Result]:
+    """Start a call that may hang, in a thread that ends with the process; its result arrives through the queue.
+
+    A call that raises delivers none. Not in a thread pool: the interpreter waits for its threads, and a name service may block
+    one for minutes.
+    """
+    answer: queue.SimpleQueue[Result] = queue.SimpleQueue()
+    threading.Thread(target=lambda: answer.put(call()), name=f"doctor-{name}", daemon=True).start()
+    return answer

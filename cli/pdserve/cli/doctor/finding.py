@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,13 +12,13 @@ import msgspec
 class Verdict(enum.Enum):
     OK = "ok"
     WARNING = "warning"
-    """A service would start, but a part of its setup should be improved."""
+    """A service would start, with a shortcoming."""
     FAILED = "failed"
-    """A service would not start, or would start and be unable to serve."""
+    """A service would not start, or could not serve."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One result of a check. advice: the remedy; empty for `OK`."""
+    """A result. advice: the remedy; empty when all is well."""
 
     verdict: Verdict
     what: str
@@ -36,18 +37,14 @@ def failed(what: str, advice: str) -> Finding:
     return Finding(Verdict.FAILED, what, advice)
 
 
-class Check(Protocol):
-    """Checks one part of a service's environment. It changes nothing, and waits at most until its deadline."""
+class Check(NamedTuple):
+    """Examines one noun. It leaves nothing behind."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def deadline_s(self) -> float:
-        """Seconds after which the check is reported as failed."""
-
-    def run(self) -> list[Finding]:
-        """Run the check. Called once, in a thread of its own; an exception is a finding, too."""
+    name: str
+    run: Callable[[], Iterable[Finding]]
+    """Called once, in a thread of its own; an exception becomes a finding."""
+    deadline_s: float = 5.0
+    """Seconds after which the report goes on without its findings."""
 
 
 class Examined(msgspec.Struct, frozen=True):

@@ -1,14 +1,13 @@
-"""GPU: the devices of this machine, and whether torch can use them."""
+"""The GPU: whether torch can use one, and which there are."""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from pdserve.cli.doctor.child_process import ChildBroke, child
 from pdserve.cli.doctor.finding import Finding, failed, ok
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.runner.cuda_view import CudaView
+from pdserve.engine.runner.cuda_devices import CudaView
 
 LOOK_S = 50.0
 _NEEDED = "install a torch with CUDA and the driver it needs (`nvidia-smi` shows it), or set device=cpu"
@@ -19,53 +18,40 @@ class NoView(Exception):
 
 
 def look_at_gpus() -> CudaView:
-    """Ask torch in a child process: a driver may hang, and a CUDA context would take memory of this process. Raises: NoView."""
-
-    async def look() -> CudaView:
-        async with asyncio.timeout(LOOK_S), child("pdserve.engine.runner.cuda_devices") as probe:
-            return await probe.answer(CudaView)
-
+    """In a child: a driver may hang, and a CUDA context would cost this process memory. Raises: NoView."""
     try:
-        return asyncio.run(look())
+        with child("pdserve.engine.runner.cuda_devices", timeout_s=LOOK_S) as probe:
+            return probe.answer(CudaView)
     except ChildBroke as error:
-        raise NoView(f"torch cannot be examined: {error}") from error
+        raise NoView(f"torch cannot be looked at: {error}") from error
     except TimeoutError:
-        raise NoView(f"torch and its driver did not answer within {LOOK_S:g} s") from None
+        raise NoView(f"torch and its driver said nothing for {LOOK_S:g} s") from None
 
 
-@dataclass(frozen=True, slots=True)
-class GpuCheck:
-    """Checks the device in the settings. Implements `Check`."""
-
-    settings: WorkerSettings
-    name: str = "gpu"
-    deadline_s: float = 60.0
-
-    def run(self) -> list[Finding]:
-        """See `Check.run`."""
-        device = self.settings.device
-        on_gpu = device != "cpu"
-        try:
-            view = look_at_gpus()
-        except NoView as error:
-            return [failed(str(error), "import torch by hand, and look at what it says")]
-        build = f"torch {view.torch}, {f'CUDA {view.cuda}' if view.cuda else 'without CUDA'}"
-        listed = [
-            f"cuda:{index} {gpu.name}, {gpu.free_bytes >> 20} of {gpu.total_bytes >> 20} MiB free"
-            for index, gpu in enumerate(view.gpus)
-        ]
-        shown = "; ".join([build, *listed])
-        if not on_gpu:
-            unused = ", not used" if listed else ""
-            return [ok(f"device is cpu{unused}: {shown}")]
-        if not device.startswith("cuda"):
-            return [failed(f"device is {device!r}", "it must be cpu, cuda or cuda:N")]
-        if not listed:
-            return [failed(f"device is {device!r}, and torch sees no GPU: {shown}", _NEEDED)]
-        index = gpu_index(device)
-        if index is None or index >= len(view.gpus):
-            return [failed(f"device is {device!r}, which is not among: {shown}", "name one of them")]
-        return [ok(f"device is {device}: {shown}")]
+def check_gpu(settings: WorkerSettings) -> Iterator[Finding]:
+    """torch's build, the devices that it can use, and whether the setting names one of them."""
+    device = settings.device
+    try:
+        view = look_at_gpus()
+    except NoView as error:
+        yield failed(str(error), "import torch by hand, and look at what it says")
+        return
+    gpus = [
+        f"cuda:{index} {gpu.name}, {gpu.free_bytes >> 20} of {gpu.total_bytes >> 20} MiB free"
+        for index, gpu in enumerate(view.gpus)
+    ]
+    shown = "; ".join([f"torch {view.torch}, {f'CUDA {view.cuda}' if view.cuda else 'without CUDA'}", *gpus])
+    index = gpu_index(device)
+    if device == "cpu":
+        yield ok(f"device is cpu{', not used' if gpus else ''}: {shown}")
+    elif not device.startswith("cuda"):
+        yield failed(f"device is {device!r}", "it must be cpu, cuda or cuda:N")
+    elif not gpus:
+        yield failed(f"device is {device!r}, and torch sees no GPU: {shown}", _NEEDED)
+    elif index is None or index >= len(gpus):
+        yield failed(f"device is {device!r}, which is not among: {shown}", "name one of them")
+    else:
+        yield ok(f"device is {device}: {shown}")
 
 
 def gpu_index(device: str) -> int | None:

@@ -1,8 +1,8 @@
-"""Memory: compares weights, KV pool and one step with the free memory of machine, control group and GPU."""
+"""Memory: weights, KV pool and a step against the free memory of machine, control group and GPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
@@ -13,62 +13,49 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.models.model_folder import model_folder
 
 TIGHT_SHARE = 0.9
-"""Share of free memory above which a warning is given."""
+"""Share of free memory above which little else can run on the machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryCheck:
-    """Checks a worker's memory. Implements `Check`. root: folder that contains `proc` and `sys`."""
+def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[Finding]:
+    """What a worker needs against what is free. root: of `proc` and `sys`."""
+    from pdserve.engine.runner.memory_needs import memory_needs  # which imports torch
 
-    settings: WorkerSettings
-    root: Path = Path("/")
-    name: str = "memory"
-    deadline_s: float = 70.0
+    try:
+        needs = memory_needs(model_folder(settings.model), settings)
+    except PdServeError as error:
+        yield failed(f"what a worker needs is not known: {error.message}", "correct model or settings")
+        return
+    parts = {"weights": needs.weights, "KV pool": needs.pool, "a step, about": needs.step}
+    on_host = {"KV staging, as large as the pool": needs.pool} if needs.on_gpu else parts
+    free = free_memory(root)
+    if free is None:
+        yield warning("this system does not tell how much memory is free", f"see to {_mib(needs.host)}")
+    else:
+        on_host = on_host | {"the process, about": needs.process}
+        yield _fit("main memory", on_host, needs.host, free.num_bytes, free.limited_by)
+    if needs.on_gpu:
+        yield _on_gpu(settings.device, parts, needs.device)
 
-    def run(self) -> list[Finding]:
-        """See `Check.run`."""
-        from pdserve.engine.runner.memory_needs import memory_needs  # imports torch
 
-        settings = self.settings
-        try:
-            needs = memory_needs(model_folder(settings.model), settings)
-        except PdServeError as error:
-            return [failed(f"what a worker needs is not known: {error.message}", "correct model or settings")]
-        if needs.on_gpu:
-            parts = {"KV staging, as large as the pool": needs.pool, "the process, about": needs.process}
-        else:
-            parts = {"weights": needs.weights, "KV pool": needs.pool, "a step, about": needs.step}
-            parts["the process, about"] = needs.process
-        free = free_memory(self.root)
-        if free is None:
-            findings = [warning("this system does not report its free memory", f"see to {_mib(needs.host)}")]
-        else:
-            findings = [_fit("main memory", parts, needs.host, free.num_bytes, free.limited_by)]
-        if needs.on_gpu:
-            gpu_parts = {"weights": needs.weights, "KV pool": needs.pool, "a step, about": needs.step}
-            findings.append(self._on_gpu(gpu_parts, needs.device))
-        return findings
-
-    def _on_gpu(self, parts: dict[str, int], num_bytes: int) -> Finding:
-        device = self.settings.device
-        try:
-            gpus = look_at_gpus().gpus
-        except NoView as error:
-            return failed(f"the memory of {device} is not known: {error}", "see the check gpu")
-        index = gpu_index(device)
-        if index is None or index >= len(gpus):
-            return failed(f"{_needed(parts, num_bytes)} on {device}, which is not here", "see the check gpu")
-        return _fit(device, parts, num_bytes, gpus[index].free_bytes, gpus[index].name)
+def _on_gpu(device: str, parts: dict[str, int], num_bytes: int) -> Finding:
+    try:
+        gpus = look_at_gpus().gpus
+    except NoView as error:
+        return failed(f"the memory of {device} is not known: {error}", "see the check gpu")
+    index = gpu_index(device)
+    if index is None or index >= len(gpus):
+        return failed(f"{_needed(parts, num_bytes)} on {device}, which is not here", "see the check gpu")
+    return _fit(device, parts, num_bytes, gpus[index].free_bytes, gpus[index].name)
 
 
 def _fit(where: str, parts: dict[str, int], num_bytes: int, free_bytes: int, limited_by: str) -> Finding:
-    told = f"{where}: {_needed(parts, num_bytes)}, free {_mib(free_bytes)} by {limited_by}"
+    shown = f"{where}: {_needed(parts, num_bytes)}, free {_mib(free_bytes)} by {limited_by}"
     advice = "set a smaller kv_cache_mib (or num_blocks), a smaller dtype or model, or free memory"
     if num_bytes > free_bytes:
-        return failed(told, advice)
+        return failed(shown, advice)
     if num_bytes > TIGHT_SHARE * free_bytes:
-        return warning(f"{told}: tight", advice)
-    return ok(told)
+        return warning(f"{shown}: tight", advice)
+    return ok(shown)
 
 
 def _needed(parts: dict[str, int], num_bytes: int) -> str:

@@ -1,8 +1,8 @@
-"""Model folder: its files, their content, and whether they agree. Reads no weights."""
+"""The model folder: its files, their content, and whether they agree. No weight is read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
@@ -16,51 +16,45 @@ _DOWNLOAD = "give the folder of a whole Hugging Face checkpoint (config.json, *.
 _QUESTION = [{"role": "user", "content": "What is 7 plus 5?"}]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCheck:
-    """Checks the model folder; for a router only tokenizer and chat template. Implements `Check`."""
-
-    settings: WorkerSettings | RouterSettings
-    name: str = "model"
-    deadline_s: float = 60.0
-
-    def run(self) -> list[Finding]:
-        """See `Check.run`."""
-        try:
-            folder = model_folder(self.settings.model)
-        except PdServeError as error:
-            return [failed(error.message, _DOWNLOAD)]
-        tokenizer, findings = _text_side(folder)
-        if isinstance(self.settings, WorkerSettings):
-            findings = [*_weights(folder, self.settings, tokenizer), *findings]
-        return findings
-
-
-def _text_side(folder: Path) -> tuple[Tokenizer | None, list[Finding]]:
+def check_model(settings: WorkerSettings | RouterSettings) -> Iterator[Finding]:
+    """The folder as a service would load it; a router needs the text side only."""
+    try:
+        folder = model_folder(settings.model)
+    except PdServeError as error:
+        yield failed(error.message, _DOWNLOAD)
+        return
+    tokenizer = problem = None
     try:
         tokenizer = Tokenizer.from_folder(folder)
     except PdServeError as error:
-        return None, [failed(error.message, _DOWNLOAD)]
-    findings = [ok(f"tokenizer of {tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint[:12]}")]
+        problem = failed(error.message, _DOWNLOAD)
+    if isinstance(settings, WorkerSettings):
+        yield from _weights(folder, settings, tokenizer)
+    if problem is not None:
+        yield problem
+    if tokenizer is not None:
+        yield from _text_side(tokenizer)
+
+
+def _text_side(tokenizer: Tokenizer) -> Iterator[Finding]:
+    yield ok(f"tokenizer of {tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint[:12]}")
     if not tokenizer.eos_token_ids:
         advice = "set eos_token_id in generation_config.json"
-        findings.append(warning("no token ends a text: answers end at max_tokens or a stop string", advice))
+        yield warning("no token ends a text: answers end at max_tokens or a stop string", advice)
     if not tokenizer.has_chat_template:
         advice = "put chat_template.jinja beside tokenizer.json, or ask for completions"
-        return tokenizer, [*findings, warning("no chat template: chat requests are refused", advice)]
+        yield warning("no chat template: chat requests are refused", advice)
+        return
     try:
         prompt = tokenizer.apply_chat_template(_QUESTION)
         num_tokens = len(tokenizer.encode(prompt, add_special_tokens=False))
-        findings.append(ok(f"chat template: a short question is {num_tokens} tokens"))
+        yield ok(f"chat template: a short question is {num_tokens} tokens")
     except InvalidRequest as error:
-        findings.append(
-            failed(error.message, "correct chat_template.jinja (or chat_template in tokenizer_config.json)")
-        )
-    return tokenizer, findings
+        yield failed(error.message, "correct chat_template.jinja (or chat_template in tokenizer_config.json)")
 
 
-def _weights(folder: Path, settings: WorkerSettings, tokenizer: Tokenizer | None) -> list[Finding]:
-    # torch takes seconds to import, and the check for a router does not need it
+def _weights(folder: Path, settings: WorkerSettings, tokenizer: Tokenizer | None) -> Iterator[Finding]:
+    # torch takes seconds to import, and a router's doctor does without
     from pdserve.engine.runner.memory_needs import weight_bytes
     from pdserve.models.read_config import read_config
 
@@ -68,14 +62,12 @@ def _weights(folder: Path, settings: WorkerSettings, tokenizer: Tokenizer | None
         config = read_config(folder, settings.dtype)
         num_bytes = weight_bytes(folder, settings.dtype)
     except PdServeError as error:
-        return [failed(error.message, _DOWNLOAD)]
-    findings = [
-        ok(
-            f"{config.architecture} at {folder}: {config.num_layers} layers, {config.dtype}, "
-            f"{num_bytes / (1 << 20):.1f} MiB of weights, up to {config.max_position_embeddings} tokens"
-        )
-    ]
+        yield failed(error.message, _DOWNLOAD)
+        return
+    yield ok(
+        f"{config.architecture} at {folder}: {config.num_layers} layers, {config.dtype}, "
+        f"{num_bytes / (1 << 20):.1f} MiB of weights, up to {config.max_position_embeddings} tokens"
+    )
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         what = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}"
-        findings.append(warning(f"{what}: requests with the others are refused", "use the model's own tokenizer.json"))
-    return findings
+        yield warning(f"{what}: requests with the others are refused", "use the model's own tokenizer.json")

@@ -1,10 +1,13 @@
-"""Ports that a service listens on: whether they are free, allowed, on an address of this machine, and distinct."""
+"""Ports that a service listens on, and the number of connections that it may have open."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import resource
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
+from pdserve.common.address.descriptors import ENOUGH_DESCRIPTORS, KEPT_BACK
 from pdserve.common.address.host_address import host_and_port, overlap
 from pdserve.common.errors import ConfigError
 from pdserve.common.net.http_server import listening_socket
@@ -12,10 +15,12 @@ from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import WorkerSettings
 
+FEW_DESCRIPTORS = 4096
+_RAISE = "raise the hard limit: `ulimit -Hn`, `LimitNOFILE=` of systemd, `ulimits: nofile` of a container"
 
-@dataclass(frozen=True, slots=True)
-class Port:
-    """A port that a service will listen on; 0 for a free port. purpose: shown in findings."""
+
+class Port(NamedTuple):
+    """A port that a service will listen on; number 0 draws a free one."""
 
     setting: str
     purpose: str
@@ -24,64 +29,52 @@ class Port:
 
 
 def ports_of(settings: WorkerSettings | RouterSettings) -> list[Port]:
-    """All ports on which a service with these settings listens."""
-    host = settings.host
+    """All ports that a service with these settings listens on."""
+    metrics = Port("metrics_port", "metrics", settings.metrics_at, settings.metrics_port)
     if isinstance(settings, RouterSettings):
         return [
-            Port("port", "OpenAI HTTP", host, settings.port),
-            Port("grpc_port", "gRPC", host, settings.grpc_port),
-            Port("metrics_port", "metrics", settings.metrics_at, settings.metrics_port),
+            Port("port", "OpenAI HTTP", settings.host, settings.port),
+            Port("grpc_port", "gRPC", settings.host, settings.grpc_port),
+            metrics,
         ]
     return [
-        Port("port", "gRPC", host, settings.port),
-        Port("data_port", "KV blocks over TCP", host, settings.data_port),
-        Port("metrics_port", "metrics", settings.metrics_at, settings.metrics_port),
+        Port("port", "gRPC", settings.host, settings.port),
+        Port("data_port", "KV blocks over TCP", settings.host, settings.data_port),
+        metrics,
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class PortCheck:
-    """Binds each port for a moment. Implements `Check`."""
+def check_ports(settings: WorkerSettings | RouterSettings) -> Iterator[Finding]:
+    """Each port is free, allowed, on an address of this machine, and distinct. Each is listened on for a moment."""
+    ports = ports_of(settings)
+    yield from map(_listen, ports)
+    for number in sorted({port.number for port in ports if port.number}):
+        equal = [port for port in ports if port.number == number]
+        names = [
+            port.setting
+            for port in equal
+            if any(other is not port and overlap(port.host, other.host) for other in equal)
+        ]
+        if names:
+            yield failed(f"{' and '.join(names)} are both {number}", "give each a number of its own")
 
-    settings: WorkerSettings | RouterSettings
-    name: str = "ports"
-    deadline_s: float = 5.0
 
-    def run(self) -> list[Finding]:
-        """See `Check.run`."""
-        ports = ports_of(self.settings)
-        findings = [self._look(port) for port in ports]
-        given = [port for port in ports if port.number]
-        for number in sorted({port.number for port in given}):
-            equal = [port for port in given if port.number == number]
-            names = [
-                port.setting
-                for port in equal
-                if any(other is not port and overlap(port.host, other.host) for other in equal)
-            ]
-            if names:
-                findings.append(failed(f"{' and '.join(names)} are both {number}", "give each a number of its own"))
-        return findings
-
-    def _look(self, port: Port) -> Finding:
-        where = f"{port.setting} {host_and_port(port.host, port.number)} ({port.purpose})"
-        if not 0 <= port.number < 65536:
-            return failed(f"{port.setting} is {port.number}", "use 0 to 65535")
-        try:
-            listening_socket(port.host, port.number).close()
-        except ConfigError as error:
-            return failed(f"{port.setting} ({port.purpose}): {error.message}", _advice(error, port))
-        if port.number:
-            return ok(f"{where} is free")
-        if self._must_be_known(port):
-            return warning(
-                f"{port.setting} ({port.purpose}) is chosen at each start, and other machines must reach it",
-                f"set {port.setting} if there is a firewall between the machines, or if routers are configured with addresses",
-            )
-        return ok(f"{port.setting} ({port.purpose}) is drawn at each start")
-
-    def _must_be_known(self, port: Port) -> bool:
-        return not is_loopback(port.host) and port.setting != "metrics_port"
+def _listen(port: Port) -> Finding:
+    named = f"{port.setting} ({port.purpose})"
+    if not 0 <= port.number < 65536:
+        return failed(f"{port.setting} is {port.number}", "use 0 to 65535")
+    try:
+        listening_socket(port.host, port.number).close()
+    except ConfigError as error:
+        return failed(f"{named}: {error.message}", _advice(error, port))
+    if port.number:
+        return ok(f"{port.setting} {host_and_port(port.host, port.number)} ({port.purpose}) is free")
+    if is_loopback(port.host) or port.setting == "metrics_port":
+        return ok(f"{named} is drawn at each start")
+    return warning(
+        f"{named} is drawn at each start, and other machines must reach it",
+        f"set {port.setting} where a firewall stands between the machines, or a router is given addresses",
+    )
 
 
 def _advice(error: ConfigError, port: Port) -> str:
@@ -91,3 +84,20 @@ def _advice(error: ConfigError, port: Port) -> str:
     if "permission" in reason:
         return f"ports below 1024 are root's: set another {port.setting}"
     return "`host` must be an address of this machine, or 0.0.0.0 with `advertise_host`"
+
+
+def check_descriptors(settings: WorkerSettings | RouterSettings) -> Iterator[Finding]:
+    """How many connections a service may have open; it raises its soft limit to the hard one when it starts."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_DESCRIPTORS)
+    needed = 0
+    if isinstance(settings, RouterSettings) and settings.max_connections is not None:
+        needed = 2 * settings.max_connections + KEPT_BACK
+    shown = f"at most {limit} files may be open"
+    if needed > limit:
+        what = f"{shown}, and max_connections of two front ends with what workers need are {needed}"
+        yield failed(what, f"lower max_connections, or {_RAISE}")
+    elif limit < FEW_DESCRIPTORS:
+        yield warning(f"{shown}, and each connection is one", _RAISE)
+    else:
+        yield ok(f"{limit} files may be open")

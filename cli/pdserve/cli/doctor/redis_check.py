@@ -1,11 +1,11 @@
-"""Redis: whether it is reachable, new enough, fast, and permits the services' commands; and which services use the namespace."""
+"""Redis: reachable, new enough, fast, with the rights that services need; and who is in the namespace already."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -31,7 +31,7 @@ OLDEST = (6, 2)
 _NEWER = f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer"
 NUM_PINGS = 5
 SLOW_S = 0.005
-"""Round-trip time above which routers learn of cached prefixes late; no request waits for Redis."""
+"""A round trip beyond this delays what routers know of prefixes; no request waits for it."""
 MAX_SHOWN = 32
 _ANSWER_S = 10.0
 _ADVICE = {
@@ -42,82 +42,71 @@ _ADVICE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RedisCheck:
-    """Checks Redis without writing to it. Implements `Check`."""
+def check_redis(settings: ServiceSettings) -> list[Finding]:
+    """The server, this user's rights, and the services in the namespace. It writes nothing."""
+    if settings.redis is None:
+        return [ok("not used: routers are told the workers' addresses")]
+    url = parse_redis_url(settings.redis)
+    try:
+        # first here, where it may hang: the threads in which asyncio asks are waited for at the process's end
+        socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return [failed(f"{url}: {url.host} does not resolve: {error.strerror}", _ADVICE["unreachable"])]
+    return asyncio.run(_look(settings, url))
 
-    settings: ServiceSettings
-    name: str = "redis"
-    deadline_s: float = 15.0
 
-    def run(self) -> list[Finding]:
-        """See `Check.run`."""
-        if self.settings.redis is None:
-            return [ok("not used: routers are configured with the addresses of workers")]
-        url = parse_redis_url(self.settings.redis)
-        try:
-            # resolve here first, where it may hang: the process waits at its end for the threads in which asyncio resolves names
-            socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            return [failed(f"{url}: {url.host} does not resolve: {error.strerror}", _ADVICE["unreachable"])]
-        return asyncio.run(self._look(url))
+async def _look(settings: ServiceSettings, url: RedisUrl) -> list[Finding]:
+    redis = make_redis(url, settings.redis_ca_file)
+    keys = Keys(settings.redis_namespace)
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            findings = [await _server(redis, url), await _rights(redis, keys)]
+            return [*findings, *await _workers(redis, keys, settings)]
+    except REDIS_ERRORS as error:
+        kind = error_kind(error)
+        advice = _ADVICE.get(kind, "look into Redis' own log")
+        return [failed(f"{url} cannot be used: {error_text(error)} ({kind})", advice)]
+    finally:
+        await redis.aclose()
 
-    async def _look(self, url: RedisUrl) -> list[Finding]:
-        redis = make_redis(url, self.settings.redis_ca_file)
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                return [
-                    await _server(redis, url),
-                    await _rights(redis, Keys(self.settings.redis_namespace)),
-                    *await self._workers(redis, Keys(self.settings.redis_namespace)),
-                ]
-        except REDIS_ERRORS as error:
-            kind = error_kind(error)
-            advice = _ADVICE.get(kind, "look into Redis' own log")
-            return [failed(f"{url} cannot be used: {error_text(error)} ({kind})", advice)]
-        finally:
-            await redis.aclose()
 
-    async def _workers(self, redis: Redis, keys: Keys) -> list[Finding]:
-        """Services in the namespace, and whether they are compatible with this service."""
-        try:
-            members = await redis.zrevrange(keys.workers, 0, MAX_SHOWN - 1)
-            records = [await _record(redis, keys, member) for member in members]
-        except REDIS_ERRORS as error:
-            if error_kind(error) == "denied":
-                return []  # the missing permission is already reported
-            raise
-        except InvalidRequest as error:
-            advice = "another program writes there: use a redis_namespace of your own"
-            return [failed(f"namespace {keys.namespace} holds something else: {error.message}", advice)]
-        live = [record for record in records if record is not None]
-        names = ", ".join(f"{record.worker_id} ({record.role}, {record.address})" for record in live)
-        return [
-            ok(f"namespace {keys.namespace} has {len(live)} live workers{': ' if names else ''}{names}"),
-            *self._strangers(live),
-        ]
+async def _workers(redis: Redis, keys: Keys, settings: ServiceSettings) -> list[Finding]:
+    """Services in the namespace now, and whether they could work with this service."""
+    try:
+        members = await redis.zrevrange(keys.workers, 0, MAX_SHOWN - 1)
+        records = [await _record(redis, keys, member) for member in members]
+    except REDIS_ERRORS as error:
+        if error_kind(error) == "denied":
+            return []  # the missing right is reported already
+        raise
+    except InvalidRequest as error:
+        advice = "another program writes there: use a redis_namespace of your own"
+        return [failed(f"namespace {keys.namespace} holds something else: {error.message}", advice)]
+    live = [record for record in records if record is not None]
+    names = ", ".join(f"{record.worker_id} ({record.role}, {record.address})" for record in live)
+    shown = f"namespace {keys.namespace} has {len(live)} live workers{': ' if names else ''}{names}"
+    return [ok(shown), *_strangers(live, settings)]
 
-    def _strangers(self, live: list[WorkerRecord]) -> list[Finding]:
-        findings = []
-        if others := [record.worker_id for record in live if not self._verifies(record)]:
-            findings.append(failed(f"{', '.join(others)}: another deployment key", "give all services one key"))
-        for record in live:
-            if (why := version_objection(record.protocol_version)) is not None:
-                findings.append(warning(f"{record.worker_id}: {why}", "run versions of pdserve that work together"))
-        settings = self.settings
-        if isinstance(settings, WorkerSettings) and settings.worker_id in [record.worker_id for record in live]:
-            what = f"a worker with the id {settings.worker_id} is there already"
-            findings.append(warning(what, "right before a restart in its place, else set another worker_id"))
-        return findings
 
-    def _verifies(self, record: WorkerRecord) -> bool:
-        try:
-            RecordSigner(self.settings.key()[0], self.settings.redis_namespace).verify(record)
-        except InvalidRequest:
-            return False
-        except ConfigError:
-            return True  # `KeyCheck` reports it
-        return True
+def _strangers(live: list[WorkerRecord], settings: ServiceSettings) -> Iterator[Finding]:
+    if others := [record.worker_id for record in live if not _verifies(record, settings)]:
+        yield failed(f"{', '.join(others)}: another deployment key", "give all services one key")
+    for record in live:
+        if (why := version_objection(record.protocol_version)) is not None:
+            yield warning(f"{record.worker_id}: {why}", "run versions of pdserve that work together")
+    if isinstance(settings, WorkerSettings) and settings.worker_id in [record.worker_id for record in live]:
+        what = f"a worker with the id {settings.worker_id} is there already"
+        yield warning(what, "right before a restart in its place, else set another worker_id")
+
+
+def _verifies(record: WorkerRecord, settings: ServiceSettings) -> bool:
+    try:
+        RecordSigner(settings.key()[0], settings.redis_namespace).verify(record)
+    except InvalidRequest:
+        return False
+    except ConfigError:
+        return True  # the check of the key reports it
+    return True
 
 
 async def _server(redis: Redis, url: RedisUrl) -> Finding:
@@ -126,7 +115,7 @@ async def _server(redis: Redis, url: RedisUrl) -> Finding:
         started = time.monotonic()
         await redis.ping()
         round_trips.append(time.monotonic() - started)
-    # needs no permission, unlike INFO
+    # needs no right of its own, unlike INFO
     try:
         answer = await redis.execute_command("HELLO")  # type: ignore[no-untyped-call]
     except exceptions.ResponseError as error:
@@ -134,18 +123,18 @@ async def _server(redis: Redis, url: RedisUrl) -> Finding:
     said = {bytes(name): value for name, value in zip(answer[::2], answer[1::2], strict=True)}
     version = said[b"version"].decode(errors="replace")
     fastest_s = min(round_trips)
-    told = f"{url}: Redis {version}, {fastest_s * 1e3:.2f} ms per round trip"
+    shown = f"{url}: Redis {version}, {fastest_s * 1e3:.2f} ms a round trip"
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
-        return failed(told, _NEWER)
+        return failed(shown, _NEWER)
     if said.get(b"role") != b"master":
-        return failed(f"{told}: a replica, which accepts no writes", "name the primary in redis")
+        return failed(f"{shown}: a replica, which takes no writes", "name the primary in redis")
     if said.get(b"mode") == b"cluster":
-        return failed(f"{told}: a node of a cluster", "use one server; all keys of a deployment are in one slot")
+        return failed(f"{shown}: a node of a cluster", "use one server; keys of a deployment lie in one slot anyway")
     if fastest_s > SLOW_S:
         return warning(
-            f"{told}: slow", "put Redis nearer; no request waits for it, but routers learn of cached prefixes later"
+            f"{shown}: slow", "put Redis nearer; no request waits for it, but routers hear of prefixes later"
         )
-    return ok(told)
+    return ok(shown)
 
 
 async def _rights(redis: Redis, keys: Keys) -> Finding:

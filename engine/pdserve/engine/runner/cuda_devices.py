@@ -1,12 +1,29 @@
-"""`python -m pdserve.engine.runner.cuda_devices`: what torch sees of GPUs, as one JSON line.
+"""`python -m pdserve.engine.runner.cuda_devices`: what torch sees of GPUs, a `CudaView` as one JSON line.
 
 A process of its own: a driver may hang, and the first look makes a CUDA context of hundreds of MiB.
 """
 
 from __future__ import annotations
 
+import msgspec
+
 from pdserve.common.child_answers import ChildAnswers
-from pdserve.engine.runner.cuda_view import CudaView, Gpu
+
+
+class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One device, as torch numbers it."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+class CudaView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    torch: str
+    """Its version."""
+    cuda: str | None
+    """The CUDA version it was built with; None for a build without."""
+    gpus: list[Gpu]
 
 
 def cuda_view() -> CudaView:
@@ -21,4 +38,4 @@ def cuda_view() -> CudaView:
 
 
 if __name__ == "__main__":
-    ChildAnswers().say(cuda_view())
+    ChildAnswers().send(cuda_view())

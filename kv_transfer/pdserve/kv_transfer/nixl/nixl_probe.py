@@ -9,11 +9,15 @@ Processes of their own, since a UCX that does not fit the machine may abort whoe
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import re
 import sys
+import tempfile
 import threading
 import time
 from importlib import metadata
+from pathlib import Path
 
 import msgspec
 
@@ -23,12 +27,39 @@ from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
-from pdserve.kv_transfer.nixl.ucx_transports import Ucx, UcxTransport
+
+_FIELD_FEATURES, _FEATURE_RMA = 1, 2
+_PARAMS_WORDS = 64
+"""More than the structure has: UCX reads the fields that are named in its first word, and no others."""
+_RESOURCE = re.compile(r"resource\s+\d+\s*:.*?(\w+)/(\S+)\s*$", re.MULTILINE)
+_SHARED_MEMORY = frozenset({"sysv", "posix", "cma", "xpmem", "knem"})
+_RDMA = ("rc", "dc", "ud", "ib", "gga", "srd")
+
 
 NUM_BLOCKS = 16
 BLOCK_BYTES = 1 << 16
 _TOKEN = bytes(16)
 _READ_S = 20.0
+
+
+class UcxTransport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One way that UCX has to move bytes: `rc_mlx5` over `mlx5_0:1`, `cma` over `memory`."""
+
+    name: str
+    device: str
+
+    @property
+    def kind(self) -> str:
+        """`shared memory`, `RDMA`, `CUDA IPC`, `CUDA copy`, `TCP`, `self` or `other`."""
+        if self.name in _SHARED_MEMORY:
+            return "shared memory"
+        if self.name.split("_")[0] in _RDMA:
+            return "RDMA"
+        if self.name in ("tcp", "self"):
+            return {"tcp": "TCP", "self": "self"}[self.name]
+        if "ipc" in self.name:
+            return "CUDA IPC"
+        return "CUDA copy" if self.name.startswith(("cuda", "gdr")) else "other"
 
 
 class NixlView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,11 +73,11 @@ class NixlView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tls: str = ""
     """`UCX_TLS` as a worker has it."""
     tls_is_given: bool = False
-    """True if the environment says so; else it is our default."""
+    """Whether the environment says so; else it is our default."""
     found: list[UcxTransport] = []
     """Everything that UCX finds here."""
     used: list[UcxTransport] = []
-    """The transports that `tls` allows."""
+    """Of this what `tls` lets it use."""
 
 
 class ReadView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +86,56 @@ class ReadView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     why_not: str | None
     seconds: float = 0.0
     """Connecting included."""
+
+
+class _Ucx:
+    """UCX as it is loaded in this process. Raises: OSError when there is none, AttributeError for one too old.
+
+    NIXL does not report its transports, so they are read from what UCX's own library prints.
+    """
+
+    def __init__(self) -> None:
+        # the file that is loaded already: another copy would be another UCX
+        mapped = (line.rpartition(" ")[2] for line in Path("/proc/self/maps").read_text().splitlines())
+        path = next((path for path in mapped if Path(path).name.startswith("libucp")), None)
+        if path is None:
+            raise OSError("libucp is not loaded")
+        self._ucp, self._libc = ctypes.CDLL(path), ctypes.CDLL(None)
+        self._libc.fdopen.restype = ctypes.c_void_p
+        self._libc.fclose.argtypes = [ctypes.c_void_p]
+        self._ucp.ucp_context_print_info.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._ucp.ucp_config_release.argtypes = self._ucp.ucp_cleanup.argtypes = [ctypes.c_void_p]
+        self._ucp.ucp_cleanup.restype = None
+        version = (ctypes.c_uint * 3)()
+        step = ctypes.sizeof(ctypes.c_uint)
+        self._ucp.ucp_get_version(*(ctypes.byref(version, place * step) for place in range(3)))
+        self.version: tuple[int, ...] = tuple(version)
+
+    def transports(self, tls: str | None = None) -> list[UcxTransport]:
+        """What UCX would use. tls: instead of `UCX_TLS`; `all` leaves nothing out. Raises: OSError when it uses nothing."""
+        config, context = ctypes.c_void_p(), ctypes.c_void_p()
+        _done(self._ucp.ucp_config_read(None, None, ctypes.byref(config)))
+        try:
+            if tls is not None:
+                _done(self._ucp.ucp_config_modify(config, b"TLS", tls.encode()))
+            params = (ctypes.c_uint64 * _PARAMS_WORDS)(_FIELD_FEATURES, _FEATURE_RMA)
+            _done(self._ucp.ucp_init_version(*self.version[:2], params, config, ctypes.byref(context)))
+        finally:
+            self._ucp.ucp_config_release(config)
+        try:
+            with tempfile.TemporaryFile() as file:
+                stream = self._libc.fdopen(os.dup(file.fileno()), b"w")
+                self._ucp.ucp_context_print_info(context, stream)
+                self._libc.fclose(stream)
+                file.seek(0)
+                return [UcxTransport(*found) for found in _RESOURCE.findall(file.read().decode(errors="replace"))]
+        finally:
+            self._ucp.ucp_cleanup(context)
+
+
+def _done(status: int) -> None:
+    if status != 0:
+        raise OSError(f"UCX answered with status {ctypes.c_int8(status).value}")
 
 
 def nixl_view() -> NixlView:
@@ -68,9 +149,9 @@ def nixl_view() -> NixlView:
     view = NixlView(why_not=reason, nixl=version, tls=os.environ.get("UCX_TLS", ""), tls_is_given=tls_is_given)
     if reason is not None:
         return view
-    # UCX's own report is only for people: a library with another format costs us the list, not NIXL
+    # what UCX prints is for people only: a library that prints it otherwise costs us the list, not NIXL
     with contextlib.suppress(OSError, AttributeError):
-        ucx = Ucx()
+        ucx = _Ucx()
         view = msgspec.structs.replace(
             view, ucx=".".join(map(str, ucx.version)), found=ucx.transports("all"), used=ucx.transports()
         )
@@ -87,7 +168,7 @@ def _content(block: int) -> bytes:
 
 def serve_source(answers: ChildAnswers) -> None:
     view = nixl_view()
-    answers.say(view)
+    answers.send(view)
     if view.why_not is not None:
         return
     pool = _pool()
@@ -95,7 +176,7 @@ def serve_source(answers: ChildAnswers) -> None:
         pool.block(block)[:] = _content(block)
     connector = NixlConnector()
     connector.serve(pool)
-    answers.say(connector.metadata)
+    answers.send(connector.metadata)
     sys.stdin.buffer.read()
     connector.close()
 
@@ -123,7 +204,7 @@ def read_source(answers: ChildAnswers) -> None:
     started = time.monotonic()
     connector.read(source, _TOKEN, blocks, listener)
     listener.over.wait(_READ_S)
-    answers.say(ReadView(listener.why_not, time.monotonic() - started))
+    answers.send(ReadView(listener.why_not, time.monotonic() - started))
     connector.close()
 
 
