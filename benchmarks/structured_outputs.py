@@ -26,9 +26,8 @@ from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.engine.request import Request
 from pdserve.engine.runner.loaded_model import model_folder
 from pdserve.engine.sampling.grammar_mask import GrammarMask
-from pdserve.engine.structured_outputs.grammar import Grammar
+from pdserve.engine.structured_outputs.grammar import Grammar, GrammarJob
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 from pdserve.llm import AsyncLLM, SamplingParams, StructuredOutputsParams

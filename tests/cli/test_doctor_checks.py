@@ -16,12 +16,11 @@ from pdserve.cli.doctor.address_check import check_addresses
 from pdserve.cli.doctor.credentials_check import check_clients, check_key, check_tls
 from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.gpu_check import check_gpu
-from pdserve.cli.doctor.machine_memory import free_memory
-from pdserve.cli.doctor.memory_check import check_memory
+from pdserve.cli.doctor.memory_check import check_memory, free_memory
 from pdserve.cli.doctor.model_check import check_model
 from pdserve.cli.doctor.nixl_check import check_nixl
 from pdserve.cli.doctor.port_check import check_ports
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.models.model_folder import model_folder

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from pdserve.cli.doctor.finding import Finding, Verdict
-from pdserve.cli.doctor.redis_check import check_redis
-from pdserve.cli.doctor.redis_rights import harmless_commands, transaction_commands
+from pdserve.cli.doctor.redis_check import check_redis, harmless_commands, transaction_commands
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.registry.registry import Keys, RecordSigner, WorkerRecord
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import PrefillSettings
 from tests.support.redis_server import RedisServer, free_port, redis_server

@@ -18,7 +18,7 @@ from pdserve.common.net.service_channel import GENERATE
 from pdserve.common.request.prepared_request import PreparedRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.wire import prepared_to_wire
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.v1 import decode_pb2, request_pb2
 from tests.support.cluster_processes import KEY, Cluster, pd_cluster
 from tests.support.inference_client import InferenceClient

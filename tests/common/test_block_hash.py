@@ -13,7 +13,7 @@ from pdserve.common.block_hash import (
     placement_hash,
     token_bytes,
 )
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 
 KEY = DeploymentKey(b"0123456789abcdef")
 HASHER = BlockHasher(KEY, 4)

@@ -9,9 +9,8 @@ import pytest
 
 from pdserve.common.errors import ClockSkew, KeyMismatch, ProtocolMismatch, WrongWorker
 from pdserve.common.protocol import PROTOCOL_VERSION, version_objection, works_with
-from pdserve.common.security.call_proof import MAX_SKEW_S, PROOF_KEY, CallSigner, CallVerifier
-from pdserve.common.security.derived_key import DeploymentKey
-from pdserve.common.security.nonce_memory import NonceMemory
+from pdserve.common.security.call_proof import MAX_SKEW_S, PROOF_KEY, CallSigner, CallVerifier, NonceMemory
+from pdserve.common.security.deployment_key import DeploymentKey
 
 KEY = DeploymentKey(b"0123456789abcdef")
 ME = ("decode-0", 0xFEDC_BA98_7654_3210)

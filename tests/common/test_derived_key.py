@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 
-from pdserve.common.security import derived_key
-from pdserve.common.security.deployment_key import new_deployment_key
-from pdserve.common.security.derived_key import SUB_KEY_BYTES, DeploymentKey
+from pdserve.common.security import deployment_key
+from pdserve.common.security.deployment_key import SUB_KEY_BYTES, DeploymentKey, new_deployment_key
 
 KEY = DeploymentKey(b"0123456789abcdef")
-LABELS = [value for name, value in vars(derived_key).items() if name.isupper() and isinstance(value, str)]
+LABELS = [value for name, value in vars(deployment_key).items() if name.isupper() and isinstance(value, str)]
 
 
 def test_each_label_and_context_has_a_key_of_its_own() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.common.address.peer_host import peer_host
+from pdserve.common.address.peer_address import peer_host
 from pdserve.common.security.deployment_key import is_loopback
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.registry.redis_url import parse_redis_url
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.service_settings import ServiceSettings
 from pdserve.common.settings.settings import describe, load_settings

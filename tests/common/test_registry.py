@@ -22,7 +22,7 @@ from pdserve.common.registry.registry import (
     read_record,
     read_worker_id,
 )
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 
 RECORD = WorkerRecord(
     worker_id="decode-0",

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, is_loopback
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey, is_loopback
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import SECRETS, describe, load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings

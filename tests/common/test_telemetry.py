@@ -12,7 +12,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from pdserve.common.address.masked_url import masked_url
+from pdserve.common.address.host_address import masked_url
 from pdserve.common.errors import ConfigError, InvalidRequest, TransferFailed
 from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.settings.router_settings import RouterSettings

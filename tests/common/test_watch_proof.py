@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.common.errors import ClockSkew, KeyMismatch, ProtocolMismatch
 from pdserve.common.protocol import PROTOCOL_VERSION
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchAnswer, WatchChallenge
 from pdserve.v1 import worker_pb2
 

@@ -35,7 +35,7 @@ from pdserve.common.request.wire import (
     sampling_from_wire,
     sampling_to_wire,
 )
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.v1 import kv_source_pb2, request_pb2
 
 HASHER = BlockHasher(DeploymentKey(b"0123456789abcdef"), 4)

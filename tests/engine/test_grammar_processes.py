@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError, PeerError
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.engine.structured_outputs import grammar_compiler
-from pdserve.engine.structured_outputs.grammar import Grammar
+from pdserve.engine.structured_outputs.grammar import Grammar, GrammarJob, JobQueue
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob, JobQueue
 from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.text.tokenizer import Tokenizer
@@ -316,7 +315,7 @@ import sys, threading
 from pathlib import Path
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
+from pdserve.engine.structured_outputs.grammar import GrammarJob
 compiler = GrammarCompiler(Path({str(folder)!r}), {VOCAB_SIZE})
 begun = threading.Event()
 params = StructuredOutputsParams(regex={SLOW_TO_COMPILE["regex"]!r})

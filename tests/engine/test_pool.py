@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.engine.kv_cache.block_pool import BlockPool, PoolCorrupt
+from pdserve.engine.kv_cache.block_pool import BlockPool, PinTracker, PoolCorrupt
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
-from pdserve.engine.kv_cache.pin_tracker import PinTracker
 
 
 def test_a_hold_keeps_blocks_in_use_until_it_is_back() -> None:

@@ -22,8 +22,8 @@ from pdserve.common.request.structured_outputs import MAX_DEPTH, StructuredOutpu
 from pdserve.engine.request import RequestStatus, Wait
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, SourceFinished
 from pdserve.engine.structured_outputs import structured_output_manager as grammar_waits
+from pdserve.engine.structured_outputs.grammar import GrammarJob
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
 from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher, Vocabulary, compile_grammar
 from pdserve.text.tokenizer import Tokenizer
 from tests.support.engine_harness import Answer, Harness

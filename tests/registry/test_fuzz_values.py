@@ -19,7 +19,7 @@ from pdserve.common.registry.registry import (
     read_record,
     read_worker_id,
 )
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from tests.support.fuzz_cases import Fuzzer
 from tests.support.loop_watch import LOOP_S
 

@@ -15,8 +15,7 @@ import pytest
 
 from pdserve.common.net.rpc import bind, make_channel, make_server
 from pdserve.common.registry.registry import RecordSigner
-from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey
 from pdserve.router.workers import redis_discovery as redis_directory
 from tests.support.registry_world import World, eventually, lines
 

@@ -21,8 +21,7 @@ from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.request.wire import layout_to_wire
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallVerifier
-from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey
 from pdserve.common.security.tls import ServerTls
 from pdserve.common.security.watch_proof import WatchAnswer
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, worker_pb2

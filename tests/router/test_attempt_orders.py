@@ -13,9 +13,8 @@ from pdserve.common.request.prepared_request import PreparedRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.timeline import Timeline
 from pdserve.router.attempts import attempt as attempt_module
-from pdserve.router.attempts.attempt import Attempt
+from pdserve.router.attempts.attempt import EDGES, Attempt, AttemptState
 from pdserve.router.attempts.attempt_failure import AttemptFailed
-from pdserve.router.attempts.attempt_state import EDGES, AttemptState
 from pdserve.router.attempts.worker_calls import Admitted, CallFailed, Computed, Ended, Landed, Outputs
 from pdserve.router.placement.placement import Placement
 from pdserve.router.workers.worker import WorkerRole

@@ -17,7 +17,7 @@ from pdserve.router.admission.capacity import Capacity, Limits
 from pdserve.router.admission.fair_queue import FairQueue
 from pdserve.router.admission.place import Cost, Place
 from pdserve.router.tenants.client import Client
-from pdserve.router.tenants.token_bucket import TokenBucket
+from pdserve.router.tenants.tenant_account import TokenBucket
 
 
 def client(tenant, **limits):

@@ -13,8 +13,7 @@ from pdserve.common.background_task import RESTARTS
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import WorkerLost
 from pdserve.common.protocol import PROTOCOL_VERSION
-from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey
 from pdserve.router.workers import worker_watcher as watched_address
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
 

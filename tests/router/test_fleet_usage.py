@@ -11,7 +11,7 @@ import pytest
 from pdserve.common.errors import Overloaded
 from pdserve.common.registry.redis_connection import make_redis
 from pdserve.common.registry.redis_url import parse_redis_url
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.api_key_file import KeyLimits, key_hash
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter
 
-from pdserve.router.telemetry.placed_calls import KEPT_S, PlacedCalls
+from pdserve.router.telemetry.router_metrics import KEPT_S, PlacedCalls
 from tests.router import candidates
 
 

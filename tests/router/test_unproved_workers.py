@@ -14,7 +14,7 @@ import pytest
 
 from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.net.rpc import bind, make_server
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.workers import worker_watcher as watched_address
 from pdserve.v1 import worker_pb2
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_outputs, forever, play, said

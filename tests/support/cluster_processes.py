@@ -17,7 +17,7 @@ import grpc
 import msgspec
 import psutil
 
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.tls import ClientTls
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.v1 import worker_pb2, worker_pb2_grpc

@@ -18,7 +18,7 @@ from pdserve.common.request.engine_types import (
     StreamingUpdate,
 )
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.scheduler.kv_messages import OutOfEngine

@@ -13,8 +13,8 @@ import xgrammar
 
 from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsParams
+from pdserve.engine.structured_outputs.grammar import GrammarJob
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
 from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher
 from tests.support.hash_model import VOCAB_SIZE, next_logits, sampled_token
 

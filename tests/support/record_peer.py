@@ -17,7 +17,7 @@ from pdserve.common.net.service_channel import ATTACH, EMBED, END_SEQUENCES, GEN
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.registry.registry import RecordSigner, WorkerRecord
 from pdserve.common.security.call_proof import CallSigner
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchAnswer, WatchChallenge
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
 

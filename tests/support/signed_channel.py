@@ -9,8 +9,7 @@ import grpc.aio
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.security.call_proof import CallSigner
-from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import WorkerServiceStub

@@ -18,7 +18,7 @@ from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.request.prepared_request import PreparedRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.wire import prepared_to_wire
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.decode import service as decode_service
 from pdserve.engine.runner.loaded_model import load_model

@@ -17,7 +17,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.rpc import bind, make_channel, make_server
 from pdserve.common.request.engine_types import EngineCoreRequest, FinishReason
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.common.security.derived_key import DATA_PLANE
+from pdserve.common.security.deployment_key import DATA_PLANE
 from pdserve.common.security.role_guard import CallerRoles
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.make_engine_core import make_engine_core

@@ -28,7 +28,7 @@ from pdserve.common.net.service_channel import (
     Method,
 )
 from pdserve.common.security.call_proof import CallSigner
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
 from pdserve.worker.worker import Worker

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pdserve.common.security.derived_key import BLOCK_HASHES, DeploymentKey
+from pdserve.common.security.deployment_key import BLOCK_HASHES, DeploymentKey
 
 BLOCK_HASH_BYTES = 24
 PLACEMENT_HASH_BYTES = 8

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from pdserve.kernels.linear import make_linear
 from pdserve.models.config.model_config import ModelConfig
@@ -14,7 +15,6 @@ from pdserve.models.decoder import Decoder
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.read_config import read_config
 from pdserve.models.weights.checkpoint import Checkpoint, open_checkpoint
-from pdserve.models.weights.tied_head import head_is_embedding
 from pdserve.models.weights.weight_loader import LoadProgress, WeightLoader, few
 
 __all__ = ["LoadProgress", "load_decoder"]
@@ -82,3 +82,19 @@ def _ends(config: ModelConfig, checkpoint: Checkpoint, device: str) -> tuple[str
         embedding_name,
     )
     return embedding_name, head_name
+
+
+_ROWS = 4096
+"""Compared at a time: neither weight is held twice."""
+
+
+def head_is_embedding(head: Tensor, embedding: Tensor, dtype: torch.dtype) -> bool:
+    """True where both are the same numbers in the dtype that they are served in.
+
+    Both `[V, H]`, of any dtype. transformers compares them too, and leaves them apart where they differ, whatever
+    `tie_word_embeddings` says.
+    """
+    return all(
+        torch.equal(head[start : start + _ROWS].to(dtype), embedding[start : start + _ROWS].to(dtype))
+        for start in range(0, len(head), _ROWS)
+    )

@@ -11,13 +11,12 @@ import pytest
 from pdserve.common.errors import ConfigError
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
-from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.kv_transfer.connector_set import MAX_WORKERS, ConnectorSet, PeerEndpoints
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
 from pdserve.kv_transfer.pull.block_reader import BlockReader
 from pdserve.kv_transfer.pull.connection import Connection
 from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits
-from pdserve.kv_transfer.pull.peer_endpoints import MAX_WORKERS, PeerEndpoints
 
 from .recorded_read import PATIENCE_S, RecordedRead, Transfer, make_pool, start_read
 

@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from pdserve.kv_transfer.resolver import resolve
-from pdserve.kv_transfer.tcp.tcp_stream import StreamBroken, dial
+from pdserve.kv_transfer.tcp.tcp_stream import StreamBroken, dial, resolve
 
 TIMEOUT_S = 0.2
 

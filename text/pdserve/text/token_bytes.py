@@ -1,4 +1,4 @@
-"""The UTF-8 bytes of each token id, for tokenizers whose decoder works token by token."""
+"""The UTF-8 bytes of each token id, for tokenizers whose decoder works token by token, and the most bytes of any."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _DIRECT_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -125,3 +126,39 @@ class TokenBytes:
         if self.rules.first_token_drops:
             token = token.replace(self.rules.first_token_drops, "")
         return self.rules.spell(token)
+
+
+_KEEP_EVERY_BYTE = ("ByteLevel", "Digits", "Split")
+
+
+def longest_token_bytes(backend: Backend, pre_tokenizer: Any) -> int | None:
+    """The most UTF-8 bytes of a text that become one token; None where some text might lose bytes, or stretch a token.
+
+    Known for byte-level BPE (GPT-2, Llama 3, Qwen): each byte of a text is one character for the model, and in exactly
+    one token; tokens that a post-processor adds are extra. pre_tokenizer: that object of tokenizer.json.
+    """
+    model = backend.model
+    if backend.normalizer is not None or not isinstance(model, models.BPE) or not _is_byte_level(pre_tokenizer):
+        return None
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    spelled = backend.get_vocab(with_added_tokens=False)
+    if not all(char in spelled for char in pre_tokenizers.ByteLevel.alphabet()):
+        return None  # the model leaves out what it cannot spell, or makes one unknown token of much
+    added = backend.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None  # such a token includes the spaces beside it, however many
+    return max(*map(len, spelled), *(len(token.content.encode()) for token in added), 1)
+
+
+def _is_byte_level(pre_tokenizer: Any) -> bool:
+    """Whether it spells every byte, and drops none on the way."""
+    if not isinstance(pre_tokenizer, dict):
+        return False
+    steps = pre_tokenizer.get("pretokenizers", []) if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+    kinds = [step.get("type") for step in steps]
+    return (
+        "ByteLevel" in kinds
+        and all(kind in _KEEP_EVERY_BYTE for kind in kinds)
+        and not any(step.get("behavior") == "Removed" for step in steps)
+    )

@@ -16,8 +16,7 @@ from pdserve.text.chat_template import ChatTemplate
 from pdserve.text.detokenizer import ByteDetokenizer, IncrementalDetokenizer, WindowDetokenizer
 from pdserve.text.literal_specials import LiteralSpecials
 from pdserve.text.long_text import PART_BYTES, LongText
-from pdserve.text.longest_token import longest_token_bytes
-from pdserve.text.token_bytes import DecoderRules, TokenBytes
+from pdserve.text.token_bytes import DecoderRules, TokenBytes, longest_token_bytes
 from pdserve.text.tokenizer_folder import TokenizerFolder
 
 _SAMPLE_SIZE = 256

@@ -44,7 +44,7 @@ from pdserve.common.registry.registry import (
     read_change,
     read_record,
 )
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.worker.identity import WorkerIdentity
 from pdserve.worker.kv_event_publisher import KvEventPublisher, KvEventSubscriber

@@ -29,7 +29,7 @@ from pdserve.common.request.prepared_request import PreparedRequest
 from pdserve.common.request.wire import prepared_from_wire
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallSigner, CallVerifier
-from pdserve.common.security.derived_key import DATA_PLANE, DeploymentKey
+from pdserve.common.security.deployment_key import DATA_PLANE, DeploymentKey
 from pdserve.common.security.peer_message import max_request_bytes
 from pdserve.common.security.role_guard import CallerRoles, RoleGuard
 from pdserve.common.security.tls import TlsIdentity

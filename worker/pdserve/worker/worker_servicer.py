@@ -10,15 +10,14 @@ from typing import Any
 
 import grpc
 
-from pdserve.common.address.peer_address import verify_worker_id
-from pdserve.common.address.peer_host import peer_host
+from pdserve.common.address.peer_address import peer_host, verify_worker_id
 from pdserve.common.errors import KeyMismatch, ProtocolMismatch
 from pdserve.common.first_done import first_done
 from pdserve.common.kv_events import KvCacheEvents
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.request.wire import layout_to_wire
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchAnswer
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
-from pdserve.cli.doctor.redis_rights import refusals
 from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.common.protocol import version_objection
 from pdserve.common.registry.redis_connection import REDIS_ERRORS, error_kind, error_text, make_redis
@@ -151,3 +151,53 @@ async def _rights(redis: Redis, keys: Keys) -> Finding:
 async def _record(redis: Redis, keys: Keys, member: object) -> WorkerRecord | None:
     worker_id = read_worker_id(member)
     return read_record(worker_id, await redis.hmget(keys.worker(worker_id), list(RECORD_FIELDS)))
+
+
+Command = tuple[str | int, ...]
+
+
+def harmless_commands(keys: Keys) -> list[Command]:
+    """Each command that a service uses, on keys as it uses them, of a worker that does not exist."""
+    worker_id, epoch = f"doctor-{secrets.token_hex(4)}", secrets.randbits(64)
+    record, blocks, events = keys.worker(worker_id), keys.blocks(worker_id, epoch), keys.events(worker_id, epoch)
+    return [
+        ("HMGET", record, "epoch"), ("HGET", record, "epoch"), ("HSET", record, "epoch", "0"), ("DEL", record),
+        ("PEXPIRE", record, 1), ("TYPE", record), ("TIME",),
+        ("ZADD", keys.workers, "XX", 0, worker_id), ("ZREM", keys.workers, worker_id),
+        ("ZREVRANGE", keys.workers, 0, 0), ("ZREMRANGEBYSCORE", keys.workers, 0, "(0"),
+        ("SADD", blocks, "0"), ("SREM", blocks, "0"), ("SCARD", blocks), ("SSCAN", blocks, 0),
+        ("XADD", events, "*", "seq", "0"), ("XREVRANGE", events, "+", "-"), ("XREAD", "STREAMS", events, "0"),
+    ]  # fmt: skip
+
+
+def transaction_commands(keys: Keys) -> list[Command]:
+    """Commands of a transaction, here an empty one."""
+    return [("PING",), ("WATCH", keys.workers), ("UNWATCH",), ("MULTI",), ("EXEC",)]
+
+
+async def refusals(redis: Redis, keys: Keys) -> dict[str, str]:
+    """Commands that this user may not use, and why. Raises: one of `REDIS_ERRORS` when Redis cannot be asked.
+
+    Redis checks rights as it queues a transaction, so everything is queued, and the connection closed before EXEC.
+    """
+    refused: dict[str, str] = {}
+    async with redis.client() as one:
+        # answers are all QUEUED, which the parsers of real answers would not understand
+        one.response_callbacks.clear()
+
+        async def ask(command: Command) -> None:
+            try:
+                await one.execute_command(*command)  # type: ignore[no-untyped-call]
+            except exceptions.ConnectionError:
+                raise
+            except exceptions.ResponseError as error:
+                refused[str(command[0])] = error_text(error)
+
+        for command in transaction_commands(keys):
+            await ask(command)
+        if "MULTI" not in refused:
+            await ask(("MULTI",))
+            for command in harmless_commands(keys):
+                await ask(command)
+        await one.connection_pool.disconnect()
+    return refused

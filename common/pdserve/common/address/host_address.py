@@ -1,8 +1,9 @@
-"""Hosts: which are wildcards or overlap, by which address others reach this machine, how one is written with a port."""
+"""Hosts and URLs: wildcards, overlaps, the address by which others reach this machine, and forms for logs."""
 
 from __future__ import annotations
 
 import socket
+from urllib.parse import urlsplit
 
 from pdserve.common.errors import ConfigError
 
@@ -51,3 +52,27 @@ def own_address() -> str:
 def host_and_port(host: str, port: int) -> str:
     """`host:port`, an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+_MASK = "***"
+
+
+def masked_url(url: str) -> str:
+    """The URL with `***` in place of user, password, query and fragment, each of which may be a secret.
+
+    `***` alone for text that cannot be taken apart: any piece of it may be part of a password.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return _MASK
+    if not parts.scheme or not host:
+        return _MASK
+    place = f"[{host}]" if ":" in host else host
+    if port is not None:
+        place = f"{place}:{port}"
+    if "@" in parts.netloc:
+        place = f"{_MASK}@{place}"
+    rest = f"?{_MASK}" if parts.query or parts.fragment else ""
+    return f"{parts.scheme}://{place}{parts.path}{rest}"

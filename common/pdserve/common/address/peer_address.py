@@ -1,8 +1,9 @@
-"""Checks of worker ids and of addresses: `host:port`, and no other target that gRPC would accept."""
+"""Worker ids, addresses of workers (`host:port`, and no other target that gRPC would accept), and the host of a caller."""
 
 from __future__ import annotations
 
 import re
+from urllib.parse import unquote
 
 from pdserve.common.errors import InvalidRequest
 
@@ -30,3 +31,16 @@ def verify_peer_address(field: str, address: str) -> None:
 def grpc_target(address: str) -> str:
     """The target for gRPC: always a host name or address, also where the host is called `unix`."""
     return f"dns:///{address}"
+
+
+def peer_host(peer: str) -> str:
+    """peer: as `ServicerContext.peer` gives it. Returns an IP address; `localhost` for a socket of this machine.
+
+    Any other name is returned unchanged, and is no loopback address.
+    """
+    scheme, _, rest = peer.partition(":")
+    if scheme in ("unix", "unix-abstract"):
+        return "localhost"
+    if scheme not in ("ipv4", "ipv6"):
+        return peer
+    return unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0]

@@ -26,7 +26,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.protocol import OLDEST_AUTHENTICATED, version_objection
-from pdserve.common.security.derived_key import REDIS_RECORDS, DeploymentKey
+from pdserve.common.security.deployment_key import REDIS_RECORDS, DeploymentKey
 
 RECORD_TTL_S = 3.0
 BEAT_S = 1.0

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from pdserve.common.address.peer_host import peer_host
+from pdserve.common.address.peer_address import peer_host
 from pdserve.common.errors import PdServeError
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.security.call_proof import PROOF_KEY, CallVerifier

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from pdserve.common.address.peer_host import peer_host
+from pdserve.common.address.peer_address import peer_host
 from pdserve.common.errors import PdServeError, PermissionDenied
 from pdserve.common.security.tls import ServerTls
 from pdserve.common.security.tls_roles import ServiceRole

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pdserve.common.errors import KeyMismatch, ProtocolMismatch
 from pdserve.common.protocol import PROTOCOL_VERSION, version_objection
 from pdserve.common.security.call_proof import verify_clock
-from pdserve.common.security.derived_key import WATCH_PROOFS, DeploymentKey
+from pdserve.common.security.deployment_key import WATCH_PROOFS, DeploymentKey
 from pdserve.v1 import worker_pb2
 
 NONCE_BYTES = 32

@@ -13,8 +13,7 @@ import msgspec
 from pdserve.common.errors import ConfigError
 from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.registry.registry import is_namespace
-from pdserve.common.security.deployment_key import is_loopback, resolve_deployment_key
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey, is_loopback, resolve_deployment_key
 from pdserve.common.security.tls import TlsFile, TlsIdentity, load_identity
 from pdserve.common.security.tls_roles import ServiceRole
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pdserve.common.address.masked_url import masked_url
+from pdserve.common.address.host_address import masked_url
 from pdserve.common.errors import ConfigError
 from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.settings.router_settings import RouterSettings

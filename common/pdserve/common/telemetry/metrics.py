@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -25,13 +26,23 @@ from pdserve.common.background_task import RESTARTS, TASK_NAMES
 from pdserve.common.net.tls_renewal import PeerKind
 from pdserve.common.registry.circuit_breaker import BreakerState, CircuitBreaker
 from pdserve.common.registry.redis_connection import ERROR_KINDS
-from pdserve.common.telemetry.span_counts import ExportCounts
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Phases, TTFT and whole requests: from a hop to a long answer."""
 TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
 """Between two tokens."""
+
+
+@dataclass(slots=True)
+class ExportCounts:
+    """Spans since start."""
+
+    exported: int = 0
+    dropped: int = 0
+    """The queue was full."""
+    failed: int = 0
+    """The collector did not take them."""
 
 
 class SpanCollector(Collector):

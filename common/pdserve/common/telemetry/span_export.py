@@ -15,7 +15,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from pdserve.common.telemetry.span_counts import ExportCounts
+from pdserve.common.telemetry.metrics import ExportCounts
 
 log = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from pdserve.common.address.masked_url import masked_url
+from pdserve.common.address.host_address import masked_url
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.service_settings import ServiceSettings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from pdserve.common.telemetry.span_counts import ExportCounts
+    from pdserve.common.telemetry.metrics import ExportCounts
     from pdserve.common.telemetry.tracing import Tracing
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ and free + cached + in use == total (I2).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 
@@ -192,3 +192,47 @@ class BlockPool:
             raise PoolCorrupt(f"num_cached is {self.num_cached}, which is not what the blocks say")
         if any(self._by_hash[block_hash].block_hash != block_hash for block_hash in self._by_hash):
             raise PoolCorrupt("a hash leads to a block of another content")
+
+
+class PinTracker:
+    """Every hold leaves and returns through this tracker."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._out: Counter[int] = Counter()
+        self._quarantined: Counter[int] = Counter()
+
+    def out(self, hold: PinnedBlocks) -> PinnedBlocks:
+        """Note a hold that leaves the engine."""
+        self._out.update(hold.block_ids)
+        return hold
+
+    def back(self, hold: PinnedBlocks) -> None:
+        """A hold, or a part of one, is back: its references end."""
+        _take_one_each(self._out, hold.block_ids)
+        _take_one_each(self._quarantined, hold.block_ids)
+        self._pool.take_back(hold)
+
+    def quarantine(self, block_ids: set[int]) -> None:
+        """These blocks' request has ended, but an unfinished read may still write them."""
+        self._quarantined.update(block_ids)
+
+    @property
+    def num_quarantined(self) -> int:
+        return self._quarantined.total()
+
+    @property
+    def num_out(self) -> int:
+        return self._out.total()
+
+    def references(self) -> dict[int, int]:
+        """Block id -> references by holds; for the pool check."""
+        return dict(self._out)
+
+
+def _take_one_each(counts: Counter[int], block_ids: tuple[int, ...]) -> None:
+    for block in block_ids:
+        if counts[block] > 1:
+            counts[block] -= 1
+        else:
+            del counts[block]

@@ -7,8 +7,8 @@ computing anything again; otherwise `Missed` is sent.
 
 from __future__ import annotations
 
+from pdserve.engine.kv_cache.block_pool import PinTracker
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager, RestingTable
-from pdserve.engine.kv_cache.pin_tracker import PinTracker
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler.kv_messages import KvOutbox, Missed, Settled
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pdserve.common.request.engine_types import EngineCoreEventType
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
-from pdserve.engine.scheduler.batch_builder import BatchBuilder
-from pdserve.engine.scheduler.running_batch import RunningBatch
+from pdserve.engine.scheduler.running_batch import BatchBuilder, RunningBatch
 from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from pdserve.common.errors import DigestMismatch, Evicted, TransferFailed
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache.block_pool import PinTracker
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
-from pdserve.engine.kv_cache.pin_tracker import PinTracker
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler.kv_messages import (
     KvOutbox,

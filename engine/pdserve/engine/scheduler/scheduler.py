@@ -13,18 +13,16 @@ from pdserve.common.request.engine_types import (
     StreamingUpdate,
 )
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.kv_cache.block_pool import BlockPool
+from pdserve.engine.kv_cache.block_pool import BlockPool, PinTracker
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
-from pdserve.engine.kv_cache.pin_tracker import PinTracker
 from pdserve.engine.request import Request, RequestStatus, Wait
-from pdserve.engine.scheduler.batch_builder import BatchBuilder
 from pdserve.engine.scheduler.finish_request import FinishRequest
 from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox
 from pdserve.engine.scheduler.kv_send_tracker import KvSendTracker
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.preemption import Preemption
 from pdserve.engine.scheduler.remote_kv_queue import Ready, RemoteKvQueue
-from pdserve.engine.scheduler.running_batch import RunningBatch
+from pdserve.engine.scheduler.running_batch import BatchBuilder, RunningBatch
 from pdserve.engine.scheduler.sequence_group import SequenceGroup
 from pdserve.engine.scheduler.sessions import Sessions
 from pdserve.engine.scheduler.starvation_guard import StarvationGuard

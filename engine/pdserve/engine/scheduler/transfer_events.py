@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve.common.errors import PdServeError, TransferFailed
-from pdserve.engine.kv_cache.pin_tracker import PinTracker
+from pdserve.engine.kv_cache.block_pool import PinTracker
 from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.kv_messages import (
     HoldReturned,

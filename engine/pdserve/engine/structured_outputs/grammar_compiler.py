@@ -24,9 +24,9 @@ import numpy as np
 
 from pdserve.common.errors import InternalError, InvalidRequest, Overloaded, PdServeError, PeerError
 from pdserve.common.request.structured_outputs import FIELD
+from pdserve.engine.structured_outputs.grammar import GrammarJob, JobQueue
 from pdserve.engine.structured_outputs.grammar_fork_server import GrammarForkServer, SpawnedProcess
 from pdserve.engine.structured_outputs.grammar_host import GrammarHost, GrammarHosts, HostedGrammar
-from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob, JobQueue
 from pdserve.engine.structured_outputs.grammar_messages import (
     MAX_PACKET_BYTES,
     REPLAY_TOKENS,

@@ -17,10 +17,9 @@ from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.request.structured_outputs import FIELD
 from pdserve.engine.request import Request, Wait
 from pdserve.engine.scheduler_output import GrammarOutput
-from pdserve.engine.structured_outputs.grammar import Grammar
+from pdserve.engine.structured_outputs.grammar import Grammar, GrammarJob
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_host import GrammarHosts
-from pdserve.engine.structured_outputs.grammar_jobs import GrammarJob
 
 MASK_WAIT_S = 0.02
 """Seconds that a step waits for masks; sequences without one by then get their token in a later step."""

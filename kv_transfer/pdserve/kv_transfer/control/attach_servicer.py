@@ -11,8 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from pdserve.common.address.peer_address import verify_worker_id
-from pdserve.common.address.peer_host import peer_host
+from pdserve.common.address.peer_address import peer_host, verify_worker_id
 from pdserve.common.errors import InvalidRequest, LayoutMismatch, PdServeError, TransferFailed
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.rate_limited_log import RateLimitedLog

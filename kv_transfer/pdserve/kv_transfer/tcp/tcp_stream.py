@@ -6,16 +6,18 @@ Sockets are made and used in this file alone; `tls_stream.py` puts TLS over a st
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from pdserve.common.errors import ConfigError
-from pdserve.kv_transfer.resolver import Addresses, resolve
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 _LISTEN_BACKLOG = 128
@@ -237,3 +239,60 @@ def _polled(poll: select.poll, timeout_s: float | None) -> bool:
 
 def _kernel_time(seconds: float) -> bytes:
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1_000_000))
+
+
+SockAddress = tuple[Any, ...]
+Addresses = list[tuple[socket.AddressFamily, SockAddress]]
+
+_lookups: dict[tuple[str, int], Future[Addresses]] = {}
+"""Names being resolved. Later calls for the same name share the result, so that a name has one thread at most."""
+_lock = threading.Lock()
+
+
+def resolve(host: str, port: int, timeout_s: float) -> Addresses:
+    """A host's addresses for TCP, best first, within a time that the system's resolver does not bound.
+
+    Raises: OSError, TimeoutError among them; UnicodeError for what can be no name.
+    """
+    if _is_address(host):
+        return _look_up(host, port)
+    with _lock:
+        lookup = _lookups.get((host, port))
+        if lookup is None:
+            lookup = _lookups[host, port] = Future()
+            # a name that is never resolved must not keep the process from ending
+            threading.Thread(target=_answer, args=(lookup, host, port), name=f"resolve-{host}", daemon=True).start()
+    try:
+        return lookup.result(timeout_s)
+    except TimeoutError:
+        if lookup.done():
+            raise
+        raise TimeoutError(f"{host} was not resolved within {timeout_s:g} s") from None
+
+
+def _answer(lookup: Future[Addresses], host: str, port: int) -> None:
+    found, failure = Addresses(), None
+    try:
+        found = _look_up(host, port)
+    except Exception as error:
+        failure = error
+    # later calls need a newer result
+    with _lock:
+        del _lookups[host, port]
+    if failure is None:
+        lookup.set_result(found)
+    else:
+        lookup.set_exception(failure)
+
+
+def _look_up(host: str, port: int) -> Addresses:
+    return [(family, address) for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+
+def _is_address(host: str) -> bool:
+    """Whether it is an address, which needs no resolving."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

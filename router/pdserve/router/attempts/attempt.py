@@ -6,6 +6,7 @@ When an attempt has ended, for whatever reason, both of its calls have ended.
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import secrets
 from collections.abc import Callable
@@ -23,7 +24,6 @@ from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.prepared_request import PreparedRequest
 from pdserve.common.timeline import Timeline
 from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded
-from pdserve.router.attempts.attempt_state import AttemptState, moved
 from pdserve.router.attempts.worker_calls import (
     Admitted,
     CallFailed,
@@ -46,6 +46,43 @@ from pdserve.text.output_processor import PositionConflict
 log = logging.getLogger(__name__)
 
 TRANSFER_ID_BYTES = 16
+
+
+class AttemptState(enum.Enum):
+    """
+    PLACED ──remote──> PREFILLING ──first token──> STREAMING ──last token──> DONE
+       └───────────────local──────────────────────────┘
+    any of these but DONE ──> FAILED | CANCELLED
+    """
+
+    PLACED = "placed"
+    PREFILLING = "prefilling"
+    STREAMING = "streaming"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_ENDS = frozenset({AttemptState.FAILED, AttemptState.CANCELLED})
+EDGES: dict[AttemptState, frozenset[AttemptState]] = {
+    AttemptState.PLACED: _ENDS | {AttemptState.PREFILLING, AttemptState.STREAMING},
+    AttemptState.PREFILLING: _ENDS | {AttemptState.STREAMING},
+    AttemptState.STREAMING: _ENDS | {AttemptState.DONE},
+    AttemptState.DONE: frozenset(),
+    AttemptState.FAILED: frozenset(),
+    AttemptState.CANCELLED: frozenset(),
+}
+
+
+class IllegalMove(InternalError):
+    """A state machine was asked for an edge that it does not have."""
+
+
+def moved(state: AttemptState, to: AttemptState) -> AttemptState:
+    """`to`, if there is such an edge. Raises: IllegalMove."""
+    if to not in EDGES[state]:
+        raise IllegalMove(f"an attempt cannot go from {state.value} to {to.value}")
+    return to
 
 
 class Attempt:

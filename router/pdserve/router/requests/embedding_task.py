@@ -1,31 +1,34 @@
-"""One input from its text to its embedding: prepared, placed on a prefill worker, and attempted until it ends."""
+"""`Embedding`: one client's request for embeddings; `EmbeddingTask`: one input, served by a prefill worker."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from array import array
 
 import msgspec
 
 from pdserve.common import timeline as moments
-from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, PdServeError, WorkerLost
+from pdserve.common.errors import Cancelled, DeadlineExceeded, Draining, InternalError, PdServeError, WorkerLost
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.prepared_request import PreparedRequest
 from pdserve.common.timeline import Timeline, now_unix_ns
+from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.place import Cost, Place
-from pdserve.router.attempts.attempt_failure import AttemptFailed, backoff_s
+from pdserve.router.attempts.attempt_failure import AttemptFailed, FullWorkers, backoff_s
 from pdserve.router.attempts.crash_guard import CrashGuard
 from pdserve.router.attempts.embed_call import Embedded, embed
-from pdserve.router.attempts.full_workers import FullWorkers
 from pdserve.router.attempts.worker_calls import CallFailed
 from pdserve.router.placement.placement import WorkerKey
 from pdserve.router.placement.routing_decision import RoutingDecision
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.router.requests.preparation import EmbeddingRequest, Limits, TokenizedRequest
 from pdserve.router.requests.prompt_task import WAIT_FOR_WORKER_S, Usage
+from pdserve.router.requests.request_scope import RequestScope
 from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.telemetry.request_trace import RequestTrace
+from pdserve.router.tenants.client import ANYBODY, Client
 from pdserve.router.workers.worker import Worker, WorkerRole
 
 log = logging.getLogger(__name__)
@@ -221,3 +224,75 @@ class EmbeddingTask:
             f"embeddings are computed by prefill workers, and none could serve this: "
             f"{self._services.fleet.describe(WorkerRole.PREFILL)}"
         ).for_clients()
+
+
+MAX_RUNNING = 128
+"""Inputs of one request that are served at a time; each holds a call, timers and buffers."""
+
+
+class Embedding(RequestScope[EmbeddingInput]):
+    """`results` once."""
+
+    def __init__(
+        self,
+        request_id: str,
+        inputs: list[EmbeddingInput],
+        services: RequestServices,
+        admission: Admission,
+        record: RequestTrace,
+        client: Client = ANYBODY,
+    ) -> None:
+        super().__init__(request_id, inputs, admission, record, client)
+        self._services = services
+        self._all: asyncio.Future[list[None]] | None = None
+        self._error: PdServeError | None = None
+
+    async def results(self) -> list[array[float]]:
+        """A vector per input, in float32, in their order. Nothing of it runs any more when this returns or raises.
+
+        Raises: PdServeError, of the first input that failed; Overloaded, Draining before any has begun.
+        """
+        if len(self._runs) > MAX_RUNNING:
+            # the inputs have just been made, which is as long as all others should wait
+            await asyncio.sleep(0)
+        self._enter()
+        began = time.monotonic()
+        waiting = iter(enumerate(self._runs))
+        vectors = [array("f")] * len(self._runs)
+
+        async def serve() -> None:
+            for place, served in waiting:
+                vectors[place] = await EmbeddingTask(served, self._services, time.monotonic() - began).run()
+
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            if self._error is not None:
+                raise self._error
+            tasks = [asyncio.create_task(serve()) for _ in range(min(MAX_RUNNING, len(self._runs)))]
+            self._all = asyncio.gather(*tasks)
+            await self._all
+            return vectors
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._error is None or task is None or task.cancelling():
+                raise
+            raise self._error from None
+        except PdServeError as error:
+            self._record.abort(error)
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                self._leave()
+
+    def cancel(self, error: PdServeError | None = None) -> None:
+        """End all runs, and their calls with them; `results` raises `error`."""
+        if self._error is not None or (self._all is not None and self._all.done()):
+            return
+        self._error = error or Cancelled("the client left")
+        self._record.abort(self._error)
+        if self._all is not None:
+            self._all.cancel()

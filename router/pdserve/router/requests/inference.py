@@ -20,8 +20,7 @@ from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.placement.worker_selector import WorkerSelector
 from pdserve.router.requests.client_stream import ClientStream
-from pdserve.router.requests.embedding import Embedding
-from pdserve.router.requests.embedding_task import EmbeddingInput
+from pdserve.router.requests.embedding_task import Embedding, EmbeddingInput
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.preparation import ClientRequest, EmbeddingRequest, Limits, Preparation
 from pdserve.router.requests.prompt_task import PromptTask

@@ -15,7 +15,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.prepared_request import PreparedRequest, ResumeState, verify_priority
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.admission.fair_threads import FairThreads
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
 from pdserve.router.tenants.tenant_digest import tenant_digest

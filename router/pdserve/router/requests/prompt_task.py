@@ -23,9 +23,8 @@ from pdserve.common.request.structured_outputs import FIELD as STRUCTURED_OUTPUT
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.admission.place import Cost, Place
 from pdserve.router.attempts.attempt import Attempt
-from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded, backoff_s
+from pdserve.router.attempts.attempt_failure import AttemptFailed, FullWorkers, PrefillNeeded, backoff_s
 from pdserve.router.attempts.crash_guard import CrashGuard
-from pdserve.router.attempts.full_workers import FullWorkers
 from pdserve.router.attempts.worker_calls import Outputs, PromptLogprobs
 from pdserve.router.placement.placement import PlacementHint
 from pdserve.router.placement.routing_decision import RoutingDecision

@@ -34,7 +34,7 @@ from pdserve.common.registry.redis_connection import (
 )
 from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.registry.registry import Keys
-from pdserve.common.security.derived_key import USAGE, DeploymentKey
+from pdserve.common.security.deployment_key import USAGE, DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.tenants.tenant_account import NOWHERE, TenantAccount, TenantAccounts, UsedElsewhere
 from pdserve.router.tenants.tenant_digest import tenant_digest

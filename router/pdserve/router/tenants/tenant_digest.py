@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from pdserve.common.security.derived_key import TENANTS, DeploymentKey
+from pdserve.common.security.deployment_key import TENANTS, DeploymentKey
 
 TENANT_DIGEST_BYTES = 8
 

@@ -17,7 +17,7 @@ import grpc.aio
 from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents, KvEventSink, apply_change
 from pdserve.common.registry.redis_connection import raise_if_cancelled
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.workers.kv_event_stream import ChangeReader, Snapshot
 from pdserve.router.workers.watch import watch
 from pdserve.router.workers.worker import Worker, WorkerIdentity

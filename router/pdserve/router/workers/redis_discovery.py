@@ -35,7 +35,7 @@ from pdserve.common.registry.registry import (
     read_record,
     read_worker_id,
 )
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.workers.discovery import Discovery
 from pdserve.router.workers.kv_event_stream import Snapshot, read_snapshot

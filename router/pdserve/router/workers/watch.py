@@ -14,7 +14,7 @@ from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
 from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.net.service_channel import MEET, ServiceChannel, decoder, readable
 from pdserve.common.request.wire import layout_from_wire
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.router.workers.announced_identity import verify_identity
 from pdserve.router.workers.worker import WorkerIdentity, WorkerLoad, WorkerRole

@@ -15,7 +15,7 @@ from pdserve.common.kv_events import KvCacheEvents, KvEventSink, apply_change
 from pdserve.common.net.rpc import failed_to_shake_hands, make_channel
 from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.security.call_proof import CallSigner
-from pdserve.common.security.derived_key import DeploymentKey
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.tls import ClientTls
 from pdserve.router.workers.watch import watch
 from pdserve.router.workers.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
