@@ -67,7 +67,7 @@ CASES: dict[str, msgspec.Struct] = {
     "EngineCoreOutput, 1 token": output(7),
     "EngineCoreOutput, 1 token, 5 logprobs": output(7, 5),
     "EngineCoreOutputs of a step, 64 sequences": EngineCoreOutputs(
-        outputs=[output(number) for number in range(64)], scheduler_stats=STATS, timestamp=1234.5
+        outputs=[output(number) for number in range(64)], scheduler_stats=STATS
     ),
 }
 

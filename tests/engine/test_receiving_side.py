@@ -12,7 +12,6 @@ from pdserve.engine.request import RequestStatus
 from pdserve.engine.scheduler.kv_messages import (
     HoldReturned,
     Landed,
-    NeedBlocks,
     ReceiveFailed,
     ReceiveInto,
     SourceFinished,
@@ -82,20 +81,6 @@ def test_it_runs_only_when_all_three_are_there_in_any_order(make_engine: MakeEng
         engine.step()
         assert engine.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
     engine.core.apply(last)
-    assert engine.run()["a"].token_ids == greedy_answer(PROMPT, 4)[1:]
-
-
-def test_a_hold_may_come_back_in_parts(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    room = park(engine)
-    write(engine, room, PROMPT)
-    first, rest = room.hold.split(2)
-    engine.core.apply(HoldReturned("a", rest))
-    engine.core.apply(Landed("a", 3))
-    engine.core.apply(SourceFinished("a", 22, (FIRST,)))
-    engine.core.apply(Landed("a", 6))
-    assert engine.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    engine.core.apply(HoldReturned("a", first))
     assert engine.run()["a"].token_ids == greedy_answer(PROMPT, 4)[1:]
 
 
@@ -214,14 +199,13 @@ def test_i9_events_that_come_late_twice_or_for_nobody_are_dropped_and_counted(ma
         Landed("nobody", 1),
         SourceFinished("nobody", 1, (1,)),
         ReceiveFailed("nobody", TransferFailed("x")),
-        NeedBlocks("nobody", 0, 1),
     ):
         engine.core.apply(event)
-    assert engine.scheduler.num_dropped_events == 4
+    assert engine.scheduler.num_dropped_events == 3
     engine.add(PROMPT, "a", remote_prefill=True)
-    for event in (Landed("a", 1), SourceFinished("a", 22, (FIRST,)), NeedBlocks("a", 0, 1), Want("a", 0)):
+    for event in (Landed("a", 1), SourceFinished("a", 22, (FIRST,)), Want("a", 0)):
         engine.core.apply(event)
-    assert engine.scheduler.num_dropped_events == 8
+    assert engine.scheduler.num_dropped_events == 6
     engine.step()
     room = receive_into(engine)
     write(engine, room, PROMPT)
@@ -235,62 +219,13 @@ def test_i9_events_that_come_late_twice_or_for_nobody_are_dropped_and_counted(ma
         SourceFinished("a", 1, (FIRST,)),
     ):
         engine.core.apply(event)
-    assert engine.scheduler.num_dropped_events == 13
+    assert engine.scheduler.num_dropped_events == 11
     engine.core.apply(Landed("a", 6))
     engine.core.apply(HoldReturned("a", room.hold))
-    for event in (Landed("a", 6), ReceiveFailed("a", TransferFailed("x")), NeedBlocks("a", 0, 1)):
+    for event in (Landed("a", 6), ReceiveFailed("a", TransferFailed("x"))):
         engine.core.apply(event)
-    assert engine.scheduler.num_dropped_events == 16
+    assert engine.scheduler.num_dropped_events == 13
     assert engine.run()["a"].token_ids == greedy_answer(PROMPT, 4)[1:]
-
-
-def test_other_blocks_for_a_stalled_read_leave_the_old_ones_in_quarantine(make_engine: MakeEngine) -> None:
-    engine = make_engine(num_blocks=12)
-    room = park(engine)
-    write(engine, room, PROMPT)
-    engine.core.apply(Landed("a", 2))
-    engine.core.apply(NeedBlocks("a", 2, 4))
-    more = receive_into(engine)
-    assert (more.first_index, len(more.hold)) == (2, 4)
-    assert not set(more.hold.block_ids) & set(room.hold.block_ids)
-    assert engine.scheduler.stats().num_blocks_quarantined == 4
-    write(engine, more, PROMPT)
-    landed, stalled = room.hold.split(2)
-    engine.core.apply(HoldReturned("a", landed))
-    engine.core.apply(Landed("a", 6))
-    engine.core.apply(SourceFinished("a", 22, (FIRST,)))
-    engine.core.apply(HoldReturned("a", more.hold))
-    for _ in range(5):
-        engine.step()
-        engine.kv_cache[list(stalled.block_ids)] = 12345
-    assert engine.answers["a"].token_ids == greedy_answer(PROMPT, 4)[1:]
-    assert engine.scheduler.pool.num_in_use == 4
-    engine.core.apply(HoldReturned("a", stalled))
-    assert engine.scheduler.stats().num_blocks_quarantined == 0
-
-
-def test_a_stalled_read_without_other_blocks_fails_the_request(make_engine: MakeEngine) -> None:
-    engine = make_engine(num_blocks=8)
-    room = park(engine)
-    engine.core.apply(NeedBlocks("a", 0, 6))
-    engine.step()
-    assert engine.answers["a"].error_code == "transfer_failed"
-    assert engine.outbox.take() == [StopReceiving("a")]
-    engine.core.apply(HoldReturned("a", room.hold))
-
-
-@pytest.mark.parametrize(("first_index", "num_blocks"), [(1, 2), (2, 0), (2, 5), (9, 1), (0, 6)])
-def test_blocks_that_landed_or_are_not_received_cannot_be_exchanged(
-    make_engine: MakeEngine, first_index: int, num_blocks: int
-) -> None:
-    engine = make_engine()
-    room = park(engine)
-    engine.core.apply(Landed("a", 2))
-    engine.core.apply(NeedBlocks("a", first_index, num_blocks))
-    assert engine.outbox.take() == []
-    assert engine.scheduler.num_dropped_events == 1
-    engine.core.abort_request("a")
-    engine.core.apply(HoldReturned("a", room.hold))
 
 
 def test_aborting_before_the_reservation_tells_the_transfer(make_engine: MakeEngine) -> None:

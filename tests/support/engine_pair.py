@@ -261,9 +261,6 @@ class Pair:
     def _return_room(self, request_id: str, transfer: Transfer) -> None:
         assert transfer.room is not None
         hold, transfer.room = transfer.room.hold, None
-        if len(hold) > 1 and not self.steady and self.random.random() < 0.5:
-            first, hold = hold.split(self.random.randrange(1, len(hold)))
-            self._post("d", HoldReturned(request_id, first))
         self._post("d", HoldReturned(request_id, hold))
 
     def _end_source(self, transfer: Transfer) -> None:

@@ -216,7 +216,6 @@ class EngineCore:
         return EngineCoreOutputs(
             outputs=self.scheduler.outputs.take(),
             scheduler_stats=self.scheduler.stats(),
-            timestamp=time.monotonic(),
             blocks_stored=stored,
             blocks_removed=removed,
         )

@@ -23,14 +23,6 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
-class LoRARequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Which adapter to use on top of the model's weights."""
-
-    lora_name: str
-    lora_int_id: int
-    """Above 0, unique among adapters."""
-
-
 class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
     """A prompt, and one or more sequences that an engine is asked to continue it with."""
 
@@ -68,8 +60,6 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     """Lower runs first, if the engine's `scheduling_policy` is `priority`."""
     tenant: bytes = b""
     """Digest of the tenant: waiting for resources of the engine takes turns by it."""
-    cache_salt: str | None = None
-    """The client's salt. Front ends leave it None, since its effect is in `hash_root`."""
     index: int = 0
     """Index of this sequence in the request; part of the noise's input."""
     n: int = 1
@@ -77,12 +67,6 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     trace_headers: dict[str, str] = {}
     client_request_id: str = ""
     """The client's id of the request, for spans."""
-    mm_features: list[bytes] | None = None
-    prompt_embeds: bytes | None = None
-    lora_request: LoRARequest | None = None
-    data_parallel_rank: int | None = None
-    client_index: int = 0
-    current_wave: int = 0
     deadline: float = 0.0
     """`time.monotonic()` of this process at which the request fails, seconds; 0: none."""
 
@@ -91,26 +75,13 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
         return self.request_id if index == self.index else f"{self.sequence_stem or self.request_id}.{index}"
 
     def verify_supported(self) -> None:
-        """Refuse the fields in `_NOT_BUILT`, and combinations that no engine serves. Raises: InvalidRequest naming the field."""
-        for name, default in _NOT_BUILT.items():
-            if getattr(self, name) != default:
-                raise InvalidRequest(f"{name} is set, and this engine does not support it", name)
+        """Refuse combinations that no engine serves. Raises: InvalidRequest naming the field."""
         if self.resumable and (self.remote_prefill or self.transfer_source):
             raise InvalidRequest("resumable is set, but KV of a session is never transferred", "resumable")
         if self.resumable and self.pooling_params is not None:
             raise InvalidRequest("resumable is set, but an embedding ends with its prompt", "resumable")
         if self.resumable and self.n > 1:
             raise InvalidRequest(f"n is {self.n}, but a session has one sequence", "n")
-
-
-_NOT_BUILT: dict[str, int | None] = {
-    "mm_features": None,
-    "prompt_embeds": None,
-    "lora_request": None,
-    "data_parallel_rank": None,
-    "client_index": 0,
-    "current_wave": 0,
-}
 
 
 class StreamingUpdate(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
@@ -201,8 +172,6 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     """Number of preemptions of the sequence so far."""
     events: list[EngineCoreEvent] = []
     """Events of the sequence since its last output."""
-    trace_headers: dict[str, str] = {}
-    """Trace headers of the request, with the last output."""
     pooling_output: list[float] | None = None
     """The prompt's embedding, in the last output of a request with `pooling_params`."""
     index: int = 0
@@ -242,7 +211,6 @@ class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, omit_defa
 
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
-    timestamp: float = 0.0
     blocks_stored: list[bytes] = []
     """Hashes of blocks that entered the prefix cache in this step."""
     blocks_removed: list[bytes] = []

@@ -51,11 +51,6 @@ class PinnedBlocks:
     def __len__(self) -> int:
         return len(self.block_ids)
 
-    def split(self, count: int) -> tuple[PinnedBlocks, PinnedBlocks]:
-        """Give this hold up for two: its first `count` blocks, and the rest."""
-        blocks = self.give_up()
-        return PinnedBlocks(blocks[:count]), PinnedBlocks(blocks[count:])
-
     def give_up(self) -> list[KVCacheBlock]:
         """The blocks, once. Raises: PoolCorrupt when it was given up before."""
         if self._blocks is None:
@@ -208,7 +203,7 @@ class PinTracker:
         return hold
 
     def back(self, hold: PinnedBlocks) -> None:
-        """A hold, or a part of one, is back: its references end."""
+        """A hold is back: its references end."""
         _take_one_each(self._out, hold.block_ids)
         _take_one_each(self._quarantined, hold.block_ids)
         self._pool.take_back(hold)
@@ -220,10 +215,6 @@ class PinTracker:
     @property
     def num_quarantined(self) -> int:
         return self._quarantined.total()
-
-    @property
-    def num_out(self) -> int:
-        return self._out.total()
 
     def references(self) -> dict[int, int]:
         """Block id -> references by holds; for the pool check."""

@@ -190,20 +190,6 @@ class KVCacheManager:
             tokens = request.token_ids[known * self.block_size : num_blocks * self.block_size]
             request.block_hashes.extend(self._hasher.extend(previous, tokens))
 
-    def replace(self, request: Request, first_index: int, count: int) -> list[int] | None:
-        """Other blocks in place of `table[first_index : first_index + count]`; the old lose the sequence's reference.
-
-        None when there is no room, and nothing has changed.
-        """
-        while count > self.pool.num_available:
-            if not self._take_from_idle(request):
-                return None
-        table = self._tables[request.request_id]
-        old = table[first_index : first_index + count]
-        table[first_index : first_index + count] = self.pool.allocate(count)
-        self.pool.release(old)
-        return [block.block_id for block in table[first_index : first_index + count]]
-
     def hold(self, request: Request, first_index: int, end_index: int) -> PinnedBlocks:
         """A hold on `table[first_index : end_index]`."""
         return self.pool.hold(self._tables[request.request_id][first_index:end_index])

@@ -9,7 +9,6 @@ these values over two queues and share nothing else. A late, repeated or unknown
     StopReceiving  return the holds                   SourceFinished  the source is done: count, first token
     Settled        these blocks are final             ReceiveFailed   the transfer is over, with its cause
     Missed         `Want` too late: compute again     HoldReturned    no read or write of these is under way
-                                                      NeedBlocks      go on in other blocks
                                                       Want            the receiver has reserved blocks: publish
                                                       Revoke          the transfer ended before release
 """
@@ -88,19 +87,10 @@ class ReceiveFailed:
 
 @dataclass(frozen=True, slots=True)
 class HoldReturned:
-    """A hold, or a part of one after a split, is returned: no read or write of these blocks is under way."""
+    """A hold is returned: no read or write of these blocks is under way."""
 
     request_id: str
     hold: PinnedBlocks
-
-
-@dataclass(frozen=True, slots=True)
-class NeedBlocks:
-    """Blocks `[first_index, first_index + num_blocks)` must go elsewhere: the old ones may still be written by a read."""
-
-    request_id: str
-    first_index: int
-    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +108,7 @@ class Revoke:
     request_id: str
 
 
-IntoEngine = Landed | SourceFinished | ReceiveFailed | HoldReturned | NeedBlocks | Want | Revoke
+IntoEngine = Landed | SourceFinished | ReceiveFailed | HoldReturned | Want | Revoke
 
 
 class KvOutbox(Protocol):

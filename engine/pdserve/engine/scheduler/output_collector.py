@@ -64,7 +64,6 @@ class OutputCollector:
                 prompt_logprobs=request.take_prompt_logprobs() if new_token_ids else None,
                 num_preemptions=request.num_preemptions,
                 events=request.take_events() if request.events else [],
-                trace_headers=request.core.trace_headers if status is not None else {},
                 pooling_output=pooling_output,
                 error_field=(cause.field or "") if isinstance(cause, InvalidRequest) else "",
                 uncached_tokens=cause.uncached_tokens if isinstance(cause, NeedsPrefill) else 0,

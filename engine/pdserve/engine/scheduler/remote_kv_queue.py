@@ -20,7 +20,6 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduler.kv_messages import (
     KvOutbox,
     Landed,
-    NeedBlocks,
     ReceiveFailed,
     ReceiveInto,
     SourceFinished,
@@ -119,7 +118,7 @@ class RemoteKvQueue:
 
     @property
     def returns_room(self) -> bool:
-        """True if blocks of evicted sequences are on their way back: their reads have to end first."""
+        """Whether blocks of evicted sequences are on their way back: their reads have to end first."""
         return self._holds.num_quarantined > 0 and time.monotonic() < self._room_expected_until
 
     def victim(self, taker: Request) -> Request | None:
@@ -137,19 +136,14 @@ class RemoteKvQueue:
         """A parked sequence is about to end in favour of a running one."""
         self._room_expected_until = time.monotonic() + RETURNS_WITHIN_S
 
-    def expects(self, event: Landed | SourceFinished | NeedBlocks) -> bool:
-        """True if the event is new for a sequence that is being received."""
+    def expects(self, event: Landed | SourceFinished) -> bool:
+        """Whether the event is new for a sequence that is being received."""
         receive = self._receiving.get(event.request_id)
         if receive is None:
             return False
-        match event:
-            case Landed():
-                return receive.num_landed < event.num_blocks <= receive.num_blocks
-            case SourceFinished():
-                return receive.finished is None
-            case NeedBlocks():  # landed blocks remain where they are
-                first, end = receive.first_index + receive.num_landed, receive.first_index + receive.num_blocks
-                return event.num_blocks > 0 and first <= event.first_index <= end - event.num_blocks
+        if isinstance(event, Landed):
+            return receive.num_landed < event.num_blocks <= receive.num_blocks
+        return receive.finished is None
 
     def landed(self, request_id: str, num_blocks: int) -> Ready | None:
         """More is here; returns the request if that completes it."""
@@ -182,22 +176,6 @@ class RemoteKvQueue:
             return None
         receive.held.difference_update(block_ids)
         return self._ready(receive)
-
-    def need_blocks(self, request_id: str, first_index: int, num_blocks: int) -> bool:
-        """Give the rest of a stalled read other blocks; the old ones are quarantined until their hold is back.
-
-        False when there is no room, and nothing has changed.
-        """
-        receive = self._receiving[request_id]
-        old = set(self._kv.block_ids(receive.request)[first_index : first_index + num_blocks])
-        new = self._kv.replace(receive.request, first_index, num_blocks)
-        if new is None:
-            return False
-        self._holds.quarantine(old & receive.held)
-        receive.held = (receive.held - old) | set(new)
-        hold = self._holds.out(self._kv.hold(receive.request, first_index, first_index + num_blocks))
-        self._connector.send(ReceiveInto(request_id, first_index, hold))
-        return True
 
     def stop(self, request: Request, cause: Exception | None = None) -> None:
         """The request ends while it waits. Verified full blocks enter the cache unless the digests disagreed."""

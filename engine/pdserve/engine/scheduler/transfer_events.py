@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pdserve.common.errors import PdServeError, TransferFailed
+from pdserve.common.errors import PdServeError
 from pdserve.engine.kv_cache.block_pool import PinTracker
 from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.kv_messages import (
     HoldReturned,
     IntoEngine,
     Landed,
-    NeedBlocks,
     ReceiveFailed,
     Revoke,
     SourceFinished,
@@ -65,7 +64,7 @@ class TransferEvents:
             if not (isinstance(event, Want) and self._sources.want_ended(event.request_id, event.first_index)):
                 self.num_dropped += 1
             return None
-        if isinstance(event, Landed | SourceFinished | NeedBlocks) and not self._receives.expects(event):
+        if isinstance(event, Landed | SourceFinished) and not self._receives.expects(event):
             self.num_dropped += 1
             return None
         match event:
@@ -76,10 +75,6 @@ class TransferEvents:
                 return self._failed(request, outcome.cause) if isinstance(outcome, ReceiveFailed) else outcome
             case ReceiveFailed():
                 return self._failed(request, event.cause)
-            case NeedBlocks():
-                if self._receives.need_blocks(event.request_id, event.first_index, event.num_blocks):
-                    return None
-                return self._failed(request, TransferFailed("a read stalled, and no other blocks are free"))
             case Want():
                 self._want(request, event.first_index)
                 return None
