@@ -45,7 +45,7 @@ FLOORS = {
     ),
     "kv_transfer": (
         {"control", "make_connectors"}, {"connector_set", "nixl", "host_staging_pool", "tcp"}, {"coalesce", "pull"},
-        {"connector"}, {"block_digest", "event_thread"},
+        {"connector"}, {"block_digest", "event_thread", "totals"},
     ),
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"}, {"block_hash"}, {"security"},

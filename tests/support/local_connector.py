@@ -10,10 +10,10 @@ from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.pull.block_reader import BlockReader
+from pdserve.kv_transfer.pull.block_reader import BlockReader, ReadSettings
 from pdserve.kv_transfer.pull.connection import ConnectionBroken
-from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, ReadCounters
 from pdserve.kv_transfer.pull.read_grants import InFlightSend, ReadGrants, Refusal
+from pdserve.kv_transfer.totals import Totals
 
 _IDLE_CLOSE_S = 60.0
 _FENCE_AFTER_S = 1.0
@@ -85,14 +85,13 @@ class LocalConnector:
         """As `BlockConnector.serve`."""
         if self._started is not None:
             raise RuntimeError("a connector serves once")
-        limits = ConnectionLimits.of_bytes(
-            pool.block_bytes,
-            max_readers=1,
-            window_bytes=self._request_bytes,
-            longest_window_bytes=self._request_bytes,
-            in_flight_bytes=self._request_bytes,
+        settings = ReadSettings(
+            request_bytes=self._request_bytes,
+            longest_request_bytes=self._request_bytes,
+            read_window_bytes=self._request_bytes,
             idle_close_s=_IDLE_CLOSE_S,
         )
+        limits = settings.limits(pool.block_bytes, max_readers=1)
         source = LocalSource(pool, ReadGrants(pool.num_blocks, self._events, _FENCE_AFTER_S))
 
         def connect(address: str) -> _LocalWire:
@@ -107,7 +106,7 @@ class LocalConnector:
         return self._require_started()[0].encode()
 
     @property
-    def read_counters(self) -> ReadCounters:
+    def read_counters(self) -> Totals:
         return self._require_started()[2].counters
 
     def grant(self, token: bytes) -> Grant:

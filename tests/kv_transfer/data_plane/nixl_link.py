@@ -170,7 +170,7 @@ class NixlLink:
 
     @property
     def num_reread(self) -> int:
-        return self.receiver.read_counters.blocks_reread
+        return self.receiver.read_counters["blocks_reread"]
 
     def serve_only(self, num_blocks: int) -> None:
         self.gate.open(num_blocks)

@@ -45,7 +45,7 @@ class TcpLink:
 
     @property
     def num_reread(self) -> int:
-        return self.receiver.read_counters.blocks_reread
+        return self.receiver.read_counters["blocks_reread"]
 
     def serve_only(self, num_blocks: int) -> None:
         self.faults.serve_only(num_blocks * BLOCK_BYTES)

@@ -27,7 +27,7 @@ class LocalLink:
 
     @property
     def num_reread(self) -> int:
-        return self.receiver.read_counters.blocks_reread
+        return self.receiver.read_counters["blocks_reread"]
 
     def serve_only(self, num_blocks: int) -> None:
         self.source.serve_only(num_blocks)

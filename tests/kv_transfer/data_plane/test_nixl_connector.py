@@ -57,7 +57,7 @@ def test_a_read_that_hangs_takes_no_other_with_it() -> None:
     assert other.wait_ended() is ReadOutcome.DONE
     assert hung.outcome is None, "the other read waited for it"
     assert "nothing for 2 s" in hung.wait_failed()
-    assert link.receiver.agent_counters.condemned == 1
+    assert link.receiver.agent_counters["condemned"] == 1
     link.resume()
     later = start_read(link.receiver, link.source.metadata, transfer.token, later_blocks)
     assert later.wait_ended() is ReadOutcome.DONE

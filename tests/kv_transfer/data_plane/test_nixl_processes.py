@@ -57,7 +57,7 @@ def test_read_from_another_process(source: SourceProcess, receiver: NixlConnecto
     read = start_read(receiver, source.metadata, source.token, source.blocks)
     assert read.wait_ended() is ReadOutcome.DONE
     assert pool.view == source.pool.view
-    assert receiver.agent_counters.condemned == 0
+    assert receiver.agent_counters["condemned"] == 0
 
 
 def test_i13_stopped_then_continued_source_changes_no_byte(
@@ -70,7 +70,7 @@ def test_i13_stopped_then_continued_source_changes_no_byte(
     # The memory of a stopped process can still be read; its sockets are silent.
     assert outcome is (ReadOutcome.FAILED if transports == TCP else ReadOutcome.DONE)
     # Each agent that had a window of it under way hangs by itself.
-    assert receiver.agent_counters.condemned in ((1, 2) if transports == TCP else (0,))
+    assert receiver.agent_counters["condemned"] in ((1, 2) if transports == TCP else (0,))
     # What its blocks are used for from now on stays as it is, whatever the source still had to say.
     pool.view[:] = bytes(len(pool.view))
     source.signal(signal.SIGCONT)
@@ -127,7 +127,7 @@ def test_a_killed_source_is_given_up_and_its_next_life_is_read_from(
         read = start_read(receiver, next_life.metadata, next_life.token, next_life.blocks)
         assert read.wait_ended() is ReadOutcome.DONE
         assert pool.view == next_life.pool.view
-        assert receiver.agent_counters.condemned == 0
+        assert receiver.agent_counters["condemned"] == 0
     finally:
         next_life.close()
 

@@ -15,7 +15,8 @@ from pdserve.kv_transfer.nixl.nixl_connection import NixlConnection
 from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer
 from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress, NixlSettings
 from pdserve.kv_transfer.pull.connection import Connection, ConnectionBroken
-from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, PeerConnections, ReadCounters
+from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, PeerConnections
+from pdserve.kv_transfer.totals import Totals
 
 from .recorded_read import PATIENCE_S, RecordedRead, make_pool
 
@@ -53,7 +54,7 @@ class Connections:
         self._wires = iter(wires)
         self.events = EventThread("reader-events")
         self.connections = PeerConnections(
-            "peer", POOL, LIMITS, ReadCounters(), self._connect, self.events.call_soon, "reader"
+            "peer", POOL, LIMITS, Totals(), self._connect, self.events.call_soon, "reader"
         )
 
     def _connect(self) -> Connection:

@@ -164,6 +164,6 @@ def test_stale_connection_is_replaced_once(receiver: TcpConnector, hostile: Call
     source = hostile(lambda request: next(answers)(request))
     assert read_zeros(receiver, source).wait_ended() is ReadOutcome.DONE
     assert read_zeros(receiver, source).wait_ended() is ReadOutcome.DONE
-    assert receiver.read_counters.stale_connections == 1
+    assert receiver.read_counters["stale_connections"] == 1
     assert read_zeros(receiver, source).wait_failed()
     assert source.num_connections == 3

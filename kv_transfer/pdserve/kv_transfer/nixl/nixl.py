@@ -16,7 +16,8 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
@@ -29,8 +30,8 @@ from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer, buffer_address, new_nam
 from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress, NixlSettings
 from pdserve.kv_transfer.pull.block_reader import BlockReader
 from pdserve.kv_transfer.pull.connection import Connection
-from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, ReadCounters
 from pdserve.kv_transfer.pull.read_grants import ReadGrants
+from pdserve.kv_transfer.totals import Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +43,6 @@ class _Started:
     grants: ReadGrants
     spares: AgentPool
     reads: BlockReader[NixlAddress]
-
-
-@dataclass(slots=True)
-class AgentCounters:
-    """Counted up. Thread-safe."""
-
-    condemned: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add_condemned(self) -> None:
-        with self._lock:
-            self.condemned += 1
 
 
 class NixlConnector:
@@ -70,7 +59,7 @@ class NixlConnector:
         self._events = EventThread("nixl-events")
         self._closing = threading.Event()
         self._started: _Started | None = None
-        self.agent_counters = AgentCounters()
+        self.agent_counters = Totals()
 
     def serve(self, pool: PoolMemory) -> None:
         """As `BlockConnector.serve`."""
@@ -96,21 +85,13 @@ class NixlConnector:
             memory=region.kind,
             device_id=region.device_id,
         )
-        limits = ConnectionLimits.of_bytes(
-            pool.block_bytes,
-            # each with its own agent, which moves one window: a read that hangs takes no other with it when its agent goes
-            max_readers=settings.agents_per_peer,
-            window_bytes=settings.request_bytes,
-            longest_window_bytes=settings.longest_request_bytes,
-            in_flight_bytes=settings.read_window_bytes,
-            idle_close_s=settings.idle_close_s,
-        )
+        # each with its own agent, which moves one window: a read that hangs takes no other with it when its agent goes
+        limits = settings.limits(pool.block_bytes, settings.agents_per_peer)
         spares = AgentPool(lambda: NixlPeer(pool, self._make_agent), self._closing, settings.close_wait_s)
 
         def connect(source: NixlAddress) -> Connection:
-            return NixlConnection(
-                source, pool, settings, spares.take, self._closing, self.agent_counters.add_condemned
-            )  # fmt: skip
+            condemned = partial(self.agent_counters.add, condemned=1)
+            return NixlConnection(source, pool, settings, spares.take, self._closing, condemned)
 
         reads = BlockReader[NixlAddress]("nixl-read", pool, limits, self._events, connect, settings.max_resting_peers)
         self._block_bytes = pool.block_bytes
@@ -122,7 +103,7 @@ class NixlConnector:
         return self._require_started().address.to_metadata()
 
     @property
-    def read_counters(self) -> ReadCounters:
+    def read_counters(self) -> Totals:
         return self._require_started().reads.counters
 
     def meet(self, worker_id: str, epoch: int) -> None:

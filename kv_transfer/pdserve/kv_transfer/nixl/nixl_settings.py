@@ -9,6 +9,7 @@ import msgspec
 
 from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.kv_transfer.nixl.nixl_agent import MemoryKind, Region
+from pdserve.kv_transfer.pull.block_reader import ReadSettings
 
 METADATA_VERSION = 1
 MAX_METADATA_BYTES = 64 << 10
@@ -20,22 +21,14 @@ _ADDRESS_LIMIT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NixlSettings:
-    read_stall_s: float = 3.0
-    """Seconds without progress after which a read condemns its agent."""
+class NixlSettings(ReadSettings):
+    """A read without progress condemns its agent. The first bytes of a new peer must be here within `connect_timeout_s`."""
+
     cancel_drain_s: float = 0.5
     """A cancelled read that is not over after this time condemns its agent: NIXL cannot cancel it."""
-    connect_timeout_s: float = 2.0
-    """The first bytes of a new peer must be here within this time."""
     agents_per_peer: int = 2
     """Most agents that reads from one peer use at once. Where a processor moves the bytes (shared memory) one copies while
     another's are digested."""
-    request_bytes: int = 1 << 20
-    """Most bytes in one window, at least one block: what a short read may wait for."""
-    longest_request_bytes: int = 8 << 20
-    """The same while windows come within milliseconds (`ReadQueue`)."""
-    read_window_bytes: int = 16 << 20
-    """Most bytes in flight for one read."""
     idle_close_s: float = 300.0
     """An agent without reads is destroyed after this time."""
     max_resting_peers: int = 32
@@ -44,16 +37,13 @@ class NixlSettings:
     """Seconds that `close` waits for an agent that cannot be destroyed."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.request_bytes <= self.longest_request_bytes <= self.read_window_bytes:
-            raise ConfigError(
-                "request_bytes must be at least 1, longest_request_bytes at least that, read_window_bytes at least both"
-            )
+        ReadSettings.__post_init__(self)
         if self.agents_per_peer < 1:
             raise ConfigError("agents_per_peer must be at least 1")
         if self.max_resting_peers < 0:
             raise ConfigError("max_resting_peers must be at least 0")
-        if min(self.read_stall_s, self.cancel_drain_s, self.connect_timeout_s) <= 0:
-            raise ConfigError("read_stall_s, cancel_drain_s and connect_timeout_s must be above 0")
+        if self.cancel_drain_s <= 0:
+            raise ConfigError("cancel_drain_s must be above 0")
 
 
 class NixlAddress(msgspec.Struct, frozen=True):

@@ -4,19 +4,57 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pdserve.common.errors import TransferFailed
+from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, PoolMemory, ReadListener, ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.pull.connection import Connection
-from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, PeerConnections, ReadCounters
+from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, PeerConnections
 from pdserve.kv_transfer.pull.read_grants import TOKEN_BYTES
+from pdserve.kv_transfer.totals import Totals
 
 Address = TypeVar("Address", bound=Hashable)
 
 _MAX_INDEX = 0xFFFF_FFFF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadSettings:
+    """Settings that connectors share."""
+
+    connect_timeout_s: float = 2.0
+    """Seconds for a connection to a peer."""
+    read_stall_s: float = 3.0
+    """Seconds without progress after which a read fails."""
+    request_bytes: int = 1 << 20
+    """Most bytes in one window, at least one block: what a short read may wait for on each connection."""
+    longest_request_bytes: int = 8 << 20
+    """The same while windows come within milliseconds (`ReadQueue`)."""
+    read_window_bytes: int = 16 << 20
+    """Most bytes in flight for one read."""
+    idle_close_s: float
+    """Seconds without reads after which a connection is closed."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.request_bytes <= self.longest_request_bytes <= self.read_window_bytes:
+            raise ConfigError(
+                "request_bytes must be at least 1, longest_request_bytes at least that, read_window_bytes at least both"
+            )
+        if min(self.connect_timeout_s, self.read_stall_s) <= 0:
+            raise ConfigError("connect_timeout_s and read_stall_s must be above 0")
+
+    def limits(self, block_bytes: int, max_readers: int) -> ConnectionLimits:
+        """The limits for one peer in whole blocks, at least one block each."""
+        return ConnectionLimits(
+            max_readers=max_readers,
+            window_blocks=max(1, self.request_bytes // block_bytes),
+            longest_window_blocks=max(1, self.longest_request_bytes // block_bytes),
+            in_flight_blocks=max(1, self.read_window_bytes // block_bytes),
+            idle_close_s=self.idle_close_s,
+        )
 
 
 class CompletedRead:
@@ -44,7 +82,7 @@ class BlockReader(Generic[Address]):
         connect: Callable[[Address], Connection],
         max_resting: int | None = None,
     ) -> None:
-        self.counters = ReadCounters()
+        self.counters = Totals()
         self._name = name
         self._pool = pool
         self._limits = limits

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
@@ -18,28 +18,9 @@ from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadListener
 from pdserve.kv_transfer.pull.connection import Connection, ConnectionBroken
 from pdserve.kv_transfer.pull.digest import matching
 from pdserve.kv_transfer.pull.read_queue import QueuedRead, ReadQueue, Window
+from pdserve.kv_transfer.totals import Totals
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class ReadCounters:
-    """Totals over all readers of a connector. Thread-safe."""
-
-    blocks_landed: int = 0
-    blocks_reread: int = 0
-    connections: int = 0
-    stale_connections: int = 0
-    failed_windows: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, *, landed: int = 0, reread: int = 0, connections: int = 0, stale: int = 0, failed: int = 0) -> None:
-        with self._lock:
-            self.blocks_landed += landed
-            self.blocks_reread += reread
-            self.connections += connections
-            self.stale_connections += stale
-            self.failed_windows += failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +38,6 @@ class ConnectionLimits:
     idle_close_s: float
     """A reader without work for so many seconds closes its connection and ends."""
 
-    @classmethod
-    def of_bytes(
-        cls,
-        block_bytes: int,
-        *,
-        max_readers: int,
-        window_bytes: int,
-        longest_window_bytes: int,
-        in_flight_bytes: int,
-        idle_close_s: float,
-    ) -> ConnectionLimits:
-        """Limits in whole blocks from limits in bytes, at least one block each."""
-        return cls(
-            max_readers=max_readers,
-            window_blocks=max(1, window_bytes // block_bytes),
-            longest_window_blocks=max(1, longest_window_bytes // block_bytes),
-            in_flight_blocks=max(1, in_flight_bytes // block_bytes),
-            idle_close_s=idle_close_s,
-        )
-
 
 class PeerConnections:
     """The reader threads of one peer and the queue that they serve. Thread-safe.
@@ -89,7 +50,7 @@ class PeerConnections:
         peer: str,
         pool: PoolMemory,
         limits: ConnectionLimits,
-        counters: ReadCounters,
+        counters: Totals,
         connect: Callable[[], Connection],
         call_soon: Callable[[Callable[[], None]], None],
         thread_name: str,
@@ -258,7 +219,7 @@ class _ReaderThread:
             cause = ConnectionBroken(f"reading from {self._connections.peer} failed: {error}")
         self._release(is_broken=isinstance(cause, ConnectionBroken))
         if isinstance(cause, ConnectionBroken) and cause.stale:
-            self._connections.counters.add(stale=1)
+            self._connections.counters.add(stale_connections=1)
             self._queue.give_back(window)
         else:
             self._verify(window, verdicts, cause)
@@ -285,9 +246,9 @@ class _ReaderThread:
                 f"block {index} from {self._connections.peer} does not match its digest, nor did it when read before"
             )
         self._connections.counters.add(
-            landed=sum(verdicts),
-            reread=0 if cause else len(verdicts) - sum(verdicts),
-            failed=1 if cause else 0,
+            blocks_landed=sum(verdicts),
+            blocks_reread=0 if cause else len(verdicts) - sum(verdicts),
+            failed_windows=1 if cause else 0,
         )
         if cause is not None:
             self._queue.fail(window, landed, cause)

@@ -17,10 +17,10 @@ from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.pull.block_reader import BlockReader
-from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, ReadCounters
 from pdserve.kv_transfer.tcp.tcp_connection import TcpConnection
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
-from pdserve.kv_transfer.tcp.tcp_source import SourceCounters, TcpSource
+from pdserve.kv_transfer.tcp.tcp_source import TcpSource
+from pdserve.kv_transfer.totals import Totals
 
 
 class TcpConnector:
@@ -39,14 +39,7 @@ class TcpConnector:
             raise RuntimeError("a connector serves once")
         settings = self._settings
         settings.check_peers_host()
-        limits = ConnectionLimits.of_bytes(
-            pool.block_bytes,
-            max_readers=settings.sockets_per_peer,
-            window_bytes=settings.request_bytes,
-            longest_window_bytes=settings.longest_request_bytes,
-            in_flight_bytes=settings.read_window_bytes,
-            idle_close_s=settings.idle_close_s,
-        )
+        limits = settings.limits(pool.block_bytes, settings.sockets_per_peer)
         source = TcpSource(pool, settings, self._events)
         reads = BlockReader[TcpAddress](
             "tcp-read", pool, limits, self._events, lambda address: TcpConnection(address, pool, settings)
@@ -59,11 +52,11 @@ class TcpConnector:
         return TcpAddress(self._settings.peers_host, self._source.port).to_metadata()
 
     @property
-    def read_counters(self) -> ReadCounters:
+    def read_counters(self) -> Totals:
         return self._reads.counters
 
     @property
-    def source_counters(self) -> SourceCounters:
+    def source_counters(self) -> Totals:
         return self._source.counters
 
     @property

@@ -11,6 +11,7 @@ import msgspec
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.common.security.tls import TlsIdentity
+from pdserve.kv_transfer.pull.block_reader import ReadSettings
 
 METADATA_VERSION = 1
 MAX_METADATA_BYTES = 1024
@@ -20,7 +21,9 @@ _LOOKS_NUMERIC = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TcpSettings:
+class TcpSettings(ReadSettings):
+    """`connect_timeout_s` is for the connection; with TLS as long again for the handshake."""
+
     host: str = "127.0.0.1"
     """Address of this machine to listen on."""
     port: int = 0
@@ -29,18 +32,8 @@ class TcpSettings:
     """The host that peers connect to; needed when `host` is a wildcard. Peers resolve a name."""
     sockets_per_peer: int = 2
     """Most connections that reads from one peer use at once; they are kept open and used again."""
-    read_window_bytes: int = 16 << 20
-    """Most bytes in flight for one read."""
-    request_bytes: int = 1 << 20
-    """Most bytes in one answer, at least one block: what a short read may wait for on each socket."""
-    longest_request_bytes: int = 8 << 20
-    """The same while answers come within milliseconds (`ReadQueue`)."""
     max_request_bytes: int = 64 << 20
     """Largest answer that this source gives to a peer that asks for more than one block at once."""
-    connect_timeout_s: float = 2.0
-    """For the connection; with TLS as long again for the handshake."""
-    read_stall_s: float = 3.0
-    """Seconds without a received byte after which a read fails."""
     send_stall_s: float = 10.0
     """Seconds without a sent byte after which a peer's connection is closed."""
     first_request_s: float = 5.0
@@ -61,17 +54,15 @@ class TcpSettings:
     """This process's identity to its peers, which must show certificates, too; None: no encryption."""
 
     def __post_init__(self) -> None:
-        if min(self.sockets_per_peer, self.request_bytes) < 1:
-            raise ConfigError("sockets_per_peer and request_bytes must be at least 1")
+        # not super(): a dataclass with slots is another class than the one that this function was defined in
+        ReadSettings.__post_init__(self)
         places = (self.max_connections, self.max_connections_per_host, self.max_newcomers, self.max_newcomers_per_host)
-        if min(places) < 1:
-            raise ConfigError("the places for connections must be at least 1 each")
-        if self.longest_request_bytes < self.request_bytes:
-            raise ConfigError("longest_request_bytes must be at least request_bytes")
-        if min(self.read_window_bytes, self.max_request_bytes) < self.longest_request_bytes:
-            raise ConfigError("read_window_bytes and max_request_bytes must be at least longest_request_bytes")
-        if min(self.connect_timeout_s, self.read_stall_s, self.send_stall_s, self.first_request_s) <= 0:
-            raise ConfigError("timeouts must be above 0 s")
+        if min(self.sockets_per_peer, *places) < 1:
+            raise ConfigError("sockets_per_peer and the places for connections must be at least 1 each")
+        if self.max_request_bytes < self.longest_request_bytes:
+            raise ConfigError("max_request_bytes must be at least longest_request_bytes")
+        if min(self.send_stall_s, self.first_request_s) <= 0:
+            raise ConfigError("send_stall_s and first_request_s must be above 0")
 
     @property
     def peers_host(self) -> str:

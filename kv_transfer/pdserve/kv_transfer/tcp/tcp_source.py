@@ -6,7 +6,6 @@ import logging
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
 
 from pdserve.common.security.tls_roles import ServiceRole
 from pdserve.kv_transfer.coalesce import coalesce_contiguous
@@ -18,6 +17,7 @@ from pdserve.kv_transfer.tcp.tcp_frames import MalformedFrame, ReadAnswer, ReadR
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 from pdserve.kv_transfer.tcp.tcp_stream import Listener, Stream, StreamBroken, TcpStream
 from pdserve.kv_transfer.tcp.tls_stream import HandshakeFailed, TlsStream
+from pdserve.kv_transfer.totals import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -29,24 +29,6 @@ Reader = tuple[str, ...]
 """The reader: its address, and under TLS the names in its certificate, which remain when the certificate is renewed."""
 
 
-@dataclass(slots=True)
-class SourceCounters:
-    """Totals of what a source sent and refused. Thread-safe."""
-
-    blocks_sent: int = 0
-    refused_reads: int = 0
-    malformed_frames: int = 0
-    failed_handshakes: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, *, sent: int = 0, refused: int = 0, malformed: int = 0, handshakes: int = 0) -> None:
-        with self._lock:
-            self.blocks_sent += sent
-            self.refused_reads += refused
-            self.malformed_frames += malformed
-            self.failed_handshakes += handshakes
-
-
 class TcpSource:
     """Answers peers' reads from the pool, as far as its grants allow. Listens from construction until `close`.
 
@@ -54,7 +36,7 @@ class TcpSource:
     """
 
     def __init__(self, pool: PoolMemory, settings: TcpSettings, events: EventThread) -> None:
-        self.counters = SourceCounters()
+        self.counters = Totals()
         self._pool = pool
         self._settings = settings
         self._grants = ReadGrants(pool.num_blocks, events, settings.fence_after_s)
@@ -132,12 +114,12 @@ class TcpSource:
                 self._answer(stream, secured, reader, ReadRequest.decode(frame))
                 patience_s = 2 * self._settings.idle_close_s
         except HandshakeFailed as error:
-            self.counters.add(handshakes=1)
+            self.counters.add(failed_handshakes=1)
             self._warn(peer, f"did not shake hands ({error})")
         except StreamBroken as error:
             logger.debug("connection from %s: %s", peer, error)
         except MalformedFrame as error:
-            self.counters.add(malformed=1)
+            self.counters.add(malformed_frames=1)
             self._warn(peer, f"sent what is no frame of ours ({error})")
         except Exception:
             logger.exception("connection from %s", peer)
@@ -158,7 +140,7 @@ class TcpSource:
     def _answer(self, connection: TcpStream, stream: Stream, reader: Reader, request: ReadRequest) -> None:
         allowed = self._allow(stream, reader, request)
         if isinstance(allowed, Refusal):
-            self.counters.add(refused=1)
+            self.counters.add(refused_reads=1)
             stream.send([memoryview(ReadAnswer.to_request(request, allowed).encode())])
             return
         try:
@@ -166,7 +148,7 @@ class TcpSource:
                 raise StreamBroken("no place for it")
             header = memoryview(ReadAnswer.to_request(request).encode())
             stream.send([header, *coalesce_contiguous(self._pool, allowed.blocks)])
-            self.counters.add(sent=request.count)
+            self.counters.add(blocks_sent=request.count)
         finally:
             self._grants.end(allowed)
 

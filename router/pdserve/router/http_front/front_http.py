@@ -32,7 +32,7 @@ from pdserve.router.openai.embeddings import EmbeddingBody, embeddings_parts
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.router.openai.response_writer import CompletionResponseWriter, error_json
 from pdserve.router.openai.tool_response_writer import ToolResponseWriter
-from pdserve.router.placement.routing_decision import routing_view
+from pdserve.router.placement.worker_selector import routing_view
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import ClientRequest, EmbeddingRequest
 from pdserve.router.tenants.client import Client

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.router.admission.admission import Admission
 from pdserve.router.placement.placement import (
     Candidate,
     Placement,
@@ -20,6 +22,7 @@ from pdserve.router.placement.placement import (
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.placement.routing_decision import LeftOut, RoutingDecision, RoutingLog, views
 from pdserve.router.placement.transfer_bandwidth import TransferBandwidth
+from pdserve.router.tenants.client import Client
 from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.worker import Worker, WorkerRole
 
@@ -172,3 +175,33 @@ class WorkerSelector:
 def _is_full(worker: Worker, hint: PlacementHint) -> bool:
     """True if the worker would most likely refuse it."""
     return worker.has_full_queue or (hint is PlacementHint.SESSION and worker.has_all_sessions)
+
+
+def routing_view(
+    client: Client, settings: RouterSettings, admission: Admission, selector: WorkerSelector
+) -> dict[str, Any]:
+    """For JSON. An operator sees the requests of all tenants and the workers' loads, a user its own tenant's requests."""
+    view: dict[str, Any] = {"policy": settings.policy, "local_prefill": settings.local_prefill}
+    if not client.sees_all:
+        return view | {
+            "running": admission.tenants[client.tenant].num_running,
+            "queued": admission.num_queued_of(client.tenant),
+            "placements": selector.log.content_of(client.tenant),
+        }
+    return view | {
+        "transfer_bytes_per_s": selector.bandwidth.bytes_per_s,
+        "running": admission.num_running,
+        "queued": admission.num_queued,
+        "sessions": admission.num_sessions,
+        "max_sessions": admission.capacity.num_sessions,
+        "tenants": {
+            tenant: {
+                "requests": account.num_requests,
+                "running": account.num_running,
+                "waiting": account.num_waiting,
+                "sessions": account.num_sessions,
+            }
+            for tenant, account in admission.tenants.items()
+        },
+        "placements": selector.log.content(),
+    }
