@@ -23,8 +23,7 @@ from paced_worker import STEP_S, TOKEN_S
 
 from pdserve.common.errors import Overloaded
 from pdserve.router.admission.admission import Admission
-from pdserve.router.admission.capacity import Capacity, Limits
-from pdserve.router.admission.place import Cost, Place
+from pdserve.router.admission.place import Capacity, Cost, Limits, Place
 from pdserve.router.tenants.client import Client
 
 NUM_QUIET, NUM_PLACES, STEP_TOKENS, GREEDY_AT_ONCE = 9, 64, 512, 160

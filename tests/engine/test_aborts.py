@@ -224,7 +224,7 @@ def test_abort(make_engine: MakeEngine, reach: Reach, by: str) -> None:
     assert engine.answers["other"].token_ids == greedy_answer(OTHER, 9)
     for name, answer in engine.answers.items():
         assert name in ("x", "wanted") or answer.finish_reason is FinishReason.LENGTH
-    assert engine.scheduler.admission.num_waiting_tokens == 0
+    assert engine.scheduler.waiting.num_waiting_tokens == 0
     assert len(engine.scheduler.starvation.overdue) == len(engine.scheduler.starvation.preempted) == 0
 
 

@@ -93,11 +93,11 @@ def test_what_waits_is_counted_in_tokens(make_engine: MakeEngine) -> None:
     engine.core.abort_request(ids[5])
     while engine.core.has_work:
         engine.step()
-        waiting = [request for queue in engine.scheduler.admission._queues for request in queue.first(99)]
+        waiting = [request for queue in engine.scheduler.waiting._queues for request in queue.first(99)]
         expected = sum(request.num_tokens - request.num_computed_tokens for request in waiting)
-        assert engine.scheduler.admission.num_waiting_tokens == expected
+        assert engine.scheduler.waiting.num_waiting_tokens == expected
     assert engine.scheduler.num_preemptions > 0
-    assert engine.scheduler.admission.num_waiting_tokens == 0
+    assert engine.scheduler.waiting.num_waiting_tokens == 0
 
 
 def test_abort_ends_a_request_in_every_state(make_engine: MakeEngine) -> None:

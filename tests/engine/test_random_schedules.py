@@ -235,7 +235,7 @@ class Life:
             engine.scheduler.check(idle=True)
             self.contents.check(engine)
             scheduler = engine.scheduler
-            assert scheduler.admission.num_waiting_tokens == scheduler.grammars.num_landed == 0
+            assert scheduler.waiting.num_waiting_tokens == scheduler.grammars.num_landed == 0
             assert len(scheduler.starvation.overdue) == len(scheduler.starvation.preempted) == 0
         for session in self.sessions:
             session.check()

@@ -98,7 +98,7 @@ def test_a_ready_sequence_is_not_starved_by_a_preempted_one_that_has_no_room(mak
     while engine.scheduler.num_preemptions == 0:
         assert "ready" not in engine.running(), "the batch is full"
         engine.step()
-    assert engine.scheduler.admission.num_preempted == 1
+    assert engine.scheduler.waiting.num_preempted == 1
     engine.step()
     assert "ready" in engine.running()
     answers = engine.run()
@@ -114,9 +114,9 @@ def test_nothing_is_reserved_while_a_preempted_sequence_has_no_room(make_engine:
     while engine.scheduler.num_preemptions == 0:
         engine.step()
     engine.add([5] * 4, "late", remote_prefill=True)
-    while engine.scheduler.admission.num_preempted:
+    while engine.scheduler.waiting.num_preempted:
         engine.step()
-        if engine.scheduler.admission.num_preempted:
+        if engine.scheduler.waiting.num_preempted:
             assert rooms(engine) == {}
     while "late" not in (found := rooms(engine)):
         engine.step()

@@ -269,7 +269,7 @@ def scripted(make_engine: MakeEngine, seed: int) -> None:
             engine.scheduler.check()
     answers = engine.run()
     engine.scheduler.check(idle=True)
-    assert engine.scheduler.admission.num_waiting_tokens == 0
+    assert engine.scheduler.waiting.num_waiting_tokens == 0
     assert not engine.scheduler.running._forking
     for request_id, (prompt, n, length) in asked.items():
         for index in range(n):

@@ -91,7 +91,7 @@ def test_i10_a_step_costs_the_same_however_many_wait(make_engine: MakeEngine, ki
             if early:
                 assert engine.scheduler.grammars.num_landed == count
             else:
-                assert engine.scheduler.admission.num_ready >= count - 2
+                assert engine.scheduler.waiting.num_ready >= count - 2
         assert len(engine.scheduler.grammars) == (count if "no grammar" in kind else 0)
         engine.core.step()
         costs.append(calls_in(engine, 5))

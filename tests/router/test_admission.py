@@ -10,8 +10,7 @@ import pytest
 from pdserve.common.errors import Draining, InvalidRequest, Overloaded, WorkerLost
 from pdserve.common.settings.api_key_file import UNLIMITED, KeyLimits
 from pdserve.router.admission.admission import MAX_OVERTAKES, Admission
-from pdserve.router.admission.capacity import Capacity, Limits
-from pdserve.router.admission.place import Cost
+from pdserve.router.admission.place import Capacity, Cost, Limits
 from pdserve.router.tenants.client import ANYBODY
 from pdserve.router.tenants.client import Client as Caller
 

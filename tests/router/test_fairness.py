@@ -13,9 +13,8 @@ import pytest
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.settings.api_key_file import KeyLimits
 from pdserve.router.admission.admission import MAX_OVERTAKES, PLACES_PER_FREE, Admission
-from pdserve.router.admission.capacity import Capacity, Limits
 from pdserve.router.admission.fair_queue import FairQueue
-from pdserve.router.admission.place import Cost, Place
+from pdserve.router.admission.place import Capacity, Cost, Limits, Place
 from pdserve.router.tenants.client import Client
 from pdserve.router.tenants.tenant_account import TokenBucket
 

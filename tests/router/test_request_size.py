@@ -9,8 +9,8 @@ import pytest
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.security.wire_size import MAX_FIELDS, verify_num_fields
-from pdserve.router.bodies import json_size
-from pdserve.router.bodies.json_size import MAX_CONTAINERS, verify_num_values
+from pdserve.router.bodies import request_body
+from pdserve.router.bodies.request_body import MAX_CONTAINERS, verify_num_values
 from pdserve.router.bodies.unknown_fields import refuse_unknown_fields
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.worst_bodies import field, varint
@@ -27,7 +27,7 @@ def test_objects_and_arrays_are_counted(part):
 
 
 def test_values_are_counted_beside_the_models_length(monkeypatch):
-    monkeypatch.setattr(json_size, "_MIN_VALUES", 10)
+    monkeypatch.setattr(request_body, "_MIN_VALUES", 10)
     verify_num_values(b"[" + b"1," * 19 + b"1]", 10)
     with pytest.raises(InvalidRequest, match="20 values"):
         verify_num_values(b"[" + b"1," * 20 + b"1]", 10)

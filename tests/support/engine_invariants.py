@@ -57,9 +57,9 @@ class StepInvariants:
             table = scheduler.kv.num_blocks(request)
             assert table * config.block_size >= request.num_computed_tokens, "computed, and nowhere to be found"
             assert request.num_computed_tokens <= request.num_tokens
-        waiting = [request for queue in scheduler.admission._queues for request in queue.first(999)]
-        assert scheduler.admission._num_tokens.keys() == {request.request_id for request in waiting}
-        assert scheduler.admission.num_waiting_tokens == sum(scheduler.admission._num_tokens.values())
+        waiting = [request for queue in scheduler.waiting._queues for request in queue.first(999)]
+        assert scheduler.waiting._num_tokens.keys() == {request.request_id for request in waiting}
+        assert scheduler.waiting.num_waiting_tokens == sum(scheduler.waiting._num_tokens.values())
         for request in scheduler.starvation.overdue.first(999):
             assert scheduler.requests.get(request.request_id) is request
             assert request.status in (
@@ -73,7 +73,7 @@ class StepInvariants:
 
     def _check_place(self, request: Request) -> None:
         scheduler = self._engine.scheduler
-        waits = [queue for queue in scheduler.admission._queues if request in queue]
+        waits = [queue for queue in scheduler.waiting._queues if request in queue]
         places = {
             RequestStatus.WAITING: len(waits) == 1,
             RequestStatus.PREEMPTED: len(waits) == 1 and scheduler.kv.num_blocks(request) == 0,

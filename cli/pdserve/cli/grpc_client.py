@@ -73,11 +73,11 @@ class GrpcClient:
             async for response in self._stub.Generate(request, metadata=self._metadata, timeout=600):
                 yield _delta(response)
         except grpc.aio.AioRpcError as error:
-            told = from_rpc_error(error)
-            if failed_to_shake_hands(told.message):
+            received = from_rpc_error(error)
+            if failed_to_shake_hands(received.message):
                 hint = "does the router speak TLS, with a certificate of the CA in --ca-file?"
-                raise WorkerLost(f"{told.message}; {hint}") from error
-            raise told from error
+                raise WorkerLost(f"{received.message}; {hint}") from error
+            raise received from error
 
 
 def _delta(response: inference_pb2.GenerateResponse) -> Delta:

@@ -79,7 +79,7 @@ async def run_router(
                 log.warning("no_auth: clients need no API key, and anybody who reaches %s may ask", settings.host)
             front = settings.front_tls()
             renewal = TlsRenewal(settings, tls, front, settings.front_tls)
-            renewal.tell()
+            renewal.log_expiry()
             inference.telemetry.watch_tls(renewal.expiries)
             tasks = {
                 background_task("api_keys", inference.keys.follow),

@@ -57,10 +57,10 @@ def as_plain_text(
     plain = [_as_text(message) for message in messages]
     if not tools:
         return plain
-    told = _told(tools)
+    instruction = _instruction(tools)
     if plain and plain[0]["role"] == "system":
-        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{told}"}, *plain[1:]]
-    return [{"role": "system", "content": told}, *plain]
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{instruction}"}, *plain[1:]]
+    return [{"role": "system", "content": instruction}, *plain]
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": message["role"], "content": "\n".join(texts)}
 
 
-def _told(tools: Sequence[Mapping[str, Any]]) -> str:
+def _instruction(tools: Sequence[Mapping[str, Any]]) -> str:
     signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     form = json.dumps({"name": "function name", "arguments": {"parameter": "value"}})
     return (

@@ -331,7 +331,7 @@ class KvTransferManager:
         receiver.num_staged = num_blocks
         copied = self._loop.run_in_executor(self._block_work, self._staged.to_device, new)
 
-        def tell(done: asyncio.Future[None]) -> None:
+        def report(done: asyncio.Future[None]) -> None:
             if done.cancelled():
                 return
             if (error := done.exception()) is not None:
@@ -340,7 +340,7 @@ class KvTransferManager:
             else:
                 self.engine.apply(Landed(transfer.request_id, num_blocks))
 
-        copied.add_done_callback(tell)
+        copied.add_done_callback(report)
 
     def source_finished(self, transfer: ReceiverTransfer, num_tokens: int, token_ids: tuple[int, ...]) -> None:
         self.engine.apply(SourceFinished(transfer.request_id, num_tokens, token_ids))

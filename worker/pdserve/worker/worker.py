@@ -131,7 +131,7 @@ class Worker:
         if (publisher := self.publisher) is not None:
             self.telemetry.watch_redis(publisher.breaker, publisher.counts)
         self._publishing: asyncio.Task[None] | None = None
-        self._telling_health: asyncio.Task[None] | None = None
+        self._reporting_health: asyncio.Task[None] | None = None
         self._watching_loop: asyncio.Task[None] | None = None
         self._watch = WorkerServicer(
             self.identity, self.engine, self.peers, lambda: self.adapter.num_open, deployment_key, self._met
@@ -228,7 +228,7 @@ class Worker:
         host = self.settings.metrics_at
         await self.metrics_server.start(host, self.settings.metrics_port)
         await self.server.start()
-        self._telling_health = background_task("health", self._tell_health)
+        self._reporting_health = background_task("health", self._report_health)
         self._watching_loop = background_task("loop_lag", self.telemetry.loop_lag.run)
         if self.publisher is not None:
             self._publishing = background_task("publisher", self.publisher.run)
@@ -254,15 +254,15 @@ class Worker:
             status = "quarantined"
         return Health(ok=status == "ok", status=status, engine_tick=engine.tick, engine_tick_age_s=round(age_s, 3))
 
-    async def _tell_health(self) -> None:
+    async def _report_health(self) -> None:
         """gRPC's health follows `health`, within `HEALTH_EVERY_S`."""
-        told: int | None = None
+        last_set: int | None = None
         states = health_pb2.HealthCheckResponse
         await self._health.set(LIVE_SERVICE, states.SERVING)
         while True:
             state = states.SERVING if self.health().ok else states.NOT_SERVING
-            if state != told:
-                told = state
+            if state != last_set:
+                last_set = state
                 for service in READY_SERVICES:
                     await self._health.set(service, state)
             await asyncio.sleep(HEALTH_EVERY_S)
@@ -292,7 +292,7 @@ class Worker:
                 self._publishing.cancel()
                 await asyncio.wait({self._publishing})
             await self.publisher.leave()
-        for task in (self._telling_health, self._watching_loop):
+        for task in (self._reporting_health, self._watching_loop):
             if task is not None:
                 task.cancel()
         await self.server.stop(None if self.engine.died.is_set() else STOP_GRACE_S)

@@ -43,7 +43,7 @@ async def run_worker(
     model = await asyncio.to_thread(load_model, model_folder, settings, progress)
     worker = Worker(settings, role, model, make_connectors(settings, tls=tls), key, add_servicers, tls)
     renewal = TlsRenewal(settings, tls)
-    renewal.tell()
+    renewal.log_expiry()
     worker.telemetry.watch_tls(renewal.expiries)
     renewing = background_task("certificates", renewal.run)
     leave = asyncio.Event()

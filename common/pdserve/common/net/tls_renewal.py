@@ -69,9 +69,9 @@ class _Source(Generic[T]):
         if loaded is not None and _signature(self.paths) == self.seen:  # else they have changed meanwhile
             self.renew(loaded)
             self.used = self.seen
-            self.tell("was read again and is valid")
+            self.log_expiry("was read again and is valid")
 
-    def tell(self, what: str) -> None:
+    def log_expiry(self, what: str) -> None:
         """Log how long the certificate is valid."""
         left_s = self.valid_until - time.time()
         level = logging.WARNING if left_s < SOON_S else logging.INFO
@@ -105,10 +105,10 @@ class TlsRenewal:
         """To whom a certificate is shown, and its last second, in Unix time."""
         return {source.peers: source.valid_until for source in self._sources}
 
-    def tell(self) -> None:
+    def log_expiry(self) -> None:
         """Log how long each certificate is valid."""
         for source in self._sources:
-            source.tell("is valid")
+            source.log_expiry("is valid")
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -18,14 +18,14 @@ class Preemption:
         self,
         kv: KVCacheManager,
         running: RunningBatch,
-        admission: WaitingQueues,
+        waiting: WaitingQueues,
         evict: Callable[[Request], bool],
     ) -> None:
         """evict: ends a sequence that still waits for remote KV in favour of a running one, the argument; returns whether
         blocks are about to be returned."""
         self._kv = kv
         self._running = running
-        self._admission = admission
+        self._waiting = waiting
         self._evict = evict
         self.num_preemptions = 0
 
@@ -68,4 +68,4 @@ class Preemption:
         self._kv.free(request)
         request.num_computed_tokens = 0
         request.move_to(RequestStatus.PREEMPTED)
-        self._admission.add_preempted(request)
+        self._waiting.add_preempted(request)

@@ -25,8 +25,7 @@ from pdserve.engine.scheduler.kv_messages import (
     SourceFinished,
     StopReceiving,
 )
-from pdserve.engine.scheduler.request_queue import RequestQueue
-from pdserve.engine.scheduler.starvation_guard import StarvationGuard
+from pdserve.engine.scheduler.starvation_guard import RequestQueue, StarvationGuard
 
 RETURNS_WITHIN_S = 1.5
 """Room that a parked sequence gave back is waited for this long; reads that have not ended by then may never end."""

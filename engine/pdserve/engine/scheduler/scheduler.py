@@ -16,9 +16,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.block_pool import BlockPool, PinTracker
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus, Wait
-from pdserve.engine.scheduler.finish_request import FinishRequest
 from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox
-from pdserve.engine.scheduler.kv_send_tracker import KvSendTracker
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.preemption import Preemption
 from pdserve.engine.scheduler.remote_kv_queue import Ready, RemoteKvQueue
@@ -26,8 +24,8 @@ from pdserve.engine.scheduler.running_batch import BatchBuilder, RunningBatch
 from pdserve.engine.scheduler.sequence_group import SequenceGroup
 from pdserve.engine.scheduler.sessions import Sessions
 from pdserve.engine.scheduler.starvation_guard import StarvationGuard
-from pdserve.engine.scheduler.step_results import StepResults
-from pdserve.engine.scheduler.transfer_events import End, TransferEvents
+from pdserve.engine.scheduler.step_results import FinishRequest, StepResults
+from pdserve.engine.scheduler.transfer_events import End, KvSendTracker, TransferEvents
 from pdserve.engine.scheduler.waiting_queues import Refusal, WaitingQueues
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
@@ -55,28 +53,28 @@ class Scheduler:
         self.receives = RemoteKvQueue(config, self.kv, self.holds, connector, self.starvation)
         self.sources = KvSendTracker(self.kv, self.holds, connector)
         self.grammars = StructuredOutputManager(compiler, config.grammar_timeout_s)
-        self.admission = WaitingQueues(config, self.kv, self.starvation)
+        self.waiting = WaitingQueues(config, self.kv, self.starvation)
         self.outputs = OutputCollector()
         self.requests: dict[str, Request] = {}
         """Living sequences, by their own ids."""
         self.running = RunningBatch()
-        self.preemption = Preemption(self.kv, self.running, self.admission, self._evict)
-        self.group = SequenceGroup(config, self.requests, self.kv, self.admission, self.preemption)
-        self.sessions = Sessions(config, self.kv, self.running, self.admission, self.outputs)
-        self.endings = FinishRequest(
+        self.preemption = Preemption(self.kv, self.running, self.waiting, self._evict)
+        self.group = SequenceGroup(config, self.requests, self.kv, self.waiting, self.preemption)
+        self.sessions = Sessions(config, self.kv, self.running, self.waiting, self.outputs)
+        self.finisher = FinishRequest(
             self.requests,
             self.kv,
             self.running,
-            self.admission,
+            self.waiting,
             self.grammars,
             self.receives,
             self.group,
             self.outputs,
         )
         self.results = StepResults(
-            self.requests, self.kv, self.sources, self.group, self.sessions, self.outputs, self.endings
+            self.requests, self.kv, self.sources, self.group, self.sessions, self.outputs, self.finisher
         )
-        self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.admission)
+        self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.waiting)
         self.prefill_s = 0.0
         """Time of the steps that computed prompt tokens."""
         self.num_added = 0
@@ -102,14 +100,14 @@ class Scheduler:
         if Wait.REMOTE_KV in request.waits_for and not self._goes_local(request):
             self.receives.add(request)
         elif not request.waits_for:
-            self.admission.add(request)
+            self.waiting.add(request)
         if refusal is not None:
             self.sources.forget(request.request_id)
-            self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
+            self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
 
     def _goes_local(self, request: Request) -> bool:
         """Decided on arrival, before any work: the source is told through the router that it is not needed."""
-        if not self.admission.prefers_local(request):
+        if not self.waiting.prefers_local(request):
             return False
         request.settle_wait(Wait.REMOTE_KV)
         self.receives.cancel_remote(request)
@@ -127,14 +125,14 @@ class Scheduler:
             return
         refusal = refusal or self.sessions.resume(request, update)
         if refusal is not None:
-            self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
+            self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
 
     def abort_request(self, request_id: str) -> Request | None:
         """End a request in whatever state it is; returns one of its sequences, or None when all had ended."""
         self.sources.forget(request_id)
         living = self._living(request_id)
         for request in living:
-            self.endings.finish(request, RequestStatus.FINISHED_ABORTED)
+            self.finisher.finish(request, RequestStatus.FINISHED_ABORTED)
         return living[0] if living else None
 
     def end_sequence(self, request_id: str, index: int) -> None:
@@ -143,7 +141,7 @@ class Scheduler:
             if request.num_sequences > 1:
                 request.ended_elsewhere.add(index)
             elif request.index == index:
-                self.endings.finish(request, RequestStatus.FINISHED_STOPPED)
+                self.finisher.finish(request, RequestStatus.FINISHED_STOPPED)
 
     def _living(self, request_id: str) -> list[Request]:
         if siblings := self.group.of(request_id):
@@ -154,13 +152,13 @@ class Scheduler:
     def fail_all(self, cause: PdServeError) -> None:
         """End every request with an error."""
         for request in list(self.requests.values()):
-            self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
 
     def fail_idle_sessions(self, cause: PdServeError) -> None:
         """End those that are between two turns with an error."""
         for request in list(self.requests.values()):
             if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
-                self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+                self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
 
     @property
     def has_work(self) -> bool:
@@ -170,7 +168,7 @@ class Scheduler:
     @property
     def has_tokens_to_compute(self) -> bool:
         """Whether a step might compute something now."""
-        return bool(self.running) or len(self.admission) > 0 or self.receives.num_unreserved > 0
+        return bool(self.running) or len(self.waiting) > 0 or self.receives.num_unreserved > 0
 
     # ---- events from the transfer side
 
@@ -178,7 +176,7 @@ class Scheduler:
         """One event. Late, repeated and unknown ones are counted and dropped (I9)."""
         outcome = self.events.apply(event)
         if isinstance(outcome, End):
-            self.endings.finish(outcome.request, outcome.status, cause=outcome.cause)
+            self.finisher.finish(outcome.request, outcome.status, cause=outcome.cause)
         else:
             self._run_if_ready(outcome)
 
@@ -198,29 +196,29 @@ class Scheduler:
         if sequences is None:
             failure = None if request.grammar is None else request.grammar.failure
             cause = failure or TransferFailed("the source's first token does not fit the request's grammar")
-            self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
             return
         for sequence, ended_with in sequences:
             if ended_with is not None:
-                self.endings.finish(sequence, ended_with)
+                self.finisher.finish(sequence, ended_with)
             elif sequence is request:
-                self.admission.add_ready(request)
+                self.waiting.add_ready(request)
 
     # ---- grammars
 
     def _take_grammars(self) -> None:
         for request, grammar in self.grammars.take():
             if isinstance(grammar, PdServeError):
-                self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=grammar)
+                self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=grammar)
                 continue
             request.grammar = grammar
             request.settle_wait(Wait.GRAMMAR)
             if grammar.has_ended:
-                self.endings.finish(request, RequestStatus.FINISHED_STOPPED)
+                self.finisher.finish(request, RequestStatus.FINISHED_STOPPED)
             elif (first_tokens := self.grammars.first_tokens(request)) is not None:
                 self._start_decoding(request, first_tokens)
             elif not request.waits_for:
-                self.admission.add(request)
+                self.waiting.add(request)
 
     def _look_at_grammars(self) -> None:
         """Take in the masks that have come, and end the sequences whose grammars ended or failed."""
@@ -230,9 +228,9 @@ class Scheduler:
             if request.grammar is None:
                 continue
             if (failure := request.grammar.failure) is not None:
-                self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=failure)
+                self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=failure)
             elif request.grammar.has_ended:
-                self.endings.finish(request, RequestStatus.FINISHED_STOPPED)
+                self.finisher.finish(request, RequestStatus.FINISHED_STOPPED)
 
     # ---- one step
 
@@ -241,7 +239,7 @@ class Scheduler:
         step = BatchBuilder(self.config.max_num_batched_tokens)
         self._take_grammars()
         self._look_at_grammars()
-        num_growing = self.running.num_growing + self.admission.num_ready + self.grammars.num_landed
+        num_growing = self.running.num_growing + self.waiting.num_ready + self.grammars.num_landed
         self.receives.reserve(num_growing)
         ahead = self.running.running_ahead()
         # sequences that decode come before those that still prefill: a long prompt must not stall every stream
@@ -308,20 +306,20 @@ class Scheduler:
             return False
         self.receives.expect_room()
         cause = Evicted("running sequences needed the blocks that were reserved for it")
-        self.endings.finish(victim, RequestStatus.FINISHED_ERROR, cause=cause)
+        self.finisher.finish(victim, RequestStatus.FINISHED_ERROR, cause=cause)
         return True
 
     def _schedule_waiting(self, step: BatchBuilder) -> None:
         if self._is_full(step):
             return
-        for request in self.admission.candidates(after_preemption=step.preempted):
+        for request in self.waiting.candidates(after_preemption=step.preempted):
             if self._is_full(step):
                 return
             admitted = self._try_admit(step, request)
             if admitted is Refusal.NO_ROOM and request.is_pinned_source and self.preemption.give_way(step):
                 admitted = self._try_admit(step, request)
             if isinstance(admitted, PdServeError):
-                self.endings.finish(request, RequestStatus.FINISHED_ERROR, cause=admitted)
+                self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=admitted)
             elif not isinstance(admitted, Refusal):
                 request.move_to(RequestStatus.RUNNING)
                 request.mark("scheduled")
@@ -332,7 +330,7 @@ class Scheduler:
 
     def _try_admit(self, step: BatchBuilder, request: Request) -> int | Refusal | PdServeError:
         num_growing = self.running.num_growing + self.receives.num_parked + self.grammars.num_landed
-        return self.admission.try_admit(request, step.budget, self.running, num_growing)
+        return self.waiting.try_admit(request, step.budget, self.running, num_growing)
 
     def _is_full(self, step: BatchBuilder) -> bool:
         return step.budget <= 0 or len(self.running) >= self.config.max_num_seqs
@@ -379,7 +377,7 @@ class Scheduler:
         return SchedulerStats(
             num_running_reqs=len(self.running),
             num_added_reqs=self.num_added,
-            num_waiting_reqs=len(self.admission) + len(self.grammars),
+            num_waiting_reqs=len(self.waiting) + len(self.grammars),
             num_remote_kv_reqs=len(self.receives),
             num_blocks_total=self.pool.num_total,
             num_blocks_free=self.pool.num_available - self.pool.num_cached,
@@ -387,7 +385,7 @@ class Scheduler:
             num_blocks_in_use=self.pool.num_in_use,
             num_blocks_quarantined=self.holds.num_quarantined,
             num_preemptions=self.num_preemptions,
-            num_waiting_tokens=self.admission.num_waiting_tokens + self.running.num_uncomputed_tokens,
+            num_waiting_tokens=self.waiting.num_waiting_tokens + self.running.num_uncomputed_tokens,
             num_computed_prompt_tokens=self.num_computed_prompt_tokens,
             prefill_s=self.prefill_s,
             prefix_cache_queries=self.kv.num_queried_tokens,

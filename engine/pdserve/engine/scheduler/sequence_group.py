@@ -19,14 +19,14 @@ class SequenceGroup:
         config: EngineConfig,
         requests: dict[str, Request],
         kv: KVCacheManager,
-        admission: WaitingQueues,
+        waiting: WaitingQueues,
         preemption: Preemption,
     ) -> None:
         """requests: the scheduler's living sequences, which those that part are added to."""
         self._config = config
         self._requests = requests
         self._kv = kv
-        self._admission = admission
+        self._waiting = waiting
         self._preemption = preemption
         self._of: dict[str, dict[int, Request]] = {}
 
@@ -60,7 +60,7 @@ class SequenceGroup:
     def _enter(self, sequence: Request, begins_as: Request) -> None:
         """Queue a forked sequence for the batch."""
         if self._kv.fork(begins_as, sequence):
-            self._admission.add_ready(sequence)
+            self._waiting.add_ready(sequence)
             return
         # no block is left for it: as if it had run and lost its blocks
         sequence.move_to(RequestStatus.RUNNING)

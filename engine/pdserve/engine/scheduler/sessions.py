@@ -25,13 +25,13 @@ class Sessions:
         config: EngineConfig,
         kv: KVCacheManager,
         running: RunningBatch,
-        admission: WaitingQueues,
+        waiting: WaitingQueues,
         outputs: OutputCollector,
     ) -> None:
         self._config = config
         self._kv = kv
         self._running = running
-        self._admission = admission
+        self._waiting = waiting
         self._outputs = outputs
 
     def end_turn(
@@ -51,5 +51,5 @@ class Sessions:
             text = f"the session has {num_tokens} tokens with this input, at most {limit} leave room for one more"
             return PromptTooLong(text, "prompt_token_ids")
         request.resume(update)
-        self._admission.add(request)
+        self._waiting.add(request)
         return None

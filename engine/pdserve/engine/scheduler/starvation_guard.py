@@ -1,4 +1,4 @@
-"""`StarvationGuard`: bounds how often waiting sequences are passed by others.
+"""`StarvationGuard`: bounds how often waiting sequences are passed by others in a `RequestQueue`.
 
 A sequence that does not fit is passed by others that do, with two limits. While a preempted sequence waits, no
 new work of its priority or a worse one gets blocks. And the first of a queue that later arrivals have passed `max_overtakes`
@@ -9,8 +9,45 @@ Sequences that already hold blocks continue, end, and so free blocks.
 
 from __future__ import annotations
 
+from pdserve.common.priority_queue import PriorityQueue
 from pdserve.engine.request import Request
-from pdserve.engine.scheduler.request_queue import RequestQueue
+
+
+class RequestQueue:
+    """Lowest `Request.priority` first, then first come, first served; any request can be removed."""
+
+    def __init__(self) -> None:
+        self._requests = PriorityQueue[Request]()
+
+    def append(self, request: Request) -> None:
+        self._requests.append(request.request_id, request, request.priority)
+
+    def insert(self, request: Request) -> None:
+        """Insert before those at the end of the queue that arrived later and have the same priority."""
+        self._requests.insert(
+            request.request_id, request, request.priority, lambda other: request.arrival < other.arrival
+        )
+
+    def prepend(self, request: Request) -> None:
+        """Ahead of those of the same priority."""
+        self._requests.prepend(request.request_id, request, request.priority)
+
+    def remove(self, request: Request) -> bool:
+        """Take it out; False when it was not here."""
+        return self._requests.remove(request.request_id)
+
+    def first(self, count: int) -> list[Request]:
+        """The first `count` requests: what one step looks at, however many wait behind them."""
+        return self._requests.first(count)
+
+    def peek(self) -> Request | None:
+        return self._requests.peek()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: object) -> bool:
+        return isinstance(request, Request) and request.request_id in self._requests
 
 
 class StarvationGuard:

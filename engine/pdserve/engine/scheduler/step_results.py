@@ -1,20 +1,83 @@
-"""`StepResults`: applies a step's result to its sequences: KV computed, blocks published, tokens appended, ends."""
+"""`StepResults`: applies a step's result: KV computed, blocks published, tokens appended; `FinishRequest`: ends of sequences."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 
-from pdserve.common.errors import InternalError, InvalidRequest
+from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
-from pdserve.engine.request import Request, RequestStatus
-from pdserve.engine.scheduler.finish_request import FinishRequest
-from pdserve.engine.scheduler.kv_send_tracker import KvSendTracker
+from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.output_collector import OutputCollector
+from pdserve.engine.scheduler.remote_kv_queue import RemoteKvQueue
+from pdserve.engine.scheduler.running_batch import RunningBatch
 from pdserve.engine.scheduler.sequence_group import SequenceGroup
 from pdserve.engine.scheduler.sessions import Sessions
+from pdserve.engine.scheduler.transfer_events import KvSendTracker
+from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
+
+
+class FinishRequest:
+    """Ends sequences for any cause: last token, abort, error, or decoding elsewhere."""
+
+    def __init__(
+        self,
+        requests: dict[str, Request],
+        kv: KVCacheManager,
+        running: RunningBatch,
+        waiting: WaitingQueues,
+        grammars: StructuredOutputManager,
+        receives: RemoteKvQueue,
+        group: SequenceGroup,
+        outputs: OutputCollector,
+    ) -> None:
+        """requests: the scheduler's living sequences, which those that end are taken from."""
+        self._requests = requests
+        self._kv = kv
+        self._running = running
+        self._waiting = waiting
+        self._grammars = grammars
+        self._receives = receives
+        self._group = group
+        self._outputs = outputs
+
+    def finish(
+        self,
+        request: Request,
+        status: RequestStatus,
+        *,
+        new_token_ids: list[int] | None = None,
+        new_logprobs: LogprobsLists | None = None,
+        cause: PdServeError | None = None,
+        pooling_output: list[float] | None = None,
+    ) -> None:
+        """End a sequence in any state, or all that would have continued its prompt, and report that."""
+        self._outputs.tokens(request, new_token_ids or [], status, new_logprobs, cause, pooling_output=pooling_output)
+        if request.num_sequences > 1:
+            if request.grammar is not None:
+                request.grammar.close()
+            request.grammar = None  # no sequence continues its state
+            for sequence in request.fork():
+                self._outputs.tokens(sequence, [], status, cause=cause)
+        if Wait.REMOTE_KV in request.waits_for:
+            self._receives.stop(request, cause)
+        self.forget(request, status)
+
+    def forget(self, request: Request, status: RequestStatus) -> None:
+        """Remove a sequence whose end has been reported from every part."""
+        self._waiting.remove(request)
+        self._grammars.forget(request)
+        if request.grammar is not None:
+            request.grammar.close()
+        self._running.leave(request)
+        self._kv.free(request)
+        del self._requests[request.request_id]
+        if request.core.n > 1:
+            self._group.remove(request)
+        request.move_to(status)
 
 
 class StepResults:
@@ -28,7 +91,7 @@ class StepResults:
         group: SequenceGroup,
         sessions: Sessions,
         outputs: OutputCollector,
-        endings: FinishRequest,
+        finisher: FinishRequest,
     ) -> None:
         self._requests = requests
         self._kv = kv
@@ -36,7 +99,7 @@ class StepResults:
         self._group = group
         self._sessions = sessions
         self._outputs = outputs
-        self._endings = endings
+        self._finisher = finisher
         self.num_computed_prompt_tokens = 0
 
     def update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
@@ -50,15 +113,15 @@ class StepResults:
             failure = next((computed.failed[place] for place in places if place in computed.failed), None)
             failure = computed.failed_requests.get(request.request_id, failure)
             if failure is not None:
-                self._endings.finish(request, RequestStatus.FINISHED_ERROR, cause=failure.error())
+                self._finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=failure.error())
                 continue
             token_ids = [token_id for place in places for token_id in computed.sampled_token_ids[place]]
             self._append(request, token_ids, [computed.logprobs.get(place) for place in places])
         for request_id, failure in computed.failed_requests.items():
             if (unfinished := self._requests.get(request_id)) is not None:
-                self._endings.finish(unfinished, RequestStatus.FINISHED_ERROR, cause=failure.error())
+                self._finisher.finish(unfinished, RequestStatus.FINISHED_ERROR, cause=failure.error())
         for request_id, values in computed.pooler_output.items():
-            self._endings.finish(self._requests[request_id], RequestStatus.FINISHED_STOPPED, pooling_output=values)
+            self._finisher.finish(self._requests[request_id], RequestStatus.FINISHED_STOPPED, pooling_output=values)
 
     def _book_computed(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """The KV of the step's tokens exists: cache and publish it."""
@@ -82,14 +145,14 @@ class StepResults:
     def _append(self, request: Request, token_ids: list[int], logprobs: list[LogprobsLists | None]) -> None:
         """Append a sequence's new token, or at the end of a prompt the first one of each sequence that continues it."""
         if NO_TOKEN in token_ids:
-            self._endings.finish(request, RequestStatus.FINISHED_ERROR, cause=_no_token_left(request))
+            self._finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=_no_token_left(request))
             return
         request.mark("first_token")
         sequences = self._group.fork(request, token_ids)
         if sequences is None:
             failure = None if request.grammar is None else request.grammar.failure
             cause = failure or InternalError("a token was sampled that does not fit the request's grammar")
-            self._endings.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            self._finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
             return
         for (sequence, ended_with), token_id, of_token in zip(sequences, token_ids, logprobs, strict=True):
             if ended_with is None or request.core.transfer_source:
@@ -97,13 +160,13 @@ class StepResults:
             elif request.core.resumable:
                 self._sessions.end_turn(sequence, ended_with, token_id, of_token)
             else:
-                self._endings.finish(sequence, ended_with, new_token_ids=[token_id], new_logprobs=of_token)
+                self._finisher.finish(sequence, ended_with, new_token_ids=[token_id], new_logprobs=of_token)
         if request.core.transfer_source:
             # the rest is decoded elsewhere: for this engine the sequences are done, though their texts are not
             statuses = [ended_with for _, ended_with in sequences]
             if None in statuses and request.is_unwanted_source:
                 self._sources.rest(request)
-            self._endings.forget(request, statuses[0] or RequestStatus.FINISHED_STOPPED)
+            self._finisher.forget(request, statuses[0] or RequestStatus.FINISHED_STOPPED)
 
 
 def _no_token_left(request: Request) -> InvalidRequest:

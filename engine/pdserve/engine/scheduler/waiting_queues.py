@@ -13,9 +13,8 @@ from pdserve.common.errors import Evicted, NeedsPrefill, PdServeError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
-from pdserve.engine.scheduler.request_queue import RequestQueue
 from pdserve.engine.scheduler.running_batch import RunningBatch
-from pdserve.engine.scheduler.starvation_guard import StarvationGuard
+from pdserve.engine.scheduler.starvation_guard import RequestQueue, StarvationGuard
 
 
 class Refusal(enum.Enum):

@@ -278,8 +278,8 @@ class GrammarCompiler:
     def _deliver_opened(self, held: _Held, job: GrammarJob, message: Opened) -> None:
         if message.error:
             # the output that the request begins with is what another worker has sampled
-            told = message.error
-            job.deliver(InvalidRequest(told, FIELD) if message.is_clients_fault else PeerError(told))
+            reason = message.error
+            job.deliver(InvalidRequest(reason, FIELD) if message.is_clients_fault else PeerError(reason))
             return
         allowed = None if message.has_ended else np.frombuffer(message.allowed, np.uint8)
         if allowed is not None and len(allowed) != mask_bytes(self._vocab_size):
@@ -302,7 +302,7 @@ class GrammarCompiler:
                 self._ended(held, message.status)
             return
         if isinstance(message, Broken):
-            log.error("grammars cannot be compiled: %s", message.told)
+            log.error("grammars cannot be compiled: %s", message.reason)
             self._give_up(InternalError("the grammar could not be compiled; the worker's log has the details"))
         else:
             log.warning("the fork server of grammars has ended; the next grammar starts another")
@@ -317,15 +317,15 @@ class GrammarCompiler:
         held.process.control.close()
         held.host.process_ended()
         limits, slot = self._limits, int(held.process.progress[0])
-        told = (
+        reason = (
             f"{FIELD} could not be compiled within {limits.compile_s:g} s of processor time and {limits.memory_mib} MiB"
         )
         for job in held.waiting:
-            job.deliver(InvalidRequest(told, FIELD))
+            job.deliver(InvalidRequest(reason, FIELD))
         for opening, job in held.opening.items():
-            told = f"{FIELD} takes too long to be matched against the output that the request begins with"
+            reason = f"{FIELD} takes too long to be matched against the output that the request begins with"
             lost = Overloaded(f"the process that held the grammar of {FIELD} has ended")
-            job.deliver(InvalidRequest(told, FIELD) if opening == slot else lost)
+            job.deliver(InvalidRequest(reason, FIELD) if opening == slot else lost)
         if held.waiting or held.opening or not held.host.is_idle:
             log.warning("a process that held a grammar has ended with status %d", os.waitstatus_to_exitcode(status))
 
@@ -343,8 +343,8 @@ class GrammarCompiler:
             is_overdue = now >= held.overdue_at
             if is_overdue:
                 for job in held.take_jobs():
-                    told = f"{FIELD} could not be compiled within {self._limits.compile_s:g} s"
-                    job.deliver(InvalidRequest(told, FIELD))
+                    reason = f"{FIELD} could not be compiled within {self._limits.compile_s:g} s"
+                    job.deliver(InvalidRequest(reason, FIELD))
             if is_overdue or not any(job.is_wanted() for job in held.waiting):
                 self._drop(held)
                 if self._server is not None:
@@ -398,5 +398,5 @@ def _key(job: GrammarJob) -> Key:
     return job.tenant, encode(job.params)
 
 
-def _error(told: str, is_clients_fault: bool) -> PdServeError:
-    return InvalidRequest(told, FIELD) if is_clients_fault else InternalError(told)
+def _error(reason: str, is_clients_fault: bool) -> PdServeError:
+    return InvalidRequest(reason, FIELD) if is_clients_fault else InternalError(reason)

@@ -25,8 +25,8 @@ from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsPa
 from pdserve.engine.structured_outputs.schema_support import verify_enforced
 
 CACHE_BYTES = 32 << 20
-"""Bytes of compiled grammars per compiler; the least recently used are dropped first."""
-_MAX_TOLD_CHARS = 300
+"""Of compiled grammars, for each compiler; those used longest ago go first."""
+_MAX_REASON_CHARS = 300
 _JSON_OBJECT = '{"type": "object"}'
 _NO_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]")
 _CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f\xc0\xc1\xf5-\xff]")
@@ -148,8 +148,8 @@ def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> 
         raise
     except Exception as error:
         # a program over the client's text: any error concerns this request
-        told = _LOCATION.sub("", str(error)).strip()[:_MAX_TOLD_CHARS] or "xgrammar cannot deal with it"
-        raise InvalidRequest(f"{FIELD} cannot be compiled: {told}", FIELD) from error
+        reason = _LOCATION.sub("", str(error)).strip()[:_MAX_REASON_CHARS] or "xgrammar cannot deal with it"
+        raise InvalidRequest(f"{FIELD} cannot be compiled: {reason}", FIELD) from error
 
 
 def _compiled(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgrammar.CompiledGrammar:

@@ -73,7 +73,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 class Broken(msgspec.Struct, frozen=True, tag=True):
     """The fork server cannot work, and ends."""
 
-    told: str
+    reason: str
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):

@@ -162,8 +162,8 @@ def hold_grammar(vocabulary: Vocabulary, spawn: Spawn, worker: WorkerEnds) -> No
     signal.setitimer(signal.ITIMER_PROF, 0)
     if compiled is None:
         is_clients_fault = isinstance(error, PdServeError)
-        told = str(error) if is_clients_fault else f"{type(error).__name__}"
-        worker.control.send(encode(Compiled(told, is_clients_fault)))
+        reason = str(error) if is_clients_fault else f"{type(error).__name__}"
+        worker.control.send(encode(Compiled(reason, is_clients_fault)))
         return
     worker.control.send(encode(Compiled()))
     sequences = GrammarSequences(compiled, vocabulary.size, limits, worker)

@@ -109,9 +109,9 @@ class GrammarSequences:
             if not message.is_last:
                 return True
             answer = Opened(message.slot, allowed, has_ended=sequence.grammar.has_ended)
-            if (told := self._too_slow(sequence.budget)) is not None:
+            if (reason := self._too_slow(sequence.budget)) is not None:
                 del self._sequences[message.slot]
-                answer = Opened(message.slot, b"", error=told)
+                answer = Opened(message.slot, b"", error=reason)
         self._control.send(encode(answer))
         return True
 

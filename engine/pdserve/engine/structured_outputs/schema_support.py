@@ -145,6 +145,6 @@ def _verify_required(path: str, schema: dict[str, Any]) -> None:
         _require(not unknown, path, f"required names {unknown and unknown[0]!r:.80}, which is not among the properties")
 
 
-def _require(ok: bool, path: str, told: str) -> None:
+def _require(ok: bool, path: str, reason: str) -> None:
     if not ok:
-        raise InvalidRequest(f"{FIELD}: the JSON schema at {path:.200}: {told}", FIELD)
+        raise InvalidRequest(f"{FIELD}: the JSON schema at {path:.200}: {reason}", FIELD)

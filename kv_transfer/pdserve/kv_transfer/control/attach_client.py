@@ -239,9 +239,9 @@ async def _one_stream(
 def _finish(transfer: ReceiverTransfer, finished: kv_source_pb2.Finished) -> None:
     num_tokens = [len(outputs.token_ids) for outputs in finished.first_outputs[: MAX_SEQUENCES + 1]]
     if len(num_tokens) > MAX_SEQUENCES or any(num != 1 for num in num_tokens):
-        told = f"{len(finished.first_outputs)} sequences, of which the first have {num_tokens[:4]} tokens"
+        counts = f"{len(finished.first_outputs)} sequences, of which the first have {num_tokens[:4]} tokens"
         limit = f"one token of each is needed, for at most {MAX_SEQUENCES}"
-        transfer.fail(TransferFailed(f"the source finished with {told}: {limit}"))
+        transfer.fail(TransferFailed(f"the source finished with {counts}: {limit}"))
         return
     tokens = tuple(outputs.token_ids[0] for outputs in finished.first_outputs)
     transfer.finished(finished.num_tokens, finished.request_digest, tokens)

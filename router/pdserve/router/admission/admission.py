@@ -18,9 +18,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NoReturn
 
 from pdserve.common.errors import Draining, Overloaded
-from pdserve.router.admission.capacity import Capacity, Limits
 from pdserve.router.admission.fair_queue import FairQueue
-from pdserve.router.admission.place import Cost, Place, Waiter, granted
+from pdserve.router.admission.place import Capacity, Cost, Limits, Place, Waiter, granted
 from pdserve.router.tenants.client import ANYBODY, Client
 from pdserve.router.tenants.tenant_account import RETRY_AFTER_S, TenantAccounts
 

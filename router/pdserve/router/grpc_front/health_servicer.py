@@ -48,11 +48,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        told = None
+        last_sent = None
         while True:
             changed = self._changed
             status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-            if status != told:
-                told = status
+            if status != last_sent:
+                last_sent = status
                 yield health_pb2.HealthCheckResponse(status=status)
             await changed.wait()

@@ -13,8 +13,8 @@ from pdserve.common.errors import InvalidRequest, NotFound
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.admission.admission import Admission
-from pdserve.router.admission.capacity import Capacity
-from pdserve.router.admission.capacity import Limits as AdmissionLimits
+from pdserve.router.admission.place import Capacity
+from pdserve.router.admission.place import Limits as AdmissionLimits
 from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.placement.prefix_index import PrefixIndex

@@ -63,7 +63,7 @@ class _Numbers(msgspec.Struct, array_like=True):
     """Since the router began."""
 
 
-class _Told(msgspec.Struct):
+class _Report(msgspec.Struct):
     """The numbers of one router."""
 
     beat: int
@@ -75,7 +75,7 @@ class _Told(msgspec.Struct):
 class _Peer(msgspec.Struct):
     """Another router's state, as far as this one has read it."""
 
-    told: _Told
+    report: _Report
     at_s: float
     """When its beat last rose, by this router's monotonic clock."""
 
@@ -137,7 +137,7 @@ class FleetUsage:
         mine = self._keys.usage(self.router_id)
         trip = self._redis.pipeline(transaction=False)
         trip.zadd(self._keys.routers, {self.router_id: time.time()})
-        trip.hset(mine, _FIELD, self._sealed(_Told(self._beat, self._own()), self.router_id))
+        trip.hset(mine, _FIELD, self._sealed(_Report(self._beat, self._own()), self.router_id))
         trip.pexpire(mine, int(LEASE_S * 1000))
         trip.zremrangebyscore(self._keys.routers, 0, time.time() - 60)
         trip.zrevrange(self._keys.routers, 0, MAX_ROUTERS - 1)
@@ -151,27 +151,27 @@ class FleetUsage:
         self._expire()
 
     def _own(self) -> dict[str, _Numbers]:
-        told = [(tenant, account) for tenant, account in self._accounts.items() if _is_worth_telling(account)]
+        reported = [(tenant, account) for tenant, account in self._accounts.items() if _is_worth_reporting(account)]
         return {
             self._digest(tenant): _Numbers(
                 account.num_sequences, account.num_waiting, account.num_sessions, account.tokens_used
             )
-            for tenant, account in told[:MAX_TENANTS]
+            for tenant, account in reported[:MAX_TENANTS]
         }
 
     def _take(self, router_id: str, value: bytes | None) -> None:
-        told = self._unsealed(value, router_id) if value is not None else None
-        if told is None:
+        report = self._unsealed(value, router_id) if value is not None else None
+        if report is None:
             return
         before = self._peers.get(router_id)
-        if before is not None and told.beat <= before.told.beat:
+        if before is not None and report.beat <= before.report.beat:
             return
         for tenant, account in self._accounts.items():
             digest = self._digest(tenant)
-            if before is not None and (now := told.tenants.get(digest)) is not None:
-                was = before.told.tenants.get(digest)
+            if before is not None and (now := report.tenants.get(digest)) is not None:
+                was = before.report.tenants.get(digest)
                 account.spend_elsewhere(now.tokens_used - (was.tokens_used if was is not None else 0.0))
-        self._peers[router_id] = _Peer(told, self._clock())
+        self._peers[router_id] = _Peer(report, self._clock())
 
     def _expire(self) -> None:
         """Sum up those whose lease holds."""
@@ -179,7 +179,7 @@ class FleetUsage:
         self._peers = {name: peer for name, peer in self._peers.items() if now - peer.at_s < LEASE_S}
         sums: dict[str, UsedElsewhere] = {}
         for peer in self._peers.values():
-            for digest, numbers in peer.told.tenants.items():
+            for digest, numbers in peer.report.tenants.items():
                 before = sums.get(digest, NOWHERE)
                 sums[digest] = UsedElsewhere(
                     num_sequences=before.num_sequences + numbers.num_sequences,
@@ -206,23 +206,23 @@ class FleetUsage:
         key = self._key.derive(USAGE, router_id.encode())
         return hashlib.blake2b(content, key=key, digest_size=_MAC_BYTES).digest()
 
-    def _sealed(self, told: _Told, router_id: str) -> bytes:
-        content = msgspec.msgpack.encode(told)
+    def _sealed(self, report: _Report, router_id: str) -> bytes:
+        content = msgspec.msgpack.encode(report)
         return self._mac(router_id, content) + content
 
-    def _unsealed(self, value: bytes, router_id: str) -> _Told | None:
+    def _unsealed(self, value: bytes, router_id: str) -> _Report | None:
         """None for a value that no router of this deployment has written there."""
         content = value[_MAC_BYTES:]
         if len(value) > MAX_BYTES or not hmac.compare_digest(value[:_MAC_BYTES], self._mac(router_id, content)):
             return None
         try:
-            return msgspec.msgpack.decode(content, type=_Told)
+            return msgspec.msgpack.decode(content, type=_Report)
         except msgspec.DecodeError:
             # another version's
             return None
 
 
-def _is_worth_telling(account: TenantAccount) -> bool:
+def _is_worth_reporting(account: TenantAccount) -> bool:
     return bool(account.num_sequences or account.num_sessions or account.tokens_used)
 
 

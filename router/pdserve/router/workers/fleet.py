@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pdserve.common.background_task import background_task
 from pdserve.common.errors import PdServeError
 from pdserve.common.kv_events import KvEventSink
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ClientTls
-from pdserve.router.workers.discovery import Directory
 from pdserve.router.workers.watch import introduce
 from pdserve.router.workers.worker import Worker, WorkerRole, WorkerState
 from pdserve.router.workers.worker_watcher import TICK_STILL_S, CompatibilityCheck, WorkerWatcher
@@ -23,6 +22,29 @@ _CHECK_TICKS_S = 0.25
 _FOR_EVER_S = 86_400.0
 _MAX_PASSED_OVER = 1024
 T = TypeVar("T")
+
+
+class Discovery(Protocol):
+    """The operations that a directory uses: the router's `Fleet`."""
+
+    def register(self, address: str, role: WorkerRole) -> None:
+        """A worker can be found there. Idempotent; an address from settings, or with a living worker, keeps its role."""
+
+    def forget(self, missing: Collection[str]) -> None:
+        """Records no longer name these addresses: forget those without a live worker."""
+
+    def introduced(self) -> Sequence[str]:
+        """The addresses that are here by introduction alone."""
+
+    def lives(self) -> Sequence[Worker]:
+        """Every worker whose watch is up, one entry per epoch."""
+
+
+class Directory(Protocol):
+    """Runs beside a fleet."""
+
+    async def run(self, fleet: Discovery) -> None:
+        """Introduce workers, and keep the index true to what the living ones hold, until cancelled."""
 
 
 class Fleet:

@@ -37,7 +37,7 @@ from pdserve.common.registry.registry import (
 )
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.router.workers.discovery import Discovery
+from pdserve.router.workers.fleet import Discovery
 from pdserve.router.workers.kv_event_stream import Snapshot, read_snapshot
 from pdserve.router.workers.kv_event_subscription import FeedSource, KvEventSubscription
 from pdserve.router.workers.worker import Worker, WorkerRole

@@ -192,13 +192,13 @@ class Worker:
         self.state, self.cause_of_death = WorkerState.DEAD, cause
         self.stalled, self.died_at = stalled, time.monotonic()
         callbacks, self._on_lost = self._on_lost, set()
-        for tell in callbacks:
-            tell(self)
+        for on_lost in callbacks:
+            on_lost(self)
 
-    def subscribe_lost(self, tell: Callable[[Worker], None]) -> Callable[[], None]:
+    def subscribe_lost(self, on_lost: Callable[[Worker], None]) -> Callable[[], None]:
         """Call `tell` when the worker is lost; the returned function unsubscribes."""
-        self._on_lost.add(tell)
-        return lambda: self._on_lost.discard(tell)
+        self._on_lost.add(on_lost)
+        return lambda: self._on_lost.discard(on_lost)
 
     def reserve(self, share: LoadEstimate) -> LoadReservation:
         """Count one call until the returned reservation ends."""

@@ -40,8 +40,8 @@ class CompatibilityCheck(msgspec.Struct, frozen=True, kw_only=True):
     def mismatch(self, identity: WorkerIdentity, role: WorkerRole) -> str | None:
         """Why this worker cannot be used at an address meant for `role`, naming both values; None if it can."""
         if identity.role is not role:
-            told = identity.role.value if identity.role else "unknown"
-            return f"its role is {told}, but the address was given as {role.value}"
+            found = identity.role.value if identity.role else "unknown"
+            return f"its role is {found}, but the address was given as {role.value}"
         if identity.tokenizer_fingerprint != self.tokenizer_fingerprint:
             return (
                 f"its tokenizer differs: fingerprint {identity.tokenizer_fingerprint} there, "
