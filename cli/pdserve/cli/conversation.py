@@ -63,11 +63,11 @@ async def continue_text(connect: Connect, prompt: str, sampling: Sampling, show_
 
 BAR_WIDTH = 40
 WIDE = 120
-"""Columns from which the meanings fit beside the bars."""
+"""Columns of a terminal from which the meanings of the phases are shown beside the bars."""
 
 
 def timeline_table(last: Delta, width: int) -> Table:
-    """Phases of the request that `last` ended. width: columns of the terminal; a narrow one is spared the meanings."""
+    """Phases of the request whose last message is `last`. width: columns of the terminal; below `WIDE` without meanings."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("phase")
     table.add_column("ms", justify="right")

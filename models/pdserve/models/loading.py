@@ -85,14 +85,14 @@ def _ends(config: ModelConfig, checkpoint: Checkpoint, device: str) -> tuple[str
 
 
 _ROWS = 4096
-"""Compared at a time: neither weight is held twice."""
+"""Rows compared at a time, so that neither weight is in memory twice."""
 
 
 def head_is_embedding(head: Tensor, embedding: Tensor, dtype: torch.dtype) -> bool:
-    """True where both are the same numbers in the dtype that they are served in.
+    """True if both have the same numbers in the served dtype.
 
-    Both `[V, H]`, of any dtype. transformers compares them too, and leaves them apart where they differ, whatever
-    `tie_word_embeddings` says.
+    Both `[V, H]`, of any dtype. transformers compares them too, and does not tie them if they differ, even if `tie_word_embeddings`
+    is true.
     """
     return all(
         torch.equal(head[start : start + _ROWS].to(dtype), embedding[start : start + _ROWS].to(dtype))

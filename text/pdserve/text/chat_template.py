@@ -21,11 +21,11 @@ from pdserve.text.tool_prompt import as_plain_text, with_parsed_calls
 FIELD = "messages"
 _MAX_DEPTH = 64
 _REASON_CHARS = 120
-"""Characters of a template's error, which may repeat the messages."""
+"""Characters of a template's error that are shown; the error may repeat the messages."""
 
 
 class ChatTemplate:
-    """One compiled template. Rendering is safe from any thread, and has a budget (`template_budget.py`).
+    """One compiled template. Rendering is safe from any thread, and limited in time and memory (`template_budget.py`).
 
     Source: the environment (whitespace control, filters, globals, `generation` blocks) is that of transformers'
     `apply_chat_template`, so that a model's template gives the text the model was trained on.
@@ -45,7 +45,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"{origin}: chat template, line {error.lineno}: {error.message!s:.300}") from error
         except Exception as error:
-            # jinja2 makes Python of it and compiles that: an expression may nest too deeply for either
+            # jinja2 translates the template to Python and compiles that; an expression may nest too deeply for either step
             kind = type(error).__name__
             raise ConfigError(f"{origin}: the chat template does not compile: {kind}: {error!s:.200}") from error
 
@@ -58,11 +58,12 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         hide: Callable[[str], str] | None = None,
     ) -> str:
-        """The prompt's text. variables: the client's own for this template, such as `enable_thinking`.
+        """The prompt's text.
 
-        tools: OpenAI's, as objects; a template that does not use them finds them in the text of a system message.
-        hide: is put between every string of the client's and the template.
-        Raises: InvalidRequest when the messages are malformed or the template refuses them.
+        tools: as in OpenAI's API; for a template without tools they are written into the system message.
+        variables: the client's variables for this template, such as `enable_thinking`.
+        hide: applied to every string of the client before it reaches the template.
+        Raises: InvalidRequest if the messages are malformed, the template refuses them, or rendering exceeds its budget.
         """
         plain = with_parsed_calls([plain_message(message, place) for place, message in enumerate(messages)])
         self._verify_names(variables or {})
@@ -73,7 +74,7 @@ class ChatTemplate:
         given = {
             "documents": None,
             **named,
-            # After the client's, which replace none of these.
+            # set after the client's variables, so that these cannot be replaced
             **self._special_tokens,
             "messages": plain if self._knows_tools else as_plain_text(plain, tools),
             "tools": tools,
@@ -89,7 +90,7 @@ class ChatTemplate:
                 f"the model's chat template needs too much for these messages: {error}", FIELD
             ) from error
         except Exception as error:
-            # a template is a program over the client's values: any error concerns this request
+            # a template is a program over the client's values, so any exception is an error of this request
             reason = f"{error!s:.{_REASON_CHARS}}"
             raise InvalidRequest(f"the model's chat template refused the messages: {reason}", FIELD) from error
         if len(text) > MAX_VALUE_CHARS:
@@ -101,7 +102,7 @@ class ChatTemplate:
         return text
 
     def _verify_names(self, variables: Mapping[str, Any]) -> None:
-        """Raises: InvalidRequest for a variable that would replace a function of the template's."""
+        """Raises: InvalidRequest for a variable with the name of a template function."""
         for name in variables:
             if name in self._functions:
                 raise InvalidRequest(
@@ -114,7 +115,7 @@ def plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     """One message in plain JSON types, its content flattened to one string, as text-only templates expect.
 
     Text parts are joined by newlines (as vLLM does); absent content becomes empty. Other fields pass through.
-    Raises: InvalidRequest naming the part type that is not text, or what is malformed.
+    Raises: InvalidRequest naming the part type that is not text, or the malformed field.
     """
     where = f"{FIELD}[{place}]"
     if not isinstance(message, Mapping):
@@ -150,7 +151,7 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy in exact JSON types: the sandbox cannot check the methods of any other type."""
+    """A copy of exact JSON types, without subclasses: the sandbox cannot check the methods of other types."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth >= _MAX_DEPTH:
@@ -165,7 +166,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks a training mask; for serving it is only its body."""
+    """`{% generation %}...{% endgeneration %}` marks a training mask; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
 
@@ -175,10 +176,10 @@ class _GenerationBlock(Extension):
 
 
 class _GuardedNamespace(Namespace):
-    """Jinja's `namespace()`, without names that reach into Python's internals."""
+    """Jinja's `namespace()`, without names that give access to Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # Without a named first parameter, so that a template may store a `self`.
+        # no named first parameter, so that a template may store the key `self`
         attributes = dict(*args[1:], **kwargs)
         for name in attributes:
             _refuse_internal(name)
@@ -213,12 +214,12 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models saw it in training; Jinja's own filter escapes `<`, `>` and `&` for HTML."""
+    """JSON as in the models' training data; Jinja's own filter escapes `<`, `>` and `&` for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """A function instead of the type, whose attributes a template could walk."""
+    """A new dict. A function and not the type `dict`, because a template could read the type's attributes."""
     return dict(*args, **kwargs)
 
 

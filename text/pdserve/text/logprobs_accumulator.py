@@ -60,7 +60,7 @@ C = TypeVar("C")
 
 
 class PromptLogprobsLedger(Generic[C]):
-    """Takes each prompt position once, whichever attempt sends it. C: the converted form of a token's candidates."""
+    """Accepts each prompt position once, from any attempt. C: the converted form of a token's candidates."""
 
     def __init__(self, num_prompt_tokens: int, decode: Callable[[LogprobsLists], list[C]]) -> None:
         self._num_prompt_tokens = num_prompt_tokens
@@ -69,7 +69,8 @@ class PromptLogprobsLedger(Generic[C]):
         """Entries of the prompt tokens so far; the first token has none."""
 
     def add(self, first_position: int, logprobs: LogprobsLists) -> None:
-        """A run of prompt tokens, of which some may be known. Raises: InternalError where one is missing before them."""
+        """Add consecutive prompt positions, of which some may be known. Raises: InternalError if a position before them is
+        missing."""
         num_known = len(self._candidates) - first_position
         if num_known < 0:
             raise InternalError(
@@ -80,7 +81,7 @@ class PromptLogprobsLedger(Generic[C]):
 
     @property
     def whole(self) -> list[C | None]:
-        """One entry per prompt token, None for the first. Raises: InternalError when some have not arrived."""
+        """One entry per prompt token, None for the first. Raises: InternalError if some have not arrived."""
         if len(self._candidates) != self._num_prompt_tokens:
             raise InternalError(
                 f"the engine sent log-probabilities of {len(self._candidates)} of {self._num_prompt_tokens} prompt tokens"

@@ -1,1 +1,1 @@
-"""`pdserve doctor`: its checks, and how they are run and shown."""
+"""`pdserve doctor`: its checks, and the code that runs them and shows their findings."""

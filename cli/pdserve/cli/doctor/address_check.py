@@ -21,7 +21,7 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 
 CONNECT_S = 2.0
 ANSWER_S = 12.0
-"""For all workers together; resolving a name has no limit of its own."""
+"""Limit for all workers together; resolving a name has no limit of its own."""
 _TLS = "all services need certificates of the CA in tls_ca_file, made out to the host that is connected to"
 
 
@@ -42,7 +42,7 @@ def _advertised(settings: WorkerSettings) -> Finding:
         host = settings.peers_host
     except ConfigError as error:
         return failed(error.message, "set advertise_host to the address by which other machines reach this one")
-    peers = f"peers are told to connect to {host}"
+    peers = f"peers connect to {host}"
     try:
         addresses = _resolve(host)
     except OSError as error:
@@ -56,7 +56,7 @@ def _advertised(settings: WorkerSettings) -> Finding:
         peers += f" ({', '.join(addresses)})"
     if not any(_is_ours(address) for address in addresses):
         advice = "right behind NAT or a published container port, else set advertise_host to an address of this machine"
-        return warning(f"{peers}, which is no address of this machine", advice)
+        return warning(f"{peers}, which is not an address of this machine", advice)
     if not is_wildcard(settings.host) and settings.host not in addresses and not _same(settings.host, addresses):
         advice = "listen on 0.0.0.0, or advertise the address that is listened on"
         return failed(f"{peers}, but this worker listens on {settings.host} alone", advice)
@@ -134,7 +134,7 @@ def _same(host: str, addresses: list[str]) -> bool:
 
 
 def _is_ours(address: str) -> bool:
-    """Whether an interface of this machine has it."""
+    """True if the address belongs to an interface of this machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -15,17 +15,17 @@ from typing import IO, TypeVar
 import msgspec
 
 _LAST_CHARS = 300
-"""Characters of a broken child's last output that are shown."""
+"""Characters that are shown of the output of a child that failed."""
 
 Answer = TypeVar("Answer")
 
 
 class ChildBroke(Exception):
-    """The child ended, or continued, without an answer; the text says how."""
+    """The child ended without a result, or gave none in time; the text says how."""
 
 
 class Child:
-    """Made by `child`."""
+    """A running child process, made by `child`."""
 
     def __init__(self, process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
         self.timed_out = False
@@ -49,7 +49,7 @@ class Child:
             raise ChildBroke(f"it printed something else than an answer: {error}") from error
 
     def send(self, value: object) -> None:
-        """Write one line to its standard input."""
+        """Write one JSON line to its standard input."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(value) + b"\n")
@@ -62,9 +62,9 @@ class Child:
 
 @contextlib.contextmanager
 def child(module: str, *arguments: str, timeout_s: float, environ: Mapping[str, str] | None = None) -> Iterator[Child]:
-    """`python -m module arguments`, killed when the block or its time ends. environ: on top of this process's."""
+    """Run `python -m module arguments`; kill it when the block or its time ends. environ: added to this process's environment."""
     with (
-        tempfile.TemporaryFile() as errors,  # not a pipe: a library that logs much would fill it and wait for us
+        tempfile.TemporaryFile() as errors,  # not a pipe: a library that logs much would fill it and block
         subprocess.Popen(
             [sys.executable, "-m", module, *arguments], bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **(environ or {})},

@@ -25,7 +25,7 @@ _HOW_TLS = "certificates, as docs/deploy.md makes them; or keep others from that
 
 
 def check_key(settings: ServiceSettings) -> Iterator[Finding]:
-    """The deployment key: given or the public one, and kept from others."""
+    """Deployment key: whether it is set, and whether other users can read it."""
     try:
         key, is_public = settings.key()
     except ConfigError as error:
@@ -34,7 +34,7 @@ def check_key(settings: ServiceSettings) -> Iterator[Finding]:
         return
     if is_public:
         yield warning(
-            "the public development key: whoever reaches a port of this machine's loopback can ask workers",
+            "the public development key: any process on this machine can send requests to workers",
             "set PDSERVE_DEPLOYMENT_KEY when other users share this machine, and before leaving loopback",
         )
         return
@@ -54,7 +54,7 @@ def check_tls(settings: WorkerSettings | RouterSettings) -> Iterator[Finding]:
     # workers found through Redis check themselves
     beyond = [address for address in (*settings.prefill, *settings.decode) if not is_loopback(address)]
     if identity is None and beyond:
-        yield warning(f"not configured: what goes to {', '.join(beyond)} is in the clear", _HOW_TLS)
+        yield warning(f"not configured: connections to {', '.join(beyond)} are not encrypted", _HOW_TLS)
     if (front := settings.front_tls()) is None:
         yield _in_the_clear(settings)
     else:
@@ -78,7 +78,7 @@ def _in_the_clear(settings: WorkerSettings | RouterSettings) -> Finding:
 
 
 def check_clients(settings: RouterSettings) -> Iterator[Finding]:
-    """API keys: whether clients need one, and whether those that there are can be used."""
+    """API keys: whether clients need one, and whether the configured keys are valid."""
     if settings.api_keys_file is not None:
         yield from _keys_in(Path(settings.api_keys_file))
     elif settings.api_keys is not None:
@@ -103,7 +103,7 @@ def _keys_in(path: Path) -> Iterator[Finding]:
     yield ok(f"{len(entries)} API key(s) of {len({entry.tenant for entry in entries})} tenant(s) in {path}")
     yield from _expiring(entries)
     if path.stat().st_mode & _OTHERS_WRITE:
-        yield warning(f"{path} can be written by other users, who could let themselves in", f"chmod go-w {path}")
+        yield warning(f"{path} can be written by other users, so they could add keys", f"chmod go-w {path}")
 
 
 def _expiring(entries: tuple[KeyEntry, ...]) -> Iterator[Finding]:
@@ -116,6 +116,6 @@ def _expiring(entries: tuple[KeyEntry, ...]) -> Iterator[Finding]:
 
 
 def _exposed(file: str | None) -> Iterator[Finding]:
-    """A warning about an existing file that others can read; none without a file."""
+    """A warning if the file exists and other users can read it, else an empty list."""
     if file is not None and Path(file).stat().st_mode & _OTHERS_READ:
         yield warning(f"{file} can be read by other users", f"chmod 600 {file}")

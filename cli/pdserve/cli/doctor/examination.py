@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Examined]:
-    """The findings of each check, in the given order, as soon as they are known."""
+    """Yield the findings of each check, in the given order, as soon as they are known."""
     started_at = time.monotonic()
     running = [(check, in_background(partial(_findings, check), check.name)) for check in checks]
     for check, answer in running:

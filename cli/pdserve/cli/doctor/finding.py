@@ -12,13 +12,13 @@ import msgspec
 class Verdict(enum.Enum):
     OK = "ok"
     WARNING = "warning"
-    """A service would start, with a shortcoming."""
+    """A service would start, but a part of its setup should be improved."""
     FAILED = "failed"
-    """A service would not start, or could not serve."""
+    """A service would not start, or would start and be unable to serve."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """A result. advice: the remedy; empty when all is well."""
+    """One result of a check. advice: the remedy; empty for `OK`."""
 
     verdict: Verdict
     what: str
@@ -38,7 +38,7 @@ def failed(what: str, advice: str) -> Finding:
 
 
 class Check(NamedTuple):
-    """Examines one noun. It leaves nothing behind."""
+    """Checks one part of a service's environment. It changes nothing."""
 
     name: str
     run: Callable[[], Iterable[Finding]]

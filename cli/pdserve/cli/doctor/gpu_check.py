@@ -1,4 +1,4 @@
-"""The GPU: whether torch can use one, and which there are."""
+"""GPU: the devices of this machine, and whether torch can use them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class NoView(Exception):
 
 
 def look_at_gpus() -> CudaView:
-    """In a child: a driver may hang, and a CUDA context would cost this process memory. Raises: NoView."""
+    """Ask torch in a child process: a driver may hang, and a CUDA context would take memory of this process. Raises: NoView."""
     try:
         with child("pdserve.engine.runner.cuda_devices", timeout_s=LOOK_S) as probe:
             return probe.answer(CudaView)
     except ChildBroke as error:
-        raise NoView(f"torch cannot be looked at: {error}") from error
+        raise NoView(f"torch cannot be examined: {error}") from error
     except TimeoutError:
-        raise NoView(f"torch and its driver said nothing for {LOOK_S:g} s") from None
+        raise NoView(f"torch and its driver did not answer within {LOOK_S:g} s") from None
 
 
 def check_gpu(settings: WorkerSettings) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Memory: weights, KV pool and a step against the free memory of machine, control group and GPU."""
+"""Memory: compares weights, KV pool and one step with the free memory of machine, control group and GPU."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.models.model_folder import model_folder
 
 TIGHT_SHARE = 0.9
-"""Share of free memory above which little else can run on the machine."""
+"""Share of free memory above which a warning is given."""
 
 
 def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[Finding]:
-    """What a worker needs against what is free. root: of `proc` and `sys`."""
-    from pdserve.engine.runner.memory_needs import memory_needs  # which imports torch
+    """What a worker needs against what is free. root: folder that contains `proc` and `sys`."""
+    from pdserve.engine.runner.memory_needs import memory_needs  # imports torch
 
     try:
         needs = memory_needs(model_folder(settings.model), settings)
@@ -30,7 +30,7 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
     on_host = {"KV staging, as large as the pool": needs.pool} if needs.on_gpu else parts
     free = free_memory(root)
     if free is None:
-        yield warning("this system does not tell how much memory is free", f"see to {_mib(needs.host)}")
+        yield warning("this system does not report its free memory", f"see to {_mib(needs.host)}")
     else:
         on_host = on_host | {"the process, about": needs.process}
         yield _fit("main memory", on_host, needs.host, free.num_bytes, free.limited_by)
@@ -68,18 +68,21 @@ def _mib(num_bytes: int) -> str:
 
 
 _NO_LIMIT = 1 << 60
-"""The first version of control groups writes a number beyond this for none."""
+"""Version 1 of control groups writes a number above this if there is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
     num_bytes: int
     limited_by: str
-    """`this machine`, or the control group that leaves the least."""
+    """`this machine`, or the control group with the least free memory."""
 
 
 def free_memory(root: Path = Path("/")) -> FreeMemory | None:
-    """The smallest of what machine and groups leave, bytes; None if the system does not report it. root: of `proc` and `sys`."""
+    """Free bytes of the machine or of the tightest control group; None if the system does not report it.
+
+    root: folder that contains `proc` and `sys`.
+    """
     found = [*_machine(root), *_groups(root)]
     return min(found, key=lambda free: free.num_bytes, default=None)
 
@@ -92,7 +95,7 @@ def _machine(root: Path) -> Iterator[FreeMemory]:
 
 
 def _groups(root: Path) -> Iterator[FreeMemory]:
-    """Every group that this process is in, from its own to the topmost that can be seen."""
+    """All control groups of this process, from its own to the topmost visible one."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -105,12 +108,12 @@ def _groups(root: Path) -> Iterator[FreeMemory]:
         own = PurePosixPath(path.strip()).relative_to("/")
         for group in (own, *own.parents):
             if (free := _left(top / group, *names)) is not None:
-                # in a container the group's own path may not be visible: the topmost one is then the container's
+                # in a container the path of the group may not be visible; the topmost group is then the container's
                 yield FreeMemory(max(0, free), f"the control group /{'' if str(group) == '.' else group}")
 
 
 def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    """Bytes that a group leaves; None where it has no limit. Cached files count as free: they are given up first."""
+    """Free bytes of a group; None if it has no limit. Cached files count as free, since they are reclaimed first."""
     with contextlib.suppress(OSError, ValueError):
         allowed = int((folder / limit).read_text())
         if allowed < _NO_LIMIT:

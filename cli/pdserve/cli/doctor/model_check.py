@@ -1,4 +1,4 @@
-"""The model folder: its files, their content, and whether they agree. No weight is read."""
+"""Model folder: its files, their content, and whether they agree. Reads no weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _text_side(tokenizer: Tokenizer) -> Iterator[Finding]:
 
 
 def _weights(folder: Path, settings: WorkerSettings, tokenizer: Tokenizer | None) -> Iterator[Finding]:
-    # torch takes seconds to import, and a router's doctor does without
+    # torch takes seconds to import, and the check for a router does not need it
     from pdserve.engine.runner.memory_needs import weight_bytes
     from pdserve.models.read_config import read_config
 

@@ -1,4 +1,4 @@
-"""NIXL and UCX: whether they work here, over what, and what the `connector` setting makes of it."""
+"""NIXL and UCX: whether they work here, over which transports, and which data plane the `connector` setting selects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_READ = (
 def check_nixl(
     settings: WorkerSettings, environ: Mapping[str, str] | None = None, answer_s: float = 50.0
 ) -> Iterator[Finding]:
-    """In child processes: a UCX that does not fit the machine may abort them. environ: on top of this process's."""
+    """In child processes: a UCX that does not fit the machine may abort them. environ: added to this process's environment."""
 
     def cannot(what: str, advice: str) -> Finding:
         if settings.connector == "nixl":
@@ -73,7 +73,7 @@ def _probe(environ: Mapping[str, str] | None, answer_s: float) -> tuple[NixlView
 
 
 def transports_text(view: NixlView) -> str:
-    """Transports of UCX by kind, and those that are not used."""
+    """UCX's transports by kind, then those that are not used."""
     if not view.found:
         return "UCX does not tell which transports it finds"
     parts = []
@@ -86,7 +86,7 @@ def transports_text(view: NixlView) -> str:
 
 
 def choice(settings: WorkerSettings, used: Sequence[UcxTransport]) -> Finding:
-    """The data plane of a worker with these settings, and the reason. Blocks are in host memory, also with a GPU."""
+    """The data plane that a worker with these settings would use, and the reason. Blocks are in host memory, also with a GPU."""
     kinds = {transport.kind for transport in used}
     if not kinds:
         return ok(f"connector is {settings.connector}: NIXL is tried first with every peer that has it, then TCP")
@@ -105,7 +105,7 @@ def choice(settings: WorkerSettings, used: Sequence[UcxTransport]) -> Finding:
 
 
 def _locked_memory(settings: WorkerSettings, used: Sequence[UcxTransport]) -> Iterator[Finding]:
-    """RDMA pins the memory that it reaches."""
+    """Check the limit of locked memory, since RDMA pins the memory that it accesses."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     too_low = limit != resource.RLIM_INFINITY and limit < settings.kv_cache_mib << 20
     if settings.num_blocks is None and too_low and any(transport.kind == "RDMA" for transport in used):

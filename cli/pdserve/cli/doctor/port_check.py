@@ -20,7 +20,7 @@ _RAISE = "raise the hard limit: `ulimit -Hn`, `LimitNOFILE=` of systemd, `ulimit
 
 
 class Port(NamedTuple):
-    """A port that a service will listen on; number 0 draws a free one."""
+    """A port that a service will listen on; number 0 for a free one."""
 
     setting: str
     purpose: str
@@ -29,7 +29,7 @@ class Port(NamedTuple):
 
 
 def ports_of(settings: WorkerSettings | RouterSettings) -> list[Port]:
-    """All ports that a service with these settings listens on."""
+    """All ports on which a service with these settings listens."""
     metrics = Port("metrics_port", "metrics", settings.metrics_at, settings.metrics_port)
     if isinstance(settings, RouterSettings):
         return [
@@ -72,8 +72,8 @@ def _listen(port: Port) -> Finding:
     if is_loopback(port.host) or port.setting == "metrics_port":
         return ok(f"{named} is drawn at each start")
     return warning(
-        f"{named} is drawn at each start, and other machines must reach it",
-        f"set {port.setting} where a firewall stands between the machines, or a router is given addresses",
+        f"{named} is chosen at each start, and other machines must reach it",
+        f"set {port.setting} if there is a firewall between the machines, or if routers are configured with addresses",
     )
 
 

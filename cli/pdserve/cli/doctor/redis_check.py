@@ -1,4 +1,4 @@
-"""Redis: reachable, new enough, fast, with the rights that services need; and who is in the namespace already."""
+"""Redis: whether it is reachable, new enough, fast, and permits the services' commands; and which services use the namespace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OLDEST = (6, 2)
 _NEWER = f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer"
 NUM_PINGS = 5
 SLOW_S = 0.005
-"""A round trip beyond this delays what routers know of prefixes; no request waits for it."""
+"""Round-trip time above which routers learn of cached prefixes late; no request waits for Redis."""
 MAX_SHOWN = 32
 _ANSWER_S = 10.0
 _ADVICE = {
@@ -45,10 +45,10 @@ _ADVICE = {
 def check_redis(settings: ServiceSettings) -> list[Finding]:
     """The server, this user's rights, and the services in the namespace. It writes nothing."""
     if settings.redis is None:
-        return [ok("not used: routers are told the workers' addresses")]
+        return [ok("not used: routers are configured with the addresses of workers")]
     url = parse_redis_url(settings.redis)
     try:
-        # first here, where it may hang: the threads in which asyncio asks are waited for at the process's end
+        # resolve here first, where it may hang: the process waits at its end for the threads in which asyncio resolves names
         socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
     except OSError as error:
         return [failed(f"{url}: {url.host} does not resolve: {error.strerror}", _ADVICE["unreachable"])]
@@ -71,13 +71,13 @@ async def _look(settings: ServiceSettings, url: RedisUrl) -> list[Finding]:
 
 
 async def _workers(redis: Redis, keys: Keys, settings: ServiceSettings) -> list[Finding]:
-    """Services in the namespace now, and whether they could work with this service."""
+    """Services in the namespace, and whether they are compatible with this service."""
     try:
         members = await redis.zrevrange(keys.workers, 0, MAX_SHOWN - 1)
         records = [await _record(redis, keys, member) for member in members]
     except REDIS_ERRORS as error:
         if error_kind(error) == "denied":
-            return []  # the missing right is reported already
+            return []  # the missing permission is already reported
         raise
     except InvalidRequest as error:
         advice = "another program writes there: use a redis_namespace of your own"
@@ -105,7 +105,7 @@ def _verifies(record: WorkerRecord, settings: ServiceSettings) -> bool:
     except InvalidRequest:
         return False
     except ConfigError:
-        return True  # the check of the key reports it
+        return True  # `check_key` reports it
     return True
 
 
@@ -115,7 +115,7 @@ async def _server(redis: Redis, url: RedisUrl) -> Finding:
         started = time.monotonic()
         await redis.ping()
         round_trips.append(time.monotonic() - started)
-    # needs no right of its own, unlike INFO
+    # needs no permission, unlike INFO
     try:
         answer = await redis.execute_command("HELLO")  # type: ignore[no-untyped-call]
     except exceptions.ResponseError as error:
@@ -123,16 +123,16 @@ async def _server(redis: Redis, url: RedisUrl) -> Finding:
     said = {bytes(name): value for name, value in zip(answer[::2], answer[1::2], strict=True)}
     version = said[b"version"].decode(errors="replace")
     fastest_s = min(round_trips)
-    shown = f"{url}: Redis {version}, {fastest_s * 1e3:.2f} ms a round trip"
+    shown = f"{url}: Redis {version}, {fastest_s * 1e3:.2f} ms per round trip"
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
         return failed(shown, _NEWER)
     if said.get(b"role") != b"master":
-        return failed(f"{shown}: a replica, which takes no writes", "name the primary in redis")
+        return failed(f"{shown}: a replica, which accepts no writes", "name the primary in redis")
     if said.get(b"mode") == b"cluster":
-        return failed(f"{shown}: a node of a cluster", "use one server; keys of a deployment lie in one slot anyway")
+        return failed(f"{shown}: a node of a cluster", "use one server; all keys of a deployment are in one slot")
     if fastest_s > SLOW_S:
         return warning(
-            f"{shown}: slow", "put Redis nearer; no request waits for it, but routers hear of prefixes later"
+            f"{shown}: slow", "put Redis nearer; no request waits for it, but routers learn of cached prefixes later"
         )
     return ok(shown)
 
@@ -157,7 +157,7 @@ Command = tuple[str | int, ...]
 
 
 def harmless_commands(keys: Keys) -> list[Command]:
-    """Each command that a service uses, on keys as it uses them, of a worker that does not exist."""
+    """Each command that a service uses, on the keys of a worker that does not exist."""
     worker_id, epoch = f"doctor-{secrets.token_hex(4)}", secrets.randbits(64)
     record, blocks, events = keys.worker(worker_id), keys.blocks(worker_id, epoch), keys.events(worker_id, epoch)
     return [
@@ -171,18 +171,18 @@ def harmless_commands(keys: Keys) -> list[Command]:
 
 
 def transaction_commands(keys: Keys) -> list[Command]:
-    """Commands of a transaction, here an empty one."""
+    """Commands of an empty transaction."""
     return [("PING",), ("WATCH", keys.workers), ("UNWATCH",), ("MULTI",), ("EXEC",)]
 
 
 async def refusals(redis: Redis, keys: Keys) -> dict[str, str]:
-    """Commands that this user may not use, and why. Raises: one of `REDIS_ERRORS` when Redis cannot be asked.
+    """Commands that this user may not run, with Redis's reasons. Raises: one of `REDIS_ERRORS` if Redis does not answer.
 
-    Redis checks rights as it queues a transaction, so everything is queued, and the connection closed before EXEC.
+    Redis checks permissions when it queues a command of a transaction, so all are queued, and the connection is closed before EXEC.
     """
     refused: dict[str, str] = {}
     async with redis.client() as one:
-        # answers are all QUEUED, which the parsers of real answers would not understand
+        # all answers are QUEUED, which the commands' own response parsers would reject
         one.response_callbacks.clear()
 
         async def ask(command: Command) -> None:

@@ -16,11 +16,11 @@ _NAME_WIDTH = 10
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`--json` prints it."""
+    """The report that `--json` prints."""
 
     role: str
     verdict: Verdict
-    """The worst of all findings; OK when there are none."""
+    """The worst verdict of all findings; OK if there are none."""
     checks: list[Examined]
 
 
@@ -53,7 +53,7 @@ def _counts(checks: list[Examined]) -> Counter[Verdict]:
 
 
 def _text(finding: Finding) -> Text:
-    # text, not markup: a path or an error may hold brackets
+    # text, not markup: a path or an error may contain brackets
     text = Text(finding.what)
     if finding.advice:
         text.append(f"\n-> {finding.advice}", style="dim")

@@ -117,7 +117,7 @@ class RemoteKvQueue:
 
     @property
     def returns_room(self) -> bool:
-        """Whether blocks of evicted sequences are on their way back: their reads have to end first."""
+        """True if blocks of evicted sequences are on their way back: their reads have to end first."""
         return self._holds.num_quarantined > 0 and time.monotonic() < self._room_expected_until
 
     def victim(self, taker: Request) -> Request | None:
@@ -136,7 +136,7 @@ class RemoteKvQueue:
         self._room_expected_until = time.monotonic() + RETURNS_WITHIN_S
 
     def expects(self, event: Landed | SourceFinished) -> bool:
-        """Whether the event is new for a sequence that is being received."""
+        """True if the event is new for a sequence that is being received."""
         receive = self._receiving.get(event.request_id)
         if receive is None:
             return False

@@ -104,7 +104,7 @@ class BatchBuilder:
         self.new_requests: list[Request] = []
         """Sequences that enter the batch in this step."""
         self.preempted = False
-        """Whether blocks have run out in this step."""
+        """True if blocks have run out in this step."""
 
     def put(self, request: Request, num_tokens: int) -> None:
         """Compute its next `num_tokens` tokens."""

@@ -119,7 +119,7 @@ class KvSendTracker:
         self._resting[request.request_id] = (request, self._kv.rest(request))
 
     def forget(self, request_id: str) -> None:
-        """Its transfer has ended. Harmless when it is not resting."""
+        """The sequence's transfer has ended. Harmless when it is not resting."""
         self._resting.pop(request_id, None)
 
     def want_ended(self, request_id: str, first_index: int) -> bool:

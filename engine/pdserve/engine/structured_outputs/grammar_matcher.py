@@ -25,7 +25,7 @@ from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsPa
 from pdserve.engine.structured_outputs.schema_support import verify_enforced
 
 CACHE_BYTES = 32 << 20
-"""Of compiled grammars, for each compiler; those used longest ago go first."""
+"""Bytes of compiled grammars per compiler; the least recently used are dropped first."""
 _MAX_REASON_CHARS = 300
 _JSON_OBJECT = '{"type": "object"}'
 _NO_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]")

@@ -73,11 +73,11 @@ class NixlView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tls: str = ""
     """`UCX_TLS` as a worker has it."""
     tls_is_given: bool = False
-    """Whether the environment says so; else it is our default."""
+    """True if the environment says so; else it is our default."""
     found: list[UcxTransport] = []
     """Everything that UCX finds here."""
     used: list[UcxTransport] = []
-    """Of this what `tls` lets it use."""
+    """The transports that `tls` allows."""
 
 
 class ReadView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,7 +112,7 @@ class _Ucx:
         self.version: tuple[int, ...] = tuple(version)
 
     def transports(self, tls: str | None = None) -> list[UcxTransport]:
-        """What UCX would use. tls: instead of `UCX_TLS`; `all` leaves nothing out. Raises: OSError when it uses nothing."""
+        """Transports that UCX would use. tls: instead of `UCX_TLS`; `all` excludes none. Raises: OSError without any."""
         config, context = ctypes.c_void_p(), ctypes.c_void_p()
         _done(self._ucp.ucp_config_read(None, None, ctypes.byref(config)))
         try:
@@ -149,7 +149,7 @@ def nixl_view() -> NixlView:
     view = NixlView(why_not=reason, nixl=version, tls=os.environ.get("UCX_TLS", ""), tls_is_given=tls_is_given)
     if reason is not None:
         return view
-    # what UCX prints is for people only: a library that prints it otherwise costs us the list, not NIXL
+    # UCX's own report is only for people: a library with another format costs us the list, not NIXL
     with contextlib.suppress(OSError, AttributeError):
         ucx = _Ucx()
         view = msgspec.structs.replace(

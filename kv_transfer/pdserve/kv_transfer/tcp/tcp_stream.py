@@ -290,7 +290,7 @@ def _look_up(host: str, port: int) -> Addresses:
 
 
 def _is_address(host: str) -> bool:
-    """Whether it is an address, which needs no resolving."""
+    """True if it is an address, which needs no resolving."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

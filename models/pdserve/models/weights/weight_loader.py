@@ -87,10 +87,10 @@ def few(names: Sequence[str]) -> str:
 
 
 def verify_finite(tensor: Tensor, source: Tensor, where: str) -> None:
-    """Check a weight, in one pass at memory speed: 0.06 s for 783 MB in bfloat16, where loading takes 1 s.
+    """Check a weight, in one pass at memory speed: 0.06 s for 783 MB in bfloat16, of 1 s for loading.
 
-    tensor: as it is served. source: as the file has it. where: file and name, for the message.
-    Raises: ConfigError for NaN, infinity, or a number that the served dtype does not reach.
+    tensor: in the served dtype. source: in the file's dtype. where: file and name, for the message.
+    Raises: ConfigError for NaN, infinity, or a number that exceeds the served dtype.
     """
     if _is_finite(tensor):
         return
@@ -108,7 +108,7 @@ def verify_finite(tensor: Tensor, source: Tensor, where: str) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Smallest and largest keep a NaN, and are found ten times as fast as each number is tested."""
+    """Minimum and maximum propagate NaN, and take a tenth of the time of a test of each number."""
     if tensor.is_meta or not tensor.numel():
         return True
     smallest, largest = torch.aminmax(tensor)

@@ -12,7 +12,7 @@ from pdserve.router.tenants.tenant_account import TenantAccount
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What may run at the same time."""
+    """Numbers that may run at the same time."""
 
     num_requests: int
     """Places: a request takes one per sequence."""

@@ -146,8 +146,8 @@ _ESCAPES = ((rb"\\", b""), (rb"\"", b""))
 def verify_num_values(data: bytes, num_tokens: int) -> None:
     """Raises: InvalidRequest for more objects, arrays or values than a valid request has.
 
-    num_tokens: the model's length; a prompt may be a list of so many numbers. Takes three byte searches over the text and, only
-    for a text with very many such characters, in strings or not, one pass of a tokenizer that stops at the limit.
+    num_tokens: the model's length, which bounds a prompt given as a list of numbers. Takes three byte searches over the text
+    and, only for a text with very many such characters, in strings or not, one pass of a tokenizer that stops at the limit.
     """
     max_values = _MIN_VALUES + num_tokens
     containers = data.count(b"{") + data.count(b"[")
