@@ -96,8 +96,7 @@ def up(
 
     from pdserve.cli.cluster import ClusterPlan, run_cluster, settings_by_role
     from pdserve.cli.greeting import Greeting
-    from pdserve.cli.service_commands import parse_assignments
-    from pdserve.cli.visible_secrets import warn_of_secrets
+    from pdserve.cli.service_commands import parse_assignments, warn_of_secrets
     from pdserve.common.settings.router_settings import RouterSettings
     from pdserve.common.settings.settings import load_settings
     from pdserve.common.telemetry.logging_setup import configure_logging
@@ -153,8 +152,7 @@ def router(
     set_: Set = None,
 ) -> None:
     """One router: OpenAI HTTP and gRPC for clients, in front of any number of workers."""
-    from pdserve.cli.service_commands import parse_assignments, serve_router
-    from pdserve.cli.visible_secrets import warn_of_secrets
+    from pdserve.cli.service_commands import parse_assignments, serve_router, warn_of_secrets
 
     flags = {
         "prefill": prefill, "decode": decode, "model": model, "host": host, "port": port, "grpc_port": grpc_port,
@@ -168,8 +166,7 @@ def router(
 
 
 def _worker(role: Literal["prefill", "decode"], set_: list[str] | None, config: Path | None, **flags: Any) -> None:
-    from pdserve.cli.service_commands import ReportedFailure, parse_assignments, serve_worker
-    from pdserve.cli.visible_secrets import warn_of_secrets
+    from pdserve.cli.service_commands import ReportedFailure, parse_assignments, serve_worker, warn_of_secrets
     from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 
     report_fd, lifeline_fd = flags.pop("report_fd"), flags.pop("lifeline_fd")

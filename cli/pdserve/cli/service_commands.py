@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from pdserve.cli.child_report import (
 from pdserve.common.address.descriptors import raise_descriptor_limit
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.settings.settings import SERVICES, load_settings
+from pdserve.common.settings.settings import ENV_PREFIX, SECRETS, SERVICES, load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.common.telemetry.logging_setup import configure_logging
 from pdserve.models.model_folder import model_folder
@@ -119,3 +120,23 @@ def _serve_worker(
         pipe.send(ReadyReport(identity.peer.worker_id, identity.address))
 
     return uvloop.run(run(settings, folder, on_ready=ready, progress=progress))  # type: ignore[arg-type]
+
+
+_URLS = ("redis", "otlp")
+
+
+def secrets_among(given: Mapping[str, object]) -> list[str]:
+    """Names of the settings whose values are secrets, or URLs with a password. given: settings of the command line."""
+    return [
+        name for name, value in given.items() if value and (name in SECRETS or (name in _URLS and "@" in str(value)))
+    ]
+
+
+def warn_of_secrets(given: Mapping[str, object]) -> None:
+    """One line on standard error per secret, without the secret."""
+    for name in secrets_among(given):
+        print(
+            f"pdserve: {name} is in the command line, which every user of this machine can read: "
+            f"give it as {ENV_PREFIX}{name.upper()} or in a file with --config",
+            file=sys.stderr,
+        )

@@ -21,10 +21,10 @@ from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ServerTls
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import describe
+from pdserve.common.telemetry.metrics import metrics_server
 from pdserve.router.bodies.client_bodies import ClientBodies, model_len_of
 from pdserve.router.grpc_front.front_grpc import GrpcFront
 from pdserve.router.http_front.front_http import HttpFront
-from pdserve.router.http_front.metrics_http import MetricsHttp
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import Preparation
@@ -111,7 +111,7 @@ async def _serving_metrics(inference: Inference) -> AsyncIterator[None]:
     settings = inference.settings
     bound = listening_socket(settings.metrics_at, settings.metrics_port)
     log.info("metrics http://%s/metrics", host_and_port(settings.metrics_at, bound.getsockname()[1]))
-    server = MetricsHttp(inference.telemetry).server
+    server = metrics_server(inference.telemetry.exposition)
     task = asyncio.create_task(server.serve(sockets=[bound]))
     await first_done(server.listening.wait(), asyncio.shield(task))
     try:

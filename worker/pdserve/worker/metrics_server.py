@@ -6,21 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdserve.common.net.connection_gate import ConnectionLimits
 from pdserve.common.net.health_probe import answer_live, probe_response
-from pdserve.common.net.http_server import HttpServer, listening_socket
+from pdserve.common.net.http_server import listening_socket
 from pdserve.common.security.deployment_key import is_loopback
-from pdserve.common.telemetry.metrics import CONTENT_TYPE
+from pdserve.common.telemetry.metrics import metrics_server
 from pdserve.kv_transfer.control.transfer_view import TransfersPage
 
-_KEEP_ALIVE_S = 75.0
-_GRACE_S = 1.0
-_LIMITS = ConnectionLimits(total=64, per_address=32)
 _V4_IN_V6 = "::ffff:"
 """Begins an IPv4 client's address where the server listens on `::`."""
 
@@ -44,17 +39,15 @@ class MetricsServer:
         health: Callable[[], Health],
         transfers: Callable[[], TransfersPage],
     ) -> None:
-        self._metrics = metrics
         self._health = health
         self._transfers = transfers
         routes = [
-            Route("/metrics", self._answer_metrics),
             Route("/health", self._answer_health),
             Route("/ready", self._answer_ready),
             Route("/live", answer_live),
             Route("/debug/transfers", self._answer_transfers),
         ]
-        self._server = HttpServer(Starlette(routes=routes), _KEEP_ALIVE_S, _GRACE_S, limits=_LIMITS)
+        self._server = metrics_server(metrics, routes)
         self._serving: asyncio.Task[None] | None = None
         self.port = 0
 
@@ -70,9 +63,6 @@ class MetricsServer:
         self._server.stop()
         if self._serving is not None:
             await self._serving
-
-    async def _answer_metrics(self, request: Request) -> Response:
-        return Response(await self._metrics(), headers={"content-type": CONTENT_TYPE})
 
     async def _answer_health(self, request: Request) -> Response:
         health = self._health()

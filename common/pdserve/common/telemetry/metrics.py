@@ -7,7 +7,7 @@ client's text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -21,13 +21,21 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from pdserve.common.background_task import RESTARTS, TASK_NAMES
+from pdserve.common.net.connection_gate import ConnectionLimits
+from pdserve.common.net.http_server import HttpServer
 from pdserve.common.net.tls_renewal import PeerKind
 from pdserve.common.registry.circuit_breaker import BreakerState, CircuitBreaker
 from pdserve.common.registry.redis_connection import ERROR_KINDS
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+_KEEP_ALIVE_S = 75.0
+_GRACE_S = 1.0
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Phases, TTFT and whole requests: from a hop to a long answer."""
 TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -124,6 +132,16 @@ def make_registry(counts: ExportCounts | None) -> CollectorRegistry:
 def exposition(registry: CollectorRegistry) -> bytes:
     """The metrics now, in Prometheus' text format; their type is `CONTENT_TYPE`."""
     return generate_latest(registry)
+
+
+def metrics_server(text: Callable[[], Awaitable[bytes]], routes: Sequence[Route] = ()) -> HttpServer:
+    """Serves `/metrics` on a port of its own, in clear text and without a key. routes: served beside it."""
+
+    async def answer(request: Request) -> Response:
+        return Response(await text(), headers={"content-type": CONTENT_TYPE})
+
+    app = Starlette(routes=[Route("/metrics", answer, methods=["GET"]), *routes])
+    return HttpServer(app, _KEEP_ALIVE_S, _GRACE_S, limits=ConnectionLimits(total=64, per_address=32))
 
 
 class Exposition:
