@@ -34,10 +34,11 @@ MINUTES ?= 60
 soak: $(VENV)/.dev  ## mixed load with kills and tenants for MINUTES; prints the size of every process each minute
 	SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -q -s -m soak tests/faults/test_long_soak.py
 
-check: $(VENV)/.dev  ## format, lint, types, proto drift, import layers, forbidden calls
+check: $(VENV)/.dev  ## format, lint, types (also of tests and benchmarks), proto drift, import layers, forbidden calls
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests benchmarks examples deploy
 	$(BIN)/python -m pytest -q tests/house
 
 proto: $(VENV)/.dev  ## regenerate the code beside proto/pdserve/v1/*.proto

@@ -21,12 +21,11 @@ import numpy as np
 import torch
 from conditions import conditions
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from checkpoints import make_checkpoint
-from oracle import Oracle
-from same_seeds import MIXES, answers, difference, params, prompts
-
+sys.path.append(str(Path(__file__).parents[1]))
 from pdserve.llm import LLM, SamplingParams
+from tests.support.checkpoints import make_checkpoint
+from tests.support.oracle import Oracle
+from tests.support.same_seeds import MIXES, answers, difference, params, prompts
 
 VOCAB_SIZE = 16_000
 BATCHES = (1, 16, 64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 from conditions import conditions
 
@@ -27,7 +28,7 @@ RUNS, CALLS = 20, 400
 
 
 class Servicer(DecodeServiceServicer):
-    async def EndSequences(self, request, context):  # type: ignore[no-untyped-def]
+    async def EndSequences(self, request: Any, context: Any) -> Any:
         return decode_pb2.EndSequencesResponse()
 
 
@@ -70,8 +71,9 @@ def parts(num_tokens: int) -> dict[str, float]:
 
 async def whole_call(*, proof: bool) -> float:
     """Processor time of this process for a unary call to itself, both sides together, microseconds."""
-    server = make_server(CallGuard(CallVerifier(DEVELOPMENT_KEY, lambda: WORKER)) if proof else None)
-    add_DecodeServiceServicer_to_server(Servicer(), server)
+    guards = [CallGuard(CallVerifier(DEVELOPMENT_KEY, lambda: WORKER))] if proof else []
+    server = make_server(*guards)
+    add_DecodeServiceServicer_to_server(Servicer(), server)  # type: ignore[abstract]
     port = bind(server, "127.0.0.1", 0)
     await server.start()
     request, best = decode_pb2.EndSequencesRequest(request_id="r", indexes=[1]), float("inf")

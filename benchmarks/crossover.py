@@ -114,8 +114,8 @@ async def run(sides: list[Side], chooser: Side, cells: list[Cell], num: int) -> 
 def _line(cell: Cell, ttft: dict[str, float], tpot: dict[str, float | None], chosen: dict[str, Any]) -> str:
     sooner = min(ttft, key=lambda way: ttft[way])
     others = (
-        f"{tpot['remote'] * 1e3:6.2f} {tpot['local'] * 1e3:6.2f}"
-        if tpot.get("remote") and tpot.get("local")
+        f"{remote * 1e3:6.2f} {local * 1e3:6.2f}"
+        if (remote := tpot.get("remote")) and (local := tpot.get("local"))
         else f"{'':13}"
     )
     return (

@@ -82,11 +82,11 @@ def main() -> None:
     print(f"msgspec      {msgspec.__version__}\n")
     print(f"{'':<42} {'bytes':>7} {'encode us':>10} {'decode us':>10}")
     encoder = msgspec.msgpack.Encoder()
-    for name, value in CASES.items():
-        decoder = msgspec.msgpack.Decoder(type(value))
-        data = encoder.encode(value)
-        assert decoder.decode(data) == value
-        encode, decode = best_us(partial(encoder.encode, value)), best_us(partial(decoder.decode, data))
+    for name, case in CASES.items():
+        decoder = msgspec.msgpack.Decoder(type(case))
+        data = encoder.encode(case)
+        assert decoder.decode(data) == case
+        encode, decode = best_us(partial(encoder.encode, case)), best_us(partial(decoder.decode, data))
         print(f"{name:<42} {len(data):>7,} {encode:>10.2f} {decode:>10.2f}")
 
 

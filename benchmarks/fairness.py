@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import httpx
@@ -143,10 +144,10 @@ def is_healthy(http_port: int, num_workers: int) -> bool:
         health = httpx.get(f"http://127.0.0.1:{http_port}/health", timeout=1)
     except httpx.HTTPError:
         return False
-    return sum(role["live"] for role in health.json()["workers"].values()) == num_workers
+    return num_workers == sum(int(role["live"]) for role in health.json()["workers"].values())
 
 
-async def ask(stub: InferenceServiceStub, key: str, draw: random.Random, seen: Seen) -> bool:
+async def ask(stub: Any, key: str, draw: random.Random, seen: Seen) -> bool:
     """One request; False when it was refused."""
     prompt = [draw.randrange(10, VOCABULARY) for _ in range(draw.randint(*PROMPT_TOKENS))]
     output = draw.randint(*OUTPUT_TOKENS)

@@ -24,7 +24,8 @@ ASK_PREFILL = {
 class Target(Protocol):
     """Something that streams completions."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     async def first_call(self, client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
         """What must happen before the streamed request; returns the body to stream with."""

@@ -64,7 +64,7 @@ def pace() -> None:
         time.sleep(max(0.0, due_s - time.monotonic()))
         return output
 
-    ModelRunner.execute_model, ModelRunner.sample_tokens = paced, awaited  # type: ignore[method-assign]
+    ModelRunner.execute_model, ModelRunner.sample_tokens = paced, awaited  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

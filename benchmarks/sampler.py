@@ -103,7 +103,7 @@ def measured(vocab_size: int, num_rounds: int) -> Iterator[tuple[int, str, str, 
 
     Rounds alternate between the two rules.
     """
-    sampler = Sampler()
+    rules: tuple[Callable[..., object], ...] = (before, Sampler())
     for kind in ("flat", "peaked", "masked"):
         every = rows_of(kind, 64, vocab_size)
         for threads in (1, 2):
@@ -115,7 +115,7 @@ def measured(vocab_size: int, num_rounds: int) -> Iterator[tuple[int, str, str, 
                     num_turns = num_rounds * (8 if not fields or count == 1 else 1)
                     times = np.empty((2, 2, num_turns))
                     for turn in range(-1, num_turns):
-                        for place, rule in enumerate((before, sampler)):
+                        for place, rule in enumerate(rules):
                             took = milliseconds(partial(rule, logits, asked))
                             if turn >= 0:  # the first turn warms up
                                 times[:, place, turn] = took

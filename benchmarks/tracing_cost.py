@@ -62,7 +62,7 @@ def collecting() -> Iterator[tuple[Collector, str]]:
     """A collector and its URL."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -113,7 +113,11 @@ def spans_alone_ms(otlp: str, num_requests: int = 3000) -> float:
         if below is None:
             raise RuntimeError("nothing is sampled")
         for name in WORKER_SPANS:
-            attributes = {"pdserve.worker.id": "worker-0", "pdserve.prompt.tokens": 128, "pdserve.kv.bytes": 1 << 20}
+            attributes: dict[str, str | int] = {
+                "pdserve.worker.id": "worker-0",
+                "pdserve.prompt.tokens": 128,
+                "pdserve.kv.bytes": 1 << 20,
+            }
             below.add(name, began, began + 1, attributes, [Event("landing", began)])
         attempt.end(began + 1)
         request.end(began + 1, {f"pdserve.phase.{phase}_s": 0.001 for phase in PATH_PHASES})

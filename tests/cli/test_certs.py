@@ -119,7 +119,7 @@ def test_nothing_is_overwritten(tmp_path: Path, name: str) -> None:
 )
 def test_what_cannot_be_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        write_certificates(tmp_path, **({"hosts": ["127.0.0.1"], "days": 30} | changes))
+        write_certificates(tmp_path, **(dict[str, Any](hosts=["127.0.0.1"], days=30) | changes))
     assert words in caught.value.message
     assert not list(tmp_path.iterdir())
 

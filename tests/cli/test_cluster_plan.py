@@ -9,7 +9,7 @@ import pytest
 from pdserve.cli.cluster import ClusterPlan, child_plans, settings_by_role
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.settings import load_settings
-from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 
 
 def test_each_service_is_given_the_settings_that_it_has() -> None:
@@ -43,9 +43,8 @@ def test_no_setting_stands_in_a_childs_command_line(monkeypatch: pytest.MonkeyPa
     }
     by_role = settings_by_role(secrets)
     plan = ClusterPlan("demo", Path(), 1, 1, {}, worker_settings=by_role, redis="redis://:s3cr3t@127.0.0.1")
-    for child, kind in zip(
-        child_plans(plan, "another key of many characters"), (PrefillSettings, DecodeSettings), strict=True
-    ):
+    kinds: tuple[type[WorkerSettings], ...] = (PrefillSettings, DecodeSettings)
+    for child, kind in zip(child_plans(plan, "another key of many characters"), kinds, strict=True):
         assert child.flags == ()
         settings = load_settings(kind, environ={k: v for k, v in child.environ.items() if k.startswith("PDSERVE_")})
         assert settings.deployment_key == secrets["deployment_key"]

@@ -8,7 +8,6 @@ import pytest
 
 from pdserve.cli.doctor.finding import Verdict
 from pdserve.cli.doctor.port_check import check_descriptors
-from pdserve.common.address import descriptors
 from pdserve.common.address.descriptors import KEPT_BACK, default_max_connections, raise_descriptor_limit
 from pdserve.common.settings.router_settings import RouterSettings
 
@@ -17,8 +16,8 @@ from pdserve.common.settings.router_settings import RouterSettings
 def limit(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What the process may open; the last entry holds."""
     limits = [(1024, 4096)]
-    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda kind: limits[-1])
-    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda kind, new: limits.append(new))
+    monkeypatch.setattr("pdserve.common.address.descriptors.resource.getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr("pdserve.common.address.descriptors.resource.setrlimit", lambda kind, new: limits.append(new))
     return limits
 
 

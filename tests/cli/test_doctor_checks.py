@@ -29,7 +29,7 @@ from tests.support.tls_authority import Authority
 
 Folders = Callable[..., Path]
 SECRET = "0123456789abcdef"
-BEYOND = {"host": "0.0.0.0", "insecure": True}
+BEYOND: dict[str, Any] = {"host": "0.0.0.0", "insecure": True}
 
 
 def verdicts(findings: list[Finding]) -> list[str]:
@@ -276,7 +276,7 @@ def test_tls_says_until_when_and_what_is_in_the_clear(tmp_path: Path) -> None:
     assert verdicts(list(check_nixl(worker))) == ["ok"], "nothing is tried"
     soon = authority.issue(not_after=datetime.now(UTC) + timedelta(days=3))
     soon.key.chmod(0o644)
-    front = {"front_tls_cert_file": str(soon.cert), "front_tls_key_file": str(soon.key)}
+    front: dict[str, Any] = {"front_tls_cert_file": str(soon.cert), "front_tls_key_file": str(soon.key)}
     findings = list(check_tls(RouterSettings(**files.settings(), **front)))
     assert verdicts(findings) == ["ok", "warning", "warning"]
     assert "which clients are shown" in findings[1].what

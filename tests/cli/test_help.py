@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import typer
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from pdserve.cli.main import app
 
-COMMANDS = typer.main.get_command(app).commands
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
 def test_the_commands_are_listed() -> None:

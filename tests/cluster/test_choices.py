@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ async def test_i1_i5_sequences_through_p_and_d(tiny_checkpoints: Callable[..., P
                 for token_ids in await router.ask_choices(prompt, 3, max_tokens=MAX_TOKENS):
                     assert len(token_ids) == MAX_TOKENS
                     oracle.check(prompt, token_ids)
-                sampling = {"temperature": 1.0, "seed": 7, "max_tokens": MAX_TOKENS}
+                sampling: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": MAX_TOKENS}
                 through_pd[length] = await router.ask_choices(prompt, 4, **sampling)
                 assert len({*map(tuple, through_pd[length])}) == 4
                 assert (await router.ask(prompt, **sampling)).token_ids == through_pd[length][0]

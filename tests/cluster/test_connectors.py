@@ -7,6 +7,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.support.oracle import Oracle
 pytestmark = pytest.mark.process
 
 FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
-SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 12}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 12}
 SEEDED = [[3 + (place * place + length) % 297 for place in range(length)] for length in (15, 40)]
 PROMPTS = [[3 + (place * place + length) % 297 for place in range(length)] for length in (17, 250, 1000)]
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc.aio
 import httpx
@@ -107,7 +107,13 @@ async def test_i4_a_stream_goes_on_at_another_decode_worker_after_the_last_token
 ) -> None:
     model = tiny_checkpoints("llama")
     prompt, max_tokens = prompt_of(40), 400
-    sampling = {"temperature": 0.9, "seed": 7, "presence_penalty": 0.5, "min_tokens": 300, "ignore_eos": True}
+    sampling: dict[str, Any] = {
+        "temperature": 0.9,
+        "seed": 7,
+        "presence_penalty": 0.5,
+        "min_tokens": 300,
+        "ignore_eos": True,
+    }
     with running_cluster(tmp_path) as cluster:
         common = ("--model", str(model), *FLAGS)
         prefill = cluster.start_worker("prefill", *common)
@@ -147,7 +153,8 @@ async def test_i4_a_stream_goes_on_when_the_only_decode_worker_stood_still(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = tiny_checkpoints("llama")
-    prompt, sampling = prompt_of(40), {"max_tokens": 400, "temperature": 0.9, "seed": 7, "ignore_eos": True}
+    prompt = prompt_of(40)
+    sampling: dict[str, Any] = {"max_tokens": 400, "temperature": 0.9, "seed": 7, "ignore_eos": True}
     with pd_cluster(tmp_path, model, both=FLAGS, decode=("--set", "stream_interval=3")) as cluster:
         decode = cluster.services["decode"]
         async with InferenceClient(cluster.router.address) as router:

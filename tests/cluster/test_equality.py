@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,7 @@ async def test_seeded_sampling_is_equal_alone_and_in_one_batch(served: tuple[Clu
     """I5, through prefill/decode."""
     cluster, _ = served
     prompts = [prompt_of(20 + seed, seed=200 + seed) for seed in range(12)]
-    sampling = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "max_tokens": 20}
+    sampling: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "max_tokens": 20}
     async with InferenceClient(cluster.router.address) as router:
         alone = [await router.ask(prompt, seed=7, **sampling) for prompt in prompts]
         together = await router.ask_all(prompts, seed=7, **sampling)

@@ -37,7 +37,7 @@ def install(folder: Path) -> None:
     (info / "entry_points.txt").write_text(f"[pdserve.logits_processors]\n{points}")
 
 
-REFUSED = [
+REFUSED: Any = [
     (
         [{"name": "nobody"}],
         {},

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -46,7 +47,7 @@ async def test_preemption_changes_no_answer(small: Cluster, model: Path) -> None
 async def test_seeded_sampling_survives_preemption(small: Cluster) -> None:
     """I5."""
     prompts = [prompt_of(50 + seed, 50 + seed) for seed in range(6)]
-    sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "max_tokens": 100}
+    sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "max_tokens": 100}
     async with InferenceClient(small.router.address) as router:
         before = small.load(small.services["decode"]).num_preemptions
         together = await router.ask_all(prompts, **sampling)

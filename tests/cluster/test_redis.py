@@ -122,13 +122,11 @@ async def test_redis_fails_in_every_way_and_no_request_does(
             await asyncio.to_thread(redis.do, "FLUSHALL")
             await load.answers(10)
             await eventually(lambda: len(published(redis)) == 4, "everything is published again")
-            for outages, (fault, mend) in enumerate(
-                [
-                    (lambda: redis.signal(signal.SIGSTOP), lambda: redis.signal(signal.SIGCONT)),
-                    (redis.kill, redis.start),
-                ],
-                start=1,
-            ):
+            faults: list[tuple[Callable[[], None], Callable[[], object]]] = [
+                (lambda: redis.signal(signal.SIGSTOP), lambda: redis.signal(signal.SIGCONT)),
+                (redis.kill, redis.start),
+            ]
+            for outages, (fault, mend) in enumerate(faults, start=1):
                 await asyncio.to_thread(fault)
                 await eventually(lambda times=outages: said("cannot be used (", times), "the outage is noticed")  # type: ignore[misc]
                 await load.answers(10)

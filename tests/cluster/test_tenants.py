@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -32,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster.check_logs()
 
 
-def cached_tokens(cluster: Cluster, name: str, path: str, prompt: str, **fields: object) -> int:
+def cached_tokens(cluster: Cluster, name: str, path: str, prompt: str, **fields: Any) -> int:
     headers = {"authorization": f"Bearer {KEYS[name]}"}
     url = f"http://{cluster.router.http}{path}"
     answer = httpx.post(url, json={**fields, "prompt": prompt}, headers=headers, timeout=60, trust_env=False)
@@ -42,7 +43,7 @@ def cached_tokens(cluster: Cluster, name: str, path: str, prompt: str, **fields:
 
 @pytest.mark.parametrize("salt", ["", "alice"])
 def test_cached_tokens_tell_nothing_of_another_tenants_prompt(cluster: Cluster, salt: str) -> None:
-    def asked(name: str, prompt: str, **fields: object) -> int:
+    def asked(name: str, prompt: str, **fields: Any) -> int:
         return cached_tokens(cluster, name, "/v1/completions", prompt, max_tokens=2, **fields)
 
     salted = {"cache_salt": salt} if salt else {}

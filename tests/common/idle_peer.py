@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
@@ -17,13 +18,18 @@ from pdserve.common.security.tls import TlsFile, load_identity
 METHOD = "/pdserve.test/idle"
 
 
+def call(channel: grpc.aio.Channel) -> Any:
+    made: Any = channel.unary_stream(METHOD)
+    return made(b"")
+
+
 class IdleHandler(grpc.GenericRpcHandler):
     """Sends one message, then nothing; `ended` is set when the call is over."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         async def stream(request: object, context: object) -> AsyncIterator[bytes]:
             try:
                 yield b"hello"
@@ -47,7 +53,7 @@ async def serve(*files: str) -> None:
 
 async def listen(port: str) -> None:
     async with make_channel(f"127.0.0.1:{port}") as channel:
-        async for _ in channel.unary_stream(METHOD)(b""):
+        async for _ in call(channel):
             print("heard", flush=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -21,7 +22,7 @@ class _Handlers(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         self.raised: BaseException = PdServeError()
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         async def unary(request: object, context: object) -> bytes:
             raise self.raised
 
@@ -29,7 +30,7 @@ class _Handlers(grpc.GenericRpcHandler):
             yield b"first"
             raise self.raised
 
-        make = {
+        make: Any = {
             "unary_unary": lambda: grpc.unary_unary_rpc_method_handler(unary),
             "stream_unary": lambda: grpc.stream_unary_rpc_method_handler(unary),
             "unary_stream": lambda: grpc.unary_stream_rpc_method_handler(stream),

@@ -53,7 +53,7 @@ async def test_i6_a_silent_server_ends_the_clients_stream_within_five_seconds(wi
     files = Authority(tmp_path / "ca").issue()
     told, tls = (files.settings().values(), files.identity().client) if with_tls else ((), None)
     async with peer("server", *told) as process, make_channel(f"127.0.0.1:{await line(process)}", tls) as channel:
-        call = channel.unary_stream(idle_peer.METHOD)(b"")
+        call = idle_peer.call(channel)
         assert await call.read() == b"hello"
         process.send_signal(signal.SIGSTOP)
         stopped = time.monotonic()
@@ -80,7 +80,7 @@ async def test_i6_a_silent_client_ends_the_servers_handler_within_five_seconds()
 
 async def test_a_peer_that_is_suspended_for_a_moment_keeps_its_stream() -> None:
     async with peer("server") as process, make_channel(f"127.0.0.1:{await line(process)}") as channel:
-        call = channel.unary_stream(idle_peer.METHOD)(b"")
+        call = idle_peer.call(channel)
         assert await call.read() == b"hello"
         reading = asyncio.ensure_future(call.read())
         await asyncio.sleep(1.2)  # the next ping falls into the suspension
@@ -96,7 +96,7 @@ async def test_a_peer_that_is_suspended_for_a_moment_keeps_its_stream() -> None:
 
 async def test_healthy_streams_may_idle_for_longer_than_any_timeout() -> None:
     async with peer("server") as process, make_channel(f"127.0.0.1:{await line(process)}") as channel:
-        call = channel.unary_stream(idle_peer.METHOD)(b"")
+        call = idle_peer.call(channel)
         assert await call.read() == b"hello"
         done, _ = await asyncio.wait({asyncio.ensure_future(call.read())}, timeout=8.5)
         assert not done

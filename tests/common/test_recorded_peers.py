@@ -19,7 +19,7 @@ from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
 from tests.support.record_peer import BLOCK_SIZE, FOLDER, KEY, NAMESPACE, NOW_S, WORKER, nonce
 
 METHODS = {one.path: one for one in (ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION)}
-EVENTS = {
+EVENTS: dict[str, Any] = {
     "WatchEvent": worker_pb2.WatchEvent,
     "PrefillEvent": prefill_pb2.PrefillEvent,
     "DecodeEvent": decode_pb2.DecodeEvent,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -41,7 +43,7 @@ RECORD = WorkerRecord(
 SIGNER = RecordSigner(DeploymentKey(b"0123456789abcdef"), "test")
 
 
-def stored(record: WorkerRecord, **changed: object) -> list[object]:
+def stored(record: WorkerRecord, **changed: Any) -> list[object]:
     """As HMGET answers."""
     values = {name: str(value).encode() for name, value in record.fields().items()} | changed
     return [values[name] for name in RECORD_FIELDS]
@@ -133,7 +135,7 @@ def test_keys_share_one_slot_of_a_cluster() -> None:
     ]  # fmt: skip
 
 
-def entry(numbered: NumberedChange, **changed: object) -> dict[bytes, object]:
+def entry(numbered: NumberedChange, **changed: Any) -> dict[bytes, object]:
     fields = {name.encode(): value for name, value in (numbered.fields() | changed).items()}
     return {name: str(value).encode() if isinstance(value, int) else value for name, value in fields.items()}
 
@@ -173,7 +175,8 @@ def test_ids_of_entries_and_hashes() -> None:
     for value in (b"$", b"1-2-3", None):
         with pytest.raises(InvalidRequest):
             read_entry_id(value)
-    for value in (b"", b"h" * 7, b"h" * 16, "h" * 8, None):
+    no_hashes: tuple[Any, ...] = (b"", b"h" * 7, b"h" * 16, "h" * 8, None)
+    for value in no_hashes:
         with pytest.raises(InvalidRequest):
             read_hash(value)
 

@@ -198,6 +198,7 @@ def test_spans_with_events_status_and_the_callers_trace() -> None:
     assert counts.exported == 3
     work, attempt, request = kept.spans
     assert {f"{span.context.trace_id:032x}" for span in kept.spans} == {"0af7651916cd43dd8448eb211c80319c"}
+    assert work.parent and attempt.parent and request.parent  # noqa: PT018
     assert f"{request.parent.span_id:016x}" == "b7ad6b7169203331"
     assert (work.parent.span_id, attempt.parent.span_id) == (attempt.context.span_id, request.context.span_id)
     assert (work.start_time, work.end_time, work.events[0].timestamp) == (1200, 1300, 1250)

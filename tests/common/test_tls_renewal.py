@@ -206,7 +206,7 @@ async def test_links_that_change_their_target_are_new_files(
 
 
 class _Echo(grpc.GenericRpcHandler):
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
         async def echo(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
             async for request in requests:
                 yield request
@@ -289,7 +289,7 @@ async def test_a_grpc_server_shows_the_new_certificate(files: Files, authority: 
 async def test_closing_a_renewed_channel_ends_every_generation(files: Files, authority: Authority) -> None:
     async with renewing(files) as (identity, _), served(identity.server) as port:
         channel = make_channel(f"{HOST}:{port}", identity.client)
-        calls = []
+        calls: list[Any] = []
         for _ in range(3):
             calls.append(channel.stream_stream("/x/echo")())
             assert await echoed(calls[-1], b"x") == b"x"

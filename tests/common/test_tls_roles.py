@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.common.errors import ConfigError, PermissionDenied
 from pdserve.common.net.rpc import abort_with, bind, from_rpc_error, make_channel, make_server
 from pdserve.common.security.role_guard import CALLERS, CallerRoles, RoleGuard
+from pdserve.common.security.tls import ClientTls
 from pdserve.common.security.tls_roles import PeerRoles, RoleName, ServiceRole, role_names
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
@@ -103,7 +104,7 @@ def test_a_certificate_for_one_worker_is_no_others(authority: Authority) -> None
 
 
 class _EveryMethod(grpc.GenericRpcHandler):
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         async def unary(request: bytes, context: Any) -> bytes:
             return b"let in"
 
@@ -122,9 +123,11 @@ async def ask(address: str, method: str, tls: Any) -> str:
     async with make_channel(address, tls) as channel:
         try:
             if method.endswith("/Attach"):
-                call = channel.stream_stream(method)(iter([b"x"]))
-                return (await call.read()).decode()
-            answer: bytes = await channel.unary_unary(method)(b"x", timeout=10)
+                attach: Any = channel.stream_stream(method)
+                first: bytes = await attach(iter([b"x"])).read()
+                return first.decode()
+            ask_once: Any = channel.unary_unary(method)
+            answer: bytes = await ask_once(b"x", timeout=10)
             return answer.decode()
         except grpc.aio.AioRpcError as error:
             refused = from_rpc_error(error)
@@ -151,7 +154,7 @@ class Served:
 
 
 async def test_each_method_is_called_by_its_role_alone(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
-    callers = {role: authority.issue(uris=[role_uri(role)]).identity().client for role in ROLES}
+    callers: dict[str, ClientTls] = {role: authority.issue(uris=[role_uri(role)]).identity().client for role in ROLES}
     callers["none"] = authority.issue(uris=[]).identity().client
     callers["another domain's"] = (
         authority.issue(uris=[role_uri(role, None, "elsewhere.example") for role in ROLES]).identity().client
@@ -164,8 +167,8 @@ async def test_each_method_is_called_by_its_role_alone(authority: Authority, cap
                     assert heard == "let in", (method, caller)
                 else:
                     assert f"its certificate has no role spiffe://pdserve.internal/pdserve/{role}" in heard
-        for caller in callers.values():
-            assert "no role" in await ask(served.address, "/pdserve.v1.InferenceService/GetModel", caller)
+        for tls in callers.values():
+            assert "no role" in await ask(served.address, "/pdserve.v1.InferenceService/GetModel", tls)
     assert "127.0.0.1 called /pdserve.v1.KvSourceService/Attach and was refused" in caplog.text
     assert len(caplog.records) == len(METHODS) + 1, "once for each method"
 

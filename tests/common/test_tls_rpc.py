@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -15,7 +16,7 @@ from tests.support.tls_authority import Authority
 
 
 class _Answers(grpc.GenericRpcHandler):
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
         async def answer(request: bytes, context: object) -> bytes:
             return b"heard " + request
 
@@ -35,7 +36,8 @@ async def served(tls: ServerTls | None) -> AsyncIterator[str]:
 
 async def ask(address: str, tls: ClientTls | None) -> bytes:
     async with make_channel(address, tls) as channel:
-        answer: bytes = await channel.unary_unary("/pdserve.test/ask")(b"it", timeout=10)
+        call: Any = channel.unary_unary("/pdserve.test/ask")
+        answer: bytes = await call(b"it", timeout=10)
         return answer
 
 

@@ -23,8 +23,8 @@ from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSetti
 from pdserve.kv_transfer.make_connectors import make_connectors
 from tests.support.tls_authority import Authority, IssuedFiles
 
-PAST = {"not_before": datetime(2020, 1, 1, tzinfo=UTC), "not_after": datetime(2021, 1, 1, tzinfo=UTC)}
-FUTURE = {"not_before": datetime(2900, 1, 1, tzinfo=UTC), "not_after": datetime(2901, 1, 1, tzinfo=UTC)}
+PAST: dict[str, Any] = {"not_before": datetime(2020, 1, 1, tzinfo=UTC), "not_after": datetime(2021, 1, 1, tzinfo=UTC)}
+FUTURE: dict[str, Any] = {"not_before": datetime(2900, 1, 1, tzinfo=UTC), "not_after": datetime(2901, 1, 1, tzinfo=UTC)}
 KINDS = pytest.mark.parametrize("kind", [RouterSettings, PrefillSettings, DecodeSettings])
 
 
@@ -136,7 +136,7 @@ def test_a_key_of_another_certificate(authority: Authority) -> None:
 @KINDS
 @pytest.mark.parametrize(("dates", "words"), [(PAST, "has expired"), (FUTURE, "not yet valid")])
 def test_a_certificate_out_of_date(
-    kind: type[ServiceSettings], dates: dict[str, datetime], words: str, authority: Authority
+    kind: type[ServiceSettings], dates: dict[str, Any], words: str, authority: Authority
 ) -> None:
     files = authority.issue(**dates)
     with pytest.raises(ConfigError, match=f"tls_cert_file {files.cert}: .*{words}"):

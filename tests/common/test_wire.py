@@ -198,6 +198,11 @@ def test_prepared_requests_come_back_but_for_the_moment_of_their_deadline(reques
     assert 0 < back.remaining_s <= 86_400
 
 
+def replace_field(message: Any, field: str, value: object) -> None:
+    message.ClearField(field)
+    message.MergeFrom(type(message)(**{field: value}))
+
+
 def good_message() -> request_pb2.PreparedRequest:
     return request_pb2.PreparedRequest(
         request_id="r",
@@ -230,9 +235,7 @@ def good_message() -> request_pb2.PreparedRequest:
 def test_a_prepared_request_that_does_not_fit_together_is_refused(field: str, value: object, named: str) -> None:
     message = good_message()
     prepared_from_wire(message, HASHER, 12)
-    message.ClearField(field)
-    part = request_pb2.PreparedRequest(**{field: value})
-    message.MergeFrom(part)
+    replace_field(message, field, value)
     with pytest.raises(InvalidRequest, match=named):
         prepared_from_wire(message, HASHER, 12)
 
@@ -250,8 +253,7 @@ def test_a_prepared_request_that_does_not_fit_together_is_refused(field: str, va
 )
 def test_a_digest_that_is_not_that_of_the_tokens_is_refused(field: str, value: object) -> None:
     message = good_message()
-    message.ClearField(field)
-    message.MergeFrom(request_pb2.PreparedRequest(**{field: value}))
+    replace_field(message, field, value)
     with pytest.raises(DigestMismatch):
         prepared_from_wire(message, HASHER, 12)
 
@@ -338,7 +340,7 @@ def test_a_block_is_one_run_of_bytes() -> None:
 def test_finish_reasons_come_back_and_unknown_ones_are_errors() -> None:
     for reason in (None, *FinishReason):
         assert finish_reason_from_wire(finish_reason_to_wire(reason)) is reason
-    assert finish_reason_from_wire(99) is FinishReason.ERROR
+    assert finish_reason_from_wire(99) is FinishReason.ERROR  # type: ignore[arg-type]
 
 
 def test_moments_travel_as_wall_clock() -> None:

@@ -42,7 +42,7 @@ def engine(
     request: pytest.FixtureRequest, make_real_engine: Callable[..., Harness], tiny_checkpoints: Callable[..., Path]
 ) -> Harness:
     harness = make_real_engine(tiny_checkpoints("llama"), max_num_batched_tokens=64)
-    harness.core.executor.runner._model = BadToken(harness.core.executor.runner._model, request.param)
+    harness.runner._model = BadToken(harness.runner._model, request.param)
     return harness
 
 

@@ -42,7 +42,9 @@ def kept(logits: NDArray[np.float32], asked: Cut) -> list[list[int]]:
 
 def check(logits: NDArray[np.float32], **fields: Any) -> None:
     answers = kept(logits, cut(len(logits), logits.shape[1], **fields))
-    asked = {name: float(np.float32(value)) if name != "top_k" else value for name, value in fields.items()}
+    asked: dict[str, Any] = {
+        name: float(np.float32(value)) if name != "top_k" else value for name, value in fields.items()
+    }
     for row, answer in zip(logits.astype(np.float64).tolist(), answers, strict=True):
         expected, margin = sampling_reference.kept(row, sampling_reference.Params(**asked))
         assert answer == sorted(expected) or margin < NEAR, (fields, margin, len(answer), len(expected))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,9 @@ def test_its_stage_lies_between_token_rules_and_penalties(make_engine: MakeEngin
     # log-probabilities are those of the model
     told = ask(engine, asks("only", token=9), logprobs=0, max_tokens=1).logprobs
     assert told is not None
-    assert told.logprobs[0][0] == pytest.approx(ask(engine, logit_bias={9: 100.0}, logprobs=0).logprobs.logprobs[0][0])
+    usual = ask(engine, logit_bias={9: 100.0}, logprobs=0).logprobs
+    assert usual is not None
+    assert told.logprobs[0][0] == pytest.approx(usual.logprobs[0][0])
 
 
 def test_where_it_leaves_no_token_the_request_says_so(make_engine: MakeEngine) -> None:
@@ -199,7 +202,7 @@ def test_an_engine_without_any(make_engine: MakeEngine) -> None:
 
 
 @pytest.fixture
-def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     sys.modules.pop("plugin_of_a_test", None)

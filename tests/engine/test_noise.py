@@ -56,9 +56,9 @@ def test_leads_are_the_first_byte_of_each_tokens_noise(vocab_size: int) -> None:
     assert every.shape == (3, vocab_size)
     token_ids = np.unique(np.random.default_rng(2).integers(0, vocab_size, 200))
     for row in range(3):
-        of_row = [np.full(len(token_ids), values[row]) for values in (seeds, indexes, positions)]
-        whole = gumbel(*of_row, token_ids)
-        np.testing.assert_array_equal(gumbel_of_leads(every[row, token_ids], *of_row, token_ids), whole)
+        seed, index, position = (np.full(len(token_ids), values[row]) for values in (seeds, indexes, positions))
+        whole = gumbel(seed, index, position, token_ids)
+        np.testing.assert_array_equal(gumbel_of_leads(every[row, token_ids], seed, index, position, token_ids), whole)
         v, lead = uniform(whole), every[row, token_ids].astype(np.float64)
         assert ((lead / 256 <= v * (1 + 1e-6)) & (v * (1 - 1e-6) <= (lead + 1) / 256)).all()
     alone = leads(seeds[1:2], indexes[1:2], positions[1:2], vocab_size, Scratch())
@@ -97,7 +97,7 @@ def test_a_tokens_noise_does_not_depend_on_its_place_in_the_array() -> None:
 @pytest.mark.parametrize("name", COORDINATES)
 def test_noise_is_uniform_along_every_coordinate_and_its_neighbours_are_independent(name: str) -> None:
     count = 100_000
-    spread = uniform(noise(count, **{"seed": 7, "position": 3, name: np.arange(count)}))
+    spread = uniform(noise(count, **({"seed": 7, "position": 3} | {name: np.arange(count)})))
     counts = np.bincount((spread * 50).astype(int), minlength=50)
     assert ((counts - 2000) ** 2 / 2000).sum() < 112  # 99.9999 % of 49 degrees of freedom
     for distance in (1, 2, 15, 16, 17, 256):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.engine.kv_cache.block_pool import BlockPool, PinTracker, PoolCorrupt
+from pdserve.engine.kv_cache.block_pool import BlockPool, KVCacheBlock, PinnedBlocks, PinTracker, PoolCorrupt
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 
 
@@ -100,8 +100,8 @@ def test_the_ledger_counts_holds_and_quarantine_block_by_block() -> None:
 @given(st.data())
 def test_i2_free_cached_and_in_use_add_up_whatever_happens(data: st.DataObject) -> None:
     pool = BlockPool(8)
-    users: list[list] = []
-    holds: list = []
+    users: list[list[KVCacheBlock]] = []
+    holds: list[PinnedBlocks] = []
     told: set[bytes] = set()
     for number in range(data.draw(st.integers(1, 40))):
         action = data.draw(

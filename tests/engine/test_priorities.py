@@ -150,7 +150,7 @@ def test_a_transfer_that_gives_way_in_the_step_in_which_it_came_leaves_no_trace(
     last = engine.add([5])
     engine.run()
     # the runner hears of who has left with the next step
-    batch = engine.core.executor.runner.batch
+    batch = engine.runner.batch
     assert list(batch.rows) == [last]
     assert len(batch._free_rows) == engine.config.max_num_seqs - 1
 

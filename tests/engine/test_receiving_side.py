@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def write(engine: Harness, room: ReceiveInto, prompt: list[int]) -> None:
             engine.kv_cache[block, place] = (start + place) * 1024 + token
 
 
-def park(engine: Harness, request_id: str = "a", prompt: list[int] = PROMPT, **fields: object) -> ReceiveInto:
+def park(engine: Harness, request_id: str = "a", prompt: list[int] = PROMPT, **fields: Any) -> ReceiveInto:
     engine.add(prompt, request_id, remote_prefill=True, **fields)
     engine.step()
     return receive_into(engine)
@@ -70,7 +71,7 @@ def test_it_runs_only_when_all_three_are_there_in_any_order(make_engine: MakeEng
     engine = make_engine()
     room = park(engine)
     write(engine, room, PROMPT)
-    events = {
+    events: dict[str, Landed | SourceFinished | HoldReturned] = {
         "landed": Landed("a", 6),
         "finished": SourceFinished("a", 22, (FIRST,)),
         "returned": HoldReturned("a", room.hold),
@@ -203,8 +204,8 @@ def test_i9_events_that_come_late_twice_or_for_nobody_are_dropped_and_counted(ma
         engine.core.apply(event)
     assert engine.scheduler.num_dropped_events == 3
     engine.add(PROMPT, "a", remote_prefill=True)
-    for event in (Landed("a", 1), SourceFinished("a", 22, (FIRST,)), Want("a", 0)):
-        engine.core.apply(event)
+    for late in (Landed("a", 1), SourceFinished("a", 22, (FIRST,)), Want("a", 0)):
+        engine.core.apply(late)
     assert engine.scheduler.num_dropped_events == 6
     engine.step()
     room = receive_into(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,9 @@ TABLE = {
 ENDS = {S.FINISHED_STOPPED, S.FINISHED_LENGTH_CAPPED, S.FINISHED_ABORTED, S.FINISHED_ERROR}
 
 
-def make_request(**fields: object) -> Request:
-    fields = {"request_id": "a", "prompt_token_ids": [1, 2, 3], "sampling_params": SamplingParams()} | fields
-    return Request(EngineCoreRequest(**fields))
+def make_request(**fields: Any) -> Request:
+    given = {"request_id": "a", "prompt_token_ids": [1, 2, 3], "sampling_params": SamplingParams(), **fields}
+    return Request(EngineCoreRequest(**given))
 
 
 @pytest.mark.parametrize(("before", "after"), [*itertools.product(RequestStatus, RequestStatus)])

@@ -220,7 +220,9 @@ def test_tokens_are_the_references(fields: dict[str, Any], temperature: float) -
     asked = metadata(150, temperature=temperature, **({"top_k": 90} | fields))
     asked.seeds[:], asked.indexes[:] = random.integers(-(2**63), 2**63 - 1, 150), np.arange(150) % 4
     sampled = Sampler()(torch.from_numpy(logits.copy()), asked).sampled_token_ids
-    rounded = {name: float(np.float32(value)) if name != "top_k" else value for name, value in fields.items()}
+    rounded: dict[str, Any] = {
+        name: float(np.float32(value)) if name != "top_k" else value for name, value in fields.items()
+    }
     params = sampling_reference.Params(temperature=float(np.float32(temperature)), **rounded)
     for row in range(150):
         coordinates = (int(asked.seeds[row]), int(asked.indexes[row]), int(asked.positions[row]))

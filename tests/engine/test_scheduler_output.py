@@ -48,7 +48,7 @@ class EncodingExecutor:
 
 
 def _copied(value: Any, kind: type) -> Any:
-    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind)
+    copy: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind)
     assert copy == value
     return copy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ PROMPT = list(range(10, 21))
 INPUTS = [[40, 41, 42], [50], list(range(22))]
 
 
-def turn(engine: Harness, prompt: list[int], *, name: str = "s", **params: object) -> Answer:
+def turn(engine: Harness, prompt: list[int], *, name: str = "s", **params: Any) -> Answer:
     """One turn to its end; the session is opened with the first."""
     count = len(engine.turns.get(name, []))
     if name in engine.scheduler.requests:
@@ -163,15 +164,17 @@ def test_a_session_ends_with_an_error_at_the_models_length(make_engine: MakeEngi
 
 def test_the_engine_refuses_a_wrong_turn_by_name(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    for prompt, params, field in (
+    wrong: list[tuple[list[int], dict[str, Any], str]] = [
         ([], {}, "prompt_token_ids"),
         ([64], {}, "prompt_token_ids"),
         ([1], {"top_p": 0.0}, "top_p"),
-    ):
+    ]
+    for prompt, params, field in wrong:
         update = StreamingUpdate(request_id="s", prompt_token_ids=prompt, sampling_params=SamplingParams(**params))
         with pytest.raises(InvalidRequest, match=field):
             engine.core.verify_update(update)
-    for fields in ({"remote_prefill": True}, {"transfer_source": True}):
+    transfers: list[dict[str, Any]] = [{"remote_prefill": True}, {"transfer_source": True}]
+    for fields in transfers:
         with pytest.raises(InvalidRequest, match="resumable"):
             engine.request([1], resumable=True, **fields)
 

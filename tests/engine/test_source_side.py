@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Revoke, Settled, Want
 from tests.support.engine_harness import Harness, MakeEngine
 from tests.support.hash_model import greedy_answer
@@ -15,15 +14,14 @@ PROMPT = list(range(22))
 
 def settled(engine: Harness) -> list[tuple[str, int, tuple[int, ...]]]:
     messages = engine.outbox.take()
-    assert all(isinstance(message, Settled) for message in messages)
-    for message in messages:
-        engine.holds = [*getattr(engine, "holds", []), message.hold]
-    return [(message.request_id, message.first_index, message.hold.block_ids) for message in messages]
+    published = [message for message in messages if isinstance(message, Settled)]
+    assert published == messages
+    engine.holds += [message.hold for message in published]
+    return [(message.request_id, message.first_index, message.hold.block_ids) for message in published]
 
 
 def give_back(engine: Harness) -> None:
-    holds: list[PinnedBlocks] = getattr(engine, "holds", [])
-    for hold in holds:
+    for hold in engine.holds:
         engine.core.apply(HoldReturned("whoever", hold))
     engine.holds = []
 

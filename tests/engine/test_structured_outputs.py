@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -537,7 +538,7 @@ def test_threads_compile_and_wake(folder: Path, compiler: GrammarCompiler) -> No
 
     for wanted in (False, True):
         params = StructuredOutputsParams(choice=["yes"])
-        compiler.submit(GrammarJob(params, (EOS,), (), lambda wanted=wanted: wanted, lambda: None, deliver))
+        compiler.submit(GrammarJob(params, (EOS,), (), partial(bool, wanted), lambda: None, deliver))
     assert arrived.wait(30)
     assert len(got) == 1
     assert not got[0].has_ended

@@ -17,7 +17,8 @@ from tests.support.late_grammars import EOS, Form, InstantCompiler, LateCompiler
 COUNT = 14
 EVEN, ODD, ALL = tuple(range(0, 60, 2)), tuple(range(1, 60, 2)), tuple(range(60))
 FORMS = [Form(EVEN, ODD, 1, 9), Form(EVEN[:9], ALL, 4, 4), Form((7,), ODD, 2, 5)]
-GREEDY, SAMPLED = {"temperature": 0.0, "seed": 11}, {"temperature": 1.0, "seed": 11}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "seed": 11}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
 
 
 def asked(form: Form, params: dict[str, Any]) -> dict[str, Any]:

@@ -28,8 +28,8 @@ def drawn_with_all_noise(kept: KeptRows, noise: NoiseRows) -> NDArray[np.int64]:
     num_rows, vocab_size = kept.logits.shape
     token_ids, winners = np.arange(vocab_size), []
     for row in range(num_rows):
-        of_row = [np.full(vocab_size, values[row]) for values in (noise.seeds, noise.indexes, noise.positions)]
-        sums = kept.scaled(np.full(vocab_size, row), token_ids) + gumbel(*of_row, token_ids)
+        seed, index, position = (np.full(vocab_size, of[row]) for of in (noise.seeds, noise.indexes, noise.positions))
+        sums = kept.scaled(np.full(vocab_size, row), token_ids) + gumbel(seed, index, position, token_ids)
         sums[~kept.border.keeps(kept.logits[row], np.full(vocab_size, row), token_ids)] = -np.inf
         winners.append(int(sums.argmax()))
     return np.array(winners)

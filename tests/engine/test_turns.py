@@ -103,6 +103,7 @@ def test_a_local_request_is_not_starved_by_wanted_transfers(make_engine: MakeEng
     assert engine.answers["local"].token_ids == greedy_answer([5] * 6, 1)
     engine.run()
     for message in engine.outbox.take():
+        assert isinstance(message, Settled)
         engine.core.apply(HoldReturned(message.request_id, message.hold))
 
 

@@ -22,9 +22,9 @@ def install(share: float) -> None:
         else:
             real(transfer, first_index, block_ids, digests)
 
-    SourceTransfer.settled = settled  # type: ignore[method-assign]
+    SourceTransfer.settled = settled  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":
     install(float(sys.argv.pop(1)))
-    sys.exit(main())
+    main()

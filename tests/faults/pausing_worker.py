@@ -124,4 +124,4 @@ def _computes(request: Request | None) -> bool:
 
 if __name__ == "__main__":
     install(Pauses(Path(sys.argv.pop(1))))
-    sys.exit(main())
+    main()

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def _start(cluster: Cluster, model: Path, *router: str, workers: Sequence[str] =
     }
     for service in (*started["prefill"], *started["decode"]):
         cluster.wait_for_worker(service)
-    addresses = {role: [service.address for service in services] for role, services in started.items()}
+    addresses: dict[str, Any] = {role: [service.address for service in services] for role, services in started.items()}
     cluster.start_router("--model", str(model), *router, **addresses)
 
 

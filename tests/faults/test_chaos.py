@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ async def test_i4_faults_at_random_moments_change_no_answer(
     model = str(tiny_checkpoints("llama", num_hidden_layers=4))
     draw = random.Random(seed)
     with running_cluster(tmp_path) as cluster:
-        addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
+        addresses: dict[str, Any] = {"prefill": [], "decode": []}
         for name in WORKERS:
             flags = ("--model", model, *FLAGS, "--set", f"connector={connector}", *PIECES.get(name, ()))
             addresses[role_of(name)].append(cluster.start_worker(role_of(name), *flags, name=name).address)

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ class World:
         """(worker, who calls on it): `router`, `peers`, or `readers` of its blocks."""
 
     async def start(self, stack: AsyncExitStack, model: str, connector: str, placement: Sequence[str]) -> None:
-        addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
+        addresses: dict[str, Any] = {"prefill": [], "decode": []}
         for name in self.workers:
             port, data_port = free_ports(2, (WORKER_HOST, PEERS_HOST, ROUTER_HOST), self._draw)
             for who, host, at in (
@@ -61,8 +62,7 @@ class World:
             worker = await asyncio.to_thread(self._cluster.start_worker, role_of(name), *flags, name=name, port=port)
             worker.address = f"{WORKER_HOST}:{port}"  # what the test itself asks does not go over a link
             addresses[role_of(name)].append(f"{ROUTER_HOST}:{port}")
-        flags = ("--model", model, *placement)
-        await asyncio.to_thread(lambda: self._cluster.start_router(*flags, **addresses))
+        await asyncio.to_thread(lambda: self._cluster.start_router("--model", model, *placement, **addresses))
 
     async def hurt(self, load: Load) -> None:
         """One fault, until all that it may have met is answered."""

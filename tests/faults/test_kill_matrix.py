@@ -123,7 +123,7 @@ def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("pauses")
     with running_cluster(tmp_path_factory.mktemp("logs"), (*PAUSING, str(folder))) as cluster:
         common = ("--model", str(model), *FLAGS)
-        addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
+        addresses: dict[str, Any] = {"prefill": [], "decode": []}
         places = (("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 2))
         for worker in [cluster.launch_worker(role, *common, name=f"{role}-{number}") for role, number in places]:
             cluster.wait_for_worker(worker)

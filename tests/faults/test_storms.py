@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -95,7 +96,7 @@ async def test_replacing_every_worker_under_load_loses_nothing(
                 await asyncio.to_thread(cluster.restart, name)
                 while num_answers < before + 2 * len(prompts):  # it serves on, with the new one
                     done = [task for task in load if task.done()]
-                    assert not done, await done[0]
+                    assert not done, done[0].exception()
                     await asyncio.sleep(0.02)
             over = True
             await asyncio.gather(*load)
@@ -131,7 +132,7 @@ async def test_a_killed_router_leaves_both_workers_whole(tiny_checkpoints: Calla
 
 def _start(cluster: Cluster, model: Path, flags: tuple[str, ...]) -> None:
     """Two workers of each role and a router."""
-    addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
+    addresses: dict[str, Any] = {"prefill": [], "decode": []}
     for role in ("prefill", "decode"):
         for number in (1, 2):
             worker = cluster.start_worker(role, "--model", str(model), *FLAGS, *flags, name=f"{role}-{number}")

@@ -19,7 +19,7 @@ from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSetti
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-SETTINGS = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
+SETTINGS: dict[str, type[Any]] = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
 OURS = {
     name: service for name, service in COMPOSE["services"].items() if "PDSERVE_HOST" in service.get("environment", {})
 }

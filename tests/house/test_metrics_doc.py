@@ -38,7 +38,7 @@ def described(heading: str) -> dict[str, tuple[str, tuple[str, ...], str]]:
 
 def offered(registry: CollectorRegistry) -> dict[str, tuple[str, tuple[str, ...], str]]:
     """The same, from a registry whose metrics have no values yet."""
-    found = {}
+    found: dict[str, tuple[str, tuple[str, ...], str]] = {}
     for collector in list(registry._collector_to_names):
         if isinstance(collector, MetricWrapperBase):
             found |= {

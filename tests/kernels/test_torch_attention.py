@@ -113,7 +113,7 @@ def test_specs_share_the_part_of_a_step_that_is_the_same(monkeypatch: pytest.Mon
     ids=str,
 )
 def test_specs_that_no_layer_can_have(options: dict[str, int]) -> None:
-    fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "scale": 1.0}
+    fields: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "scale": 1.0}
     assert AttentionSpec(**fields) == AttentionSpec(**fields)
     with pytest.raises(ValueError, match=next(iter(options))):
         AttentionSpec(**(fields | options))

@@ -16,7 +16,13 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.llm import LLM, AsyncLLM
 from tests.support.oracle import Oracle
 
-TINY = {"dtype": "float32", "block_size": 4, "num_blocks": 128, "max_model_len": 256, "max_num_batched_tokens": 64}
+TINY: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 4,
+    "num_blocks": 128,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 64,
+}
 """Chunks, many blocks a prompt, and no preemption unless a test takes a smaller pool."""
 
 
@@ -64,7 +70,7 @@ class CheckedAsyncLLM(AsyncLLM):
                 raise TimeoutError("no step was allowed")
             return execute(*step)
 
-        self._core.executor.execute_model = when_allowed  # type: ignore[method-assign]
+        self._core.executor.execute_model = when_allowed  # type: ignore[assignment, method-assign]
 
     def watch_posts(self) -> asyncio.Event:
         """Set whenever something has been posted to the engine's thread."""

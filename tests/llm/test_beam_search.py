@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.llm import LLM, BeamSearchOutput, BeamSearchParams
+from pdserve.llm import LLM, BeamSearchOutput, BeamSearchParams, PromptType, TextPrompt
 from pdserve.llm.beam_search import BeamSearch
 from tests.support.llm_requests import TEXT, prompts_of
 from tests.support.oracle import NEAR_TIE, Oracle
@@ -114,7 +114,8 @@ def test_text_and_progress(llm: LLM) -> None:
         def close(self) -> None: ...
 
     params = BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True)
-    outputs = llm.beam_search([TEXT, {"prompt": TEXT, "cache_salt": "mine"}], params, use_tqdm=Bar)
+    prompts: list[PromptType] = [TEXT, TextPrompt(prompt=TEXT, cache_salt="mine")]
+    outputs = llm.beam_search(prompts, params, use_tqdm=Bar)
     assert [(bar.n, bar.total) for bar in bars] == [(2, 2)]
     tokenizer = llm.get_tokenizer()
     num_prompt = len(tokenizer.encode(TEXT, add_special_tokens=True))

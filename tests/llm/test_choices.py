@@ -8,11 +8,12 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.llm import LLM, AsyncLLM
+from pdserve.llm import LLM
+from tests.llm.conftest import CheckedAsyncLLM
 from tests.support.llm_requests import TEXT, greedy, prompts_of, sampled
 from tests.support.oracle import Oracle
 
-Running = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
+Running = Callable[..., AbstractAsyncContextManager[CheckedAsyncLLM]]
 
 
 def test_greedy_sequences_are_all_the_oracles_own(llm: LLM, oracle: Oracle) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pdserve.common.errors import Cancelled, InvalidRequest
-from pdserve.llm import LLM, AsyncLLM, EmbeddingRequestOutput, PoolingParams
+from pdserve.llm import LLM, EmbeddingRequestOutput, PoolingParams
+from tests.llm.conftest import CheckedAsyncLLM
 from tests.support.llm_requests import TEXT, greedy, prompts_of
 from tests.support.oracle import Oracle
 
@@ -72,7 +73,7 @@ def test_refusals(llm: LLM, prompts: Any, params: Any, message: str) -> None:
         llm.embed(prompts, params, use_tqdm=False)
 
 
-Running = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
+Running = Callable[..., AbstractAsyncContextManager[CheckedAsyncLLM]]
 
 
 async def test_beside_streams(running: Running, oracle: Oracle) -> None:

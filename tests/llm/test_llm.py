@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
-from pdserve.llm import LLM, NamedLogitsProcessor, RequestOutputKind
+from pdserve.llm import LLM, NamedLogitsProcessor, RequestOutputKind, TokensPrompt
 from tests.support.llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
 from tests.support.logits_plugins import installed
 from tests.support.oracle import Oracle
@@ -153,7 +153,9 @@ def test_without_parameters_each_kind_of_prompt_has_its_length(make_llm: Callabl
 def test_the_prefix_cache_stays_from_call_to_call_and_is_parted_by_salt(llm: LLM) -> None:
     [prompt] = prompts_of([41])
     cached = [
-        llm.generate({"prompt_token_ids": prompt, **salt}, greedy(), use_tqdm=False)[0].num_cached_tokens
+        llm.generate(cast(TokensPrompt, {"prompt_token_ids": prompt, **salt}), greedy(), use_tqdm=False)[
+            0
+        ].num_cached_tokens
         for salt in ({}, {}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"})
     ]
     assert cached == [0, 40, 0, 40, 0]
@@ -244,7 +246,7 @@ def test_metrics_say_when_what_happened(make_llm: Callable[..., LLM]) -> None:
     begun = time.time()
     answers = llm.generate(prompts_of([20, 25, 30]), greedy(max_tokens=20), use_tqdm=False)
     ended = time.time()
-    metrics = [answer.metrics for answer in answers if answer.metrics is not None]
+    metrics: list[Any] = [answer.metrics for answer in answers if answer.metrics is not None]
     assert len(metrics) == 3
     for of_one in metrics:
         moments = [
@@ -261,6 +263,7 @@ def test_metrics_say_when_what_happened(make_llm: Callable[..., LLM]) -> None:
         assert of_one.time_to_first_token >= of_one.time_in_queue >= 0
     waited = metrics[2]
     assert waited.first_scheduled_time >= min(of_one.finished_time for of_one in metrics[:2])
+    assert llm._core is not None
     assert sum(of_one.num_preemptions for of_one in metrics) == llm._core.scheduler.num_preemptions
 
 
@@ -270,7 +273,8 @@ def test_a_stop_string_ends_the_metrics_too(llm: LLM) -> None:
     stop = plain.outputs[0].text[2:4]
     [stopped] = llm.generate(prompt, greedy(max_tokens=12, stop=(stop,)), use_tqdm=False)
     assert stopped.outputs[0].finish_reason == "stop"
-    assert stopped.metrics.last_token_time <= stopped.metrics.finished_time
+    metrics: Any = stopped.metrics
+    assert metrics.last_token_time <= metrics.finished_time
 
 
 def test_tokens_without_text_and_every_output_kind(llm: LLM) -> None:

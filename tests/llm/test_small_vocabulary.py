@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest
-from pdserve.llm import LLM, BeamSearchParams, SamplingParams
+from pdserve.llm import LLM, BeamSearchParams, PromptType, SamplingParams, TextPrompt
 from tests.support.checkpoints import VOCAB_SIZE
 
 GOOD = "The miller"
@@ -45,9 +45,10 @@ def _refused(caught: pytest.ExceptionInfo[InvalidRequest], field: str) -> None:
 
 def test_every_call_of_llm_names_the_text(small_folder: Path, beyond: str) -> None:
     with LLM(small_folder, **OPTIONS) as llm:
+        second: list[PromptType] = [GOOD, TextPrompt(prompt=beyond)]
         calls: list[tuple[str, Callable[[], object]]] = [
             ("prompt", lambda: llm.generate(beyond, GREEDY, use_tqdm=False)),
-            ("prompt", lambda: llm.generate([GOOD, {"prompt": beyond}], GREEDY, use_tqdm=False)),
+            ("prompt", lambda: llm.generate(second, GREEDY, use_tqdm=False)),
             ("messages", lambda: llm.chat([{"role": "user", "content": beyond}], GREEDY, use_tqdm=False)),
             ("prompt", lambda: llm.embed([GOOD, beyond], use_tqdm=False)),
             ("prompt", lambda: llm.beam_search(beyond, BeamSearchParams(beam_width=2), use_tqdm=False)),

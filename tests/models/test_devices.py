@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.pooling_params import PoolingParams, PoolingType
 from pdserve.common.request.sampling_params import NamedLogitsProcessor
 from tests.support.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 from tests.support.engine_harness import Answer, Harness, harnesses, make_real_engine  # noqa: F401
@@ -20,7 +20,7 @@ from tests.support.logits_plugins import installed
 from tests.support.pretend_device import CUDA, DEVICE, PretendTensor, pretended_device, usable
 
 PROMPTS = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in (1, 15, 16, 17, 40, 100)]
-PARAMETERS = [
+PARAMETERS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8, "seed": 7, "top_p": 0.9, "min_p": 0.01},
     {"temperature": 1.2, "seed": 8, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.5},
@@ -64,8 +64,11 @@ def test_every_operation_of_a_step_stays_on_its_device(
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.finish_reason == theirs.finish_reason
-    for ours, theirs in zip(found[3].logprobs.logprobs, expected[3].logprobs.logprobs, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-4)
+    own, reference = found[3].logprobs, expected[3].logprobs
+    assert own is not None
+    assert reference is not None
+    for logprobs, others in zip(own.logprobs, reference.logprobs, strict=True):
+        assert logprobs == pytest.approx(others, abs=1e-4)
 
 
 def test_embeddings_and_plug_ins_stay_on_their_device(
@@ -79,9 +82,10 @@ def test_embeddings_and_plug_ins_stay_on_their_device(
         engine = make_real_engine(
             folder, processors=installed(), max_num_batched_tokens=48, num_blocks=40, max_model_len=180, **options
         )
+        types: list[PoolingType] = ["last", "mean"]
         ids = [
             engine.add(prompt, pooling_params=PoolingParams(pooling_type=pooling_type, dimensions=20))
-            for prompt, pooling_type in zip(PROMPTS, ("last", "mean") * 3, strict=True)
+            for prompt, pooling_type in zip(PROMPTS, types * 3, strict=True)
         ]
         for name, args in (("ban", {"tokens": [7, 9]}), ("only", {"token": 5}), ("broken", {"how": "nan", "at": 2})):
             asked = NamedLogitsProcessor(name=name, args=args)

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.config import config_fields
 from pdserve.models.config.family_fields import FAMILY_FIELDS
 from pdserve.models.loading import load_decoder
 from pdserve.models.registry import FAMILIES
-from tests.support.checkpoints import CONFIG_MAPPING, VOCAB_SIZE, edit_json, make_checkpoint, make_other_family
+from tests.support.checkpoints import VOCAB_SIZE, edit_json, make_checkpoint, make_other_family
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -125,10 +125,11 @@ async def test_what_another_worker_answers_is_not_taken_from_where_a_stranger_pa
 
     async def pass_on(requests: Any, context: Any) -> AsyncIterator[bytes]:
         async with make_channel(worker.address) as channel:
-            async for answer in channel.stream_stream(WATCH)(requests):
+            watch: Any = channel.stream_stream(WATCH)
+            async for answer in watch(requests):
                 yield answer
 
-    handlers = {"Watch": grpc.stream_stream_rpc_method_handler(pass_on)}
+    handlers: Any = {"Watch": grpc.stream_stream_rpc_method_handler(pass_on)}
     relay.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pdserve.v1.WorkerService", handlers),))
     assert bind(relay, "127.0.0.1", old.port) == old.port
     await relay.start()

@@ -36,7 +36,7 @@ def streamed(options: Any, told: str, param: str = "stream_options") -> tuple[st
     return COMPLETIONS, {"prompt": "x", "stream": True, "stream_options": options}, param, told
 
 
-HTTP = [
+HTTP: list[tuple[Any, ...]] = [
     ("/v1/completions", {"prompt": ""}, "prompt", "prompt is empty"),
     ("/v1/completions", {"prompt": []}, "prompt", "prompt is empty"),
     ("/v1/completions", {"prompt": [[]]}, "prompt", "prompt is empty"),
@@ -410,7 +410,7 @@ def embed(
     model: str = "",
     cache_salt: str = "",
     client_request_id: str = "",
-    **pooling: int,
+    **pooling: Any,
 ) -> Message:
     request = inference_pb2.EmbedRequest(
         model=model,

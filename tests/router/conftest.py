@@ -7,6 +7,7 @@ import contextlib
 import types
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import httpx
@@ -52,7 +53,7 @@ class Cluster:
         self.running: asyncio.Task[None] | None = None
         self.addresses = ("", "")
 
-    def worker(self, role: str, **options: object) -> FakeWorker:
+    def worker(self, role: str, **options: Any) -> FakeWorker:
         """A worker that is not started yet."""
         count = sum(worker.role == role for worker in self.workers)
         options.setdefault("worker_id", f"{role}{count}")
@@ -61,7 +62,7 @@ class Cluster:
         self.workers.append(worker)
         return worker
 
-    async def start(self, prefill: int = 1, decode: int = 1, *, wait: bool = True, **settings: object) -> Cluster:
+    async def start(self, prefill: int = 1, decode: int = 1, *, wait: bool = True, **settings: Any) -> Cluster:
         """Workers as many as these, beside those made before, and the router over all of them."""
         for role, count in (("prefill", prefill), ("decode", decode)):
             for _ in range(count):
@@ -91,16 +92,16 @@ class Cluster:
             )
         return self
 
-    async def complete(self, prompt: str = "hello", max_tokens: int = 5, **fields: object) -> httpx.Response:
+    async def complete(self, prompt: str = "hello", max_tokens: int = 5, **fields: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": max_tokens, **fields})
 
-    async def text(self, max_tokens: int = 5, **fields: object) -> str:
+    async def text(self, max_tokens: int = 5, **fields: Any) -> str:
         """What a completion says; it must succeed."""
         response = await self.complete(max_tokens=max_tokens, **fields)
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["text"]
 
-    async def streamed(self, after_first: Callable[[], None], path: str = "/v1/completions", **fields: object) -> str:
+    async def streamed(self, after_first: Callable[[], None], path: str = "/v1/completions", **fields: Any) -> str:
         """The events of a stream, as they came; `after_first` is called once the client has the first of them."""
         received = ""
         async with self.http.stream("POST", path, json={**fields, "stream": True}) as response:

@@ -7,9 +7,10 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 from tokenizers import Tokenizer as Backend
@@ -90,7 +91,7 @@ def outputs(
     )
 
 
-def decode_outputs(*args: object, **kwargs: object) -> decode_pb2.DecodeEvent:
+def decode_outputs(*args: Any, **kwargs: Any) -> decode_pb2.DecodeEvent:
     return decode_pb2.DecodeEvent(outputs=outputs(*args, **kwargs))
 
 
@@ -123,9 +124,9 @@ def needs_prefill(uncached: int = 100) -> decode_pb2.DecodeEvent:
 class Call:
     """One call that a worker was asked for."""
 
-    request: prefill_pb2.PrefillRequest | prefill_pb2.PoolingRequest | decode_pb2.DecodeRequest | None
-    """None for a session."""
-    turns: AsyncIterator[decode_pb2.DecodeTurn] | None = None
+    request: Any
+    """`PrefillRequest`, `PoolingRequest` or `DecodeRequest`; None for a session."""
+    turns: Any = None
     """Of a session."""
     seen: list[decode_pb2.DecodeTurn] = field(default_factory=list)
     """The turns that a session's script has read."""
@@ -134,7 +135,7 @@ class Call:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-Script = Callable[["FakeWorker", Call], AsyncIterator[object]]
+Script = Callable[["FakeWorker", Call], AsyncIterator[Any]]
 
 
 def sequences(prepared: request_pb2.PreparedRequest) -> list[int]:
@@ -142,7 +143,7 @@ def sequences(prepared: request_pb2.PreparedRequest) -> list[int]:
     return [prepared.resume.index] if prepared.HasField("resume") else list(range(prepared.sampling.n))
 
 
-async def prefill_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
+async def prefill_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
     yield PREFILL_ADMITTED
     prepared = call.request.request
     position = len(prepared.resume.output_token_ids)
@@ -157,7 +158,7 @@ async def prefill_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
         yield RELEASED
 
 
-async def decode_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
+async def decode_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
     yield ADMITTED
     remote = call.request.HasField("source")
     if remote:
@@ -172,7 +173,7 @@ async def decode_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
             yield decode_outputs(position, said(1, index + position), finish, index=index)
 
 
-async def session_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
+async def session_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
     async for turn in call.turns:
         call.seen.append(turn)
         sampling = (turn.open if turn.HasField("open") else turn.next).sampling
@@ -190,7 +191,7 @@ def embedding(prompt: list[int], pooling: request_pb2.PoolingParams) -> list[flo
     return [len(prompt) + (prompt[0] + place) / 16 for place in range(size)]
 
 
-async def embed_well(worker: FakeWorker, call: Call) -> AsyncIterator[object]:
+async def embed_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
     await asyncio.sleep(worker.step_s)
     prepared = call.request.request
     yield prefill_pb2.PoolingResponse(
@@ -284,7 +285,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
                 self._called.clear()
                 await self._called.wait()
 
-    def report(self, **load: object) -> None:
+    def report(self, **load: Any) -> None:
         """Say this in the watch, now."""
         for name, value in load.items():
             setattr(self.load, name, value)
@@ -360,7 +361,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.ended_sequences.put_nowait(request)
         return decode_pb2.EndSequencesResponse()
 
-    async def _play(self, call: Call, script: Script | None = None) -> AsyncIterator[object]:
+    async def _play(self, call: Call, script: Script | None = None) -> AsyncGenerator[Any]:
         self.calls.append(call)
         self._called.set()
         if script is None:
@@ -406,6 +407,6 @@ async def forever(worker: FakeWorker, call: Call) -> None:
     await asyncio.Event().wait()
 
 
-def first(text: str = TEXT[0], finish: str | None = None, **kwargs: object):
+def first(text: str = TEXT[0], finish: str | None = None, **kwargs: Any) -> Callable[[FakeWorker, Call], Any]:
     """A step: prefill has computed this request."""
     return lambda worker, call: computed(call.request, outputs(0, text, finish, **kwargs))

@@ -10,7 +10,7 @@ import pytest
 from pdserve.common.errors import Draining, InvalidRequest, Overloaded, WorkerLost
 from pdserve.common.settings.api_key_file import UNLIMITED, KeyLimits
 from pdserve.router.admission.admission import MAX_OVERTAKES, Admission
-from pdserve.router.admission.place import Capacity, Cost, Limits
+from pdserve.router.admission.place import Capacity, Cost, Limits, Place
 from pdserve.router.tenants.client import ANYBODY
 from pdserve.router.tenants.client import Client as Caller
 
@@ -49,7 +49,7 @@ class Client:
         """hopeless: set when a place would be of no use any more."""
         self._admission, self._priority, self._hopeless, self._caller = admission, priority, hopeless, client
         self._cost = Cost(num_blocks=blocks, num_places=places, num_tokens=tokens, max_tokens=max_tokens)
-        self.held = None
+        self.held: Place | None = None
         self.done, self.placed = asyncio.Event(), asyncio.Event()
         admission.enter(1, self._expel, client=client, num_sequences=places, timeout_s=timeout_s)
         self.task = asyncio.create_task(self._run())
@@ -65,6 +65,7 @@ class Client:
             await self.done.wait()
 
     async def _raise_when_no_worker(self) -> None:
+        assert self._hopeless is not None
         await self._hopeless.wait()
         raise WorkerLost("nobody is there")
 
@@ -112,7 +113,7 @@ async def test_places_go_by_order_of_arrival_and_the_rest_is_refused_at_once():
 async def test_places_go_by_priority_and_equals_by_arrival():
     door = admission(1, 9)
     clients = {name: Client(door, priority=int(name[1:])) for name in ("a0", "b5", "c-1", "d5", "e-1", "f2")}
-    order = []
+    order: list[str] = []
     while len(order) < len(clients):
         await turns()
         (placed,) = [name for name, client in clients.items() if client.placed.is_set() and name not in order]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -422,7 +422,7 @@ async def test_a_worker_that_dies_is_replaced(cluster, role, when):
 async def test_two_deaths_deny_a_prompt(cluster, monkeypatch):
     await cluster.start(prefill=0, decode=3)
     dying = []
-    admitted = asyncio.Queue()
+    admitted: asyncio.Queue[Any] = asyncio.Queue()
     on_decode = Attempt._on_decode
 
     def note(attempt, event):
@@ -532,7 +532,7 @@ async def test_late_and_repeated_events_change_nothing(cluster):
 class SilentCall:
     """A call that says nothing and notes when it is cancelled."""
 
-    opened: ClassVar[list] = []
+    opened: ClassVar[list[Any]] = []
 
     def __init__(self, *args, **kwargs):
         self.cancelled = False

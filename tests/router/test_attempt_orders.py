@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ class FedCall:
     """A call whose events are fed one by one."""
 
     def __init__(self, *args, **kwargs):
-        self.events = asyncio.Queue()
+        self.events: asyncio.Queue[Any] = asyncio.Queue()
         self.cancelled = False
         self.has_answered = False
         calls.append(self)
@@ -66,7 +67,7 @@ async def run(prefill, decode, prefill_turns, monkeypatch, relay=None):
     monkeypatch.setattr(attempt_module, "PrefillCall", FedCall)
     monkeypatch.setattr(attempt_module, "DecodeCall", FedCall)
     calls.clear()
-    relayed = []
+    relayed: list[int] = []
 
     def note(outputs):
         assert outputs.first_position == len(relayed)
@@ -111,6 +112,7 @@ async def test_prefill_failing_at_any_point_in_any_order(monkeypatch, cut, died)
             assert relayed == [10, 11, 12]
         else:
             assert isinstance(failure, AttemptFailed)
+            assert failure.blamed is not None
             assert failure.blamed.identity.role is WorkerRole.PREFILL
             assert (failure.died, failure.in_transfer) == (died, True)
 
@@ -122,6 +124,7 @@ async def test_decode_failing_at_any_point_in_any_order(monkeypatch, cut):
         relayed, state, failure = await run(PREFILL, decode, turns, monkeypatch)
         assert relayed == [10, 11, 12][: len(relayed)]
         assert state is AttemptState.FAILED
+        assert failure.blamed is not None
         assert failure.blamed.identity.role is WorkerRole.DECODE
         assert (failure.died, failure.in_transfer) == (True, False)
 
@@ -138,4 +141,5 @@ async def test_what_decode_says_wrong_is_blamed_on_it_whoever_comes_first(monkey
     for turns in combinations(range(len(PREFILL) + len(decode)), len(PREFILL)):
         _, state, failure = await run(PREFILL, decode, turns, monkeypatch, relay)
         assert (state, failure.error) == (AttemptState.FAILED, gap)
+        assert failure.blamed is not None
         assert failure.blamed.identity.role is WorkerRole.DECODE, turns

@@ -148,8 +148,8 @@ def test_lines_about_failures_are_bounded_and_what_is_left_out_is_counted(tmp_pa
 def test_a_disk_that_hangs_holds_nobody_up(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(audit_log, "MAX_WAITING_LINES", 10)
     audit = AuditLog(str(tmp_path / "audit.jsonl"), "m")
-    release = queue.Queue()
-    audit._handler.emit = lambda record: release.get()
+    release: queue.Queue[None] = queue.Queue()
+    monkeypatch.setattr(audit._handler, "emit", lambda record: release.get())
     with caplog.at_level(logging.ERROR):
         for number in range(100):
             audit.request(
@@ -201,7 +201,8 @@ async def test_counters_by_key_are_for_operators(cluster, tmp_path, monkeypatch)
     told = await metrics(**bearer("bob"))
     assert "pdserve_requests_total" in told
     assert "alice" not in told
-    for headers in ({}, bearer("nobody")):
+    nobody: tuple[dict[str, str], ...] = ({}, bearer("nobody"))
+    for headers in nobody:
         assert (await cluster.http.get("/metrics", headers=headers)).status_code == 401
     keys_file(tmp_path, bob="", ops='role = "operator"')
     async with asyncio.timeout(10):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -95,7 +97,7 @@ class Narrow:
     def __init__(self, places):
         self.places, self.busy, self.most, self.num_refused = places, 0, 0, 0
 
-    async def __call__(self, worker: FakeWorker, call: Call):
+    async def __call__(self, worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
         if self.busy >= self.places:
             self.num_refused += 1
             raise FULL
@@ -113,7 +115,7 @@ async def test_two_routers_that_each_fill_the_fleet_are_served_in_turn(cluster, 
     narrow = cluster.of("decode").script = Narrow(8)
     cluster.of("decode").step_s = 0.005
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    addresses = {role: (cluster.of(role).address,) for role in ("prefill", "decode")}
+    addresses: dict[str, Any] = {role: (cluster.of(role).address,) for role in ("prefill", "decode")}
     second = asyncio.create_task(
         run_router(
             RouterSettings(port=0, grpc_port=0, max_attempts=1, max_running_requests=8, **addresses),

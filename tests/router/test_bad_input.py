@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from pdserve.common.net.rpc import ERROR_CODE_KEY
@@ -49,7 +51,7 @@ async def quick(cluster):
 class Beside:
     """Two streams that get a token each time that something malformed has been refused."""
 
-    def __init__(self, cluster) -> None:
+    def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
         self._allowed: list[asyncio.Semaphore] = []
         self._heard = 0
@@ -101,7 +103,7 @@ async def beside(quick):
         yield streams
 
 
-def check(response, status: int, message: str, param: str | None = None) -> dict[str, str]:
+def check(response: httpx.Response, status: int, message: str, param: str | None = None) -> dict[str, str]:
     """An error in OpenAI's shape."""
     told = (str(response.request.url), response.request.content[:200], response.text)
     assert response.status_code == status, told
@@ -127,7 +129,7 @@ def test_there_are_enough_of_them_and_none_twice():
 async def test_over_http(quick, beside):
     for path, body, param, message, *status in bad_requests.HTTP:
         response = await quick.http.post(path, content=bad_requests.encoded(body))
-        error = check(response, *(status or [400]), message, param)
+        error = check(response, status[0] if status else 400, message, param)
         assert error["code"] in ("invalid_request", "prompt_too_long", "not_found")
         beside.go_on()
     # of several inputs a good one may have begun before a bad one was seen
@@ -197,7 +199,7 @@ async def test_kinds_of_body_that_are_understood(cluster, media_type):
     assert response.status_code == 200
 
 
-async def ask(stub, request) -> None:
+async def ask(stub: Any, request: Any) -> None:
     if isinstance(request, inference_pb2.EmbedRequest):
         await stub.Embed(request)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -55,7 +56,10 @@ async def test_openai_client_streams_n_choices(client):
     stream = await client.chat.completions.create(
         model="fake-model", messages=messages, max_tokens=5, n=3, stream=True, stream_options={"include_usage": True}
     )
-    texts, roles, reasons, usages = {}, {}, {}, []
+    texts: dict[int, str] = {}
+    roles: dict[int, Any] = {}
+    reasons: dict[int, Any] = {}
+    usages: list[Any] = []
     async for chunk in stream:
         if chunk.usage is not None:
             usages.append(chunk.usage)
@@ -77,7 +81,7 @@ async def test_choices_of_several_prompts_stand_side_by_side(client, stream):
     answer = await client.completions.create(
         model="fake-model", prompt=["a", "bb", "ccc"], max_tokens=3, n=2, stream=stream
     )
-    texts = {}
+    texts: dict[int, str] = {}
     for choice in [choice async for chunk in answer for choice in chunk.choices] if stream else answer.choices:
         texts[choice.index] = texts.get(choice.index, "") + choice.text
     assert texts == {prompt * 2 + index: said(3, index) for prompt in range(3) for index in range(2)}
@@ -97,7 +101,7 @@ async def test_grpc_gives_usage_with_the_last_message_of_all(served, stream):
         stream=stream,
     )
     responses = [response async for response in served.grpc.Generate(request, timeout=20)]
-    texts = {}
+    texts: dict[int, str] = {}
     for response in responses:
         texts[response.index] = texts.get(response.index, "") + response.text
     assert texts == {index: said(4, index) for index in range(3)}

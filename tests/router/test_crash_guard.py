@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -27,19 +28,20 @@ class World:
     def __init__(self) -> None:
         self.back: list[object] = []
         self.deny_list, self.company = DenyList(), Company()
-        self.fleet = SimpleNamespace(reconnected=lambda worker: worker in self.back)
+        self.fleet: Any = SimpleNamespace(reconnected=lambda worker: worker in self.back)
 
-    def worker(self, name: str, *, stalled: bool = False, num_running: int = 0) -> SimpleNamespace:
+    def worker(self, name: str, *, stalled: bool = False, num_running: int = 0) -> Any:
         return SimpleNamespace(key=(name, 1), stalled=stalled, load=WorkerLoad(num_running=num_running))
 
     def request(self, client: Client = ALICE, sampling: SamplingParams | None = None) -> CrashGuard:
         return CrashGuard(self.deny_list, self.fleet, self.company, client, sampling)
 
     def dies(
-        self, worker: SimpleNamespace, *requests: CrashGuard, digest: bytes = b"a", never_admitted: bool = False
+        self, worker: Any, *requests: CrashGuard, digest: bytes = b"a", never_admitted: bool = False
     ) -> list[bool]:
         """Under these requests, all of them there. Which of them are refused."""
-        stays = [self.company.serving(each, SimpleNamespace(prefill=None, decode=worker)) for each in requests]
+        placement: Any = SimpleNamespace(prefill=None, decode=worker)
+        stays = [self.company.serving(each, placement) for each in requests]
         for stay in stays:
             stay.__enter__()
         refused = []
@@ -67,7 +69,7 @@ def world() -> World:
 
 def test_crash_guard_wears_off_and_is_bounded(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(crash_guard.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("pdserve.router.attempts.crash_guard.time.monotonic", lambda: now[0])
     monkeypatch.setattr(crash_guard, "_MAX_ENTRIES", 2)
     refused = DenyList()
     refused.check(ALICE, b"a")

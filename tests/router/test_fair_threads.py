@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -34,7 +35,7 @@ async def test_time_goes_to_tenants_in_equal_parts():
 
     # the long texts of one tenant came before all short ones of the others
     calls = [("greedy", 10.0)] * 20 + [("a", 1.0)] * 30 + [("b", 1.0)] * 30
-    await asyncio.gather(*(threads.run(tenant, lambda t=tenant, s=cost: work(t, s)) for tenant, cost in calls))
+    await asyncio.gather(*(threads.run(tenant, partial(work, tenant, cost)) for tenant, cost in calls))
     threads.close()
     spent: Counter[str] = Counter()
     for tenant, seconds in order:
@@ -48,10 +49,13 @@ async def test_time_goes_to_tenants_in_equal_parts():
 
 
 async def test_one_tenant_is_served_in_order_of_arrival():
-    threads, order = FairThreads(1, "t"), []
-    assert await asyncio.gather(*(threads.run("", lambda n=n: order.append(n) or n) for n in range(50))) == list(
-        range(50)
-    )
+    threads, order = FairThreads(1, "t"), list[int]()
+
+    def noted(number: int) -> int:
+        order.append(number)
+        return number
+
+    assert await asyncio.gather(*(threads.run("", partial(noted, n)) for n in range(50))) == list(range(50))
     assert order == list(range(50))
     threads.close()
 
@@ -65,12 +69,12 @@ async def test_what_a_call_raises_reaches_its_caller_and_frees_the_thread():
     with pytest.raises(KeyError):
         await threads.run("a", fail)
     assert await threads.run("a", lambda: 7) == 7
-    assert await threads.run("a", lambda: None) is None
+    await threads.run("a", lambda: None)
     threads.close()
 
 
 async def test_a_cancelled_call_is_never_called_while_it_waits_and_keeps_its_thread_while_it_runs():
-    threads, called = FairThreads(1, "t"), []
+    threads, called = FairThreads(1, "t"), list[int | str]()
     go, begun = threading.Event(), threading.Event()
 
     def hold():
@@ -80,7 +84,7 @@ async def test_a_cancelled_call_is_never_called_while_it_waits_and_keeps_its_thr
     first = asyncio.create_task(threads.run("a", hold))
     while not begun.is_set():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    waiting = [asyncio.create_task(threads.run("a", lambda n=n: called.append(n))) for n in range(3)]
+    waiting = [asyncio.create_task(threads.run("a", partial(called.append, n))) for n in range(3)]
     other = asyncio.create_task(threads.run("b", lambda: called.append("b")))
     await asyncio.sleep(0)
     waiting[0].cancel()

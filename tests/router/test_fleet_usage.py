@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +28,7 @@ KEY = DeploymentKey(b"0123456789abcdef")
 
 
 @pytest.fixture
-def server(tmp_path: Path):
+def server(tmp_path: Path) -> Iterator[RedisServer]:
     with redis_server(tmp_path) as running:
         yield running
 
@@ -200,7 +202,7 @@ async def test_two_routers_hold_a_tenant_to_one_limit(cluster, server, model_fol
     await cluster.start(prefill=0, decode=0, **shared)
     cluster.of("decode").script = play(ADMITTED, forever)
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    addresses = {role: (cluster.of(role).address,) for role in ("prefill", "decode")}
+    addresses: dict[str, Any] = {role: (cluster.of(role).address,) for role in ("prefill", "decode")}
     second = asyncio.create_task(
         run_router(
             RouterSettings(port=0, grpc_port=0, **addresses, **shared),

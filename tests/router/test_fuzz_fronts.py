@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from typing import Any
 
 import grpc
 import pytest
 
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.conftest import Cluster
 from tests.router.fake_worker import said
 from tests.router.worst_bodies import CHAT, COMPLETIONS, DETOKENIZE, EMBEDDINGS, TOKENIZE
 from tests.support.fuzz_cases import Fuzzer
@@ -64,7 +66,7 @@ async def exchange(address: str, request: bytes) -> bytes:
         writer.close()
 
 
-async def forget_calls(cluster, caplog) -> None:
+async def forget_calls(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """Fake workers keep every call for tests to look at, and the log every line; here they would be all that grows."""
     await cluster.idle()
     for worker in cluster.workers:
@@ -120,15 +122,17 @@ async def call(channel: grpc.aio.Channel, method: str, message: bytes) -> tuple[
     path = f"/pdserve.v1.InferenceService/{method}"
     try:
         if method in ("Embed", "GetModel"):
-            await channel.unary_unary(path)(message, timeout=ANSWER_S)
+            unary: Any = channel.unary_unary(path)
+            await unary(message, timeout=ANSWER_S)
         elif method == "Session":
-            session = channel.stream_stream(path)(timeout=ANSWER_S)
+            session: Any = channel.stream_stream(path)(timeout=ANSWER_S)
             await session.write(message)
             await session.done_writing()
             async for _ in session:
                 pass
         else:
-            async for _ in channel.unary_stream(path)(message, timeout=ANSWER_S):
+            stream: Any = channel.unary_stream(path)
+            async for _ in stream(message, timeout=ANSWER_S):
                 pass
     except grpc.aio.AioRpcError as error:
         return error.code(), error.details() or ""

@@ -6,14 +6,16 @@ import asyncio
 import gc
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from typing import Any, cast
 
 import httpx
 import pytest
 from google.protobuf.message import DecodeError, Message
 
 from pdserve.v1 import inference_pb2, prefill_pb2, request_pb2, worker_pb2
-from tests.router.fake_worker import FakeWorker, said
+from tests.router.conftest import Cluster
+from tests.router.fake_worker import Call, FakeWorker, Script, said
 from tests.router.worst_bodies import CHAT, COMPLETIONS, EMBEDDINGS
 from tests.support.fuzz_cases import Fuzzer
 from tests.support.loop_watch import LOOP_S, LoopWatch
@@ -71,7 +73,7 @@ class Changing:
 class ChangingWorker(FakeWorker):
     changing: Changing
 
-    async def _play(self, call, script=None) -> AsyncIterator[Message]:
+    async def _play(self, call: Call, script: Script | None = None) -> AsyncGenerator[Any]:
         async for event in super()._play(call, script):
             for changed in await self.changing.events(event):
                 yield changed
@@ -83,25 +85,27 @@ class ChangingWorker(FakeWorker):
                 yield changed
 
 
-async def start(cluster, fuzzer: Fuzzer) -> Changing:
+async def start(cluster: Cluster, fuzzer: Fuzzer) -> Changing:
     changing = Changing(fuzzer)
     for role in ("prefill", "prefill", "decode", "decode"):
         count = sum(worker.role == role for worker in cluster.workers)
         worker = ChangingWorker(role, cluster.fingerprint, worker_id=f"{role}{count}")
-        worker.changing, worker.calls = changing, deque(maxlen=16)
+        worker.changing = changing
+        worker.calls = cast(list[Call], deque(maxlen=16))
         cluster.workers.append(await worker.start())
     await cluster.start(prefill=0, decode=0, request_timeout_s=TIMEOUT_S)
     return changing
 
 
-async def over_http(cluster, fuzzer: Fuzzer) -> int:
+async def over_http(cluster: Cluster, fuzzer: Fuzzer) -> int:
     path, body = fuzzer.draw.choice(BODIES)
     answer = await cluster.http.post(path, json=body, timeout=ANSWER_S)
     return answer.status_code
 
 
-async def session(cluster, fuzzer: Fuzzer) -> int:
-    call = cluster.grpc.Session(timeout=ANSWER_S)
+async def session(cluster: Cluster, fuzzer: Fuzzer) -> int:
+    open_session: Any = cluster.grpc.Session
+    call = open_session(timeout=ANSWER_S)
     turn = inference_pb2.GenerateRequest(
         tokens=inference_pb2.TokenPrompt(token_ids=[1, 2]),
         sampling=request_pb2.SamplingParams(max_tokens=3),
@@ -130,7 +134,7 @@ def blocks(fuzzer: Fuzzer, worker: FakeWorker) -> None:
     )
 
 
-async def look(cluster, changing: Changing, caplog, rate: float) -> None:
+async def look(cluster: Cluster, changing: Changing, caplog: pytest.LogCaptureFixture, rate: float) -> None:
     changing.rate = 0.0
     await cluster.idle()
     for worker in cluster.workers:

@@ -160,7 +160,7 @@ async def test_i6_a_client_that_reads_again_too_late_is_told_why_there_is_no_mor
                 await _to_the_end(call)
     assert caught.value.code() is grpc.StatusCode.CANCELLED
     assert dict(caught.value.trailing_metadata())[ERROR_CODE_KEY] == "cancelled"
-    assert "the client read nothing for" in caught.value.details()
+    assert "the client read nothing for" in str(caught.value.details())
 
 
 async def _to_the_end(call):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pdserve.common.request.wire import MAX_MOMENTS
@@ -18,7 +20,7 @@ def logprobs(count: int, width: int) -> request_pb2.Logprobs:
     )
 
 
-def decode_event(**outputs: object) -> decode_pb2.DecodeEvent:
+def decode_event(**outputs: Any) -> decode_pb2.DecodeEvent:
     return decode_pb2.DecodeEvent(outputs=request_pb2.Outputs(first_position=1, token_ids=[5], **outputs))
 
 

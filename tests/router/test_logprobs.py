@@ -81,7 +81,7 @@ async def test_an_answer_too_long_for_a_message_is_refused_as_such(served, monke
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             _ = [response async for response in ask()]
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "at most 200 are allowed; ask for fewer logprobs" in refused.value.details()
+    assert "at most 200 are allowed; ask for fewer logprobs" in str(refused.value.details())
     trailing = dict(refused.value.trailing_metadata())
     assert (trailing[ERROR_CODE_KEY], trailing[ERROR_FIELD_KEY]) == ("invalid_request", "sampling.logprobs")
     await served.idle()

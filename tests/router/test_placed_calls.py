@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter
 
 from pdserve.router.telemetry.router_metrics import KEPT_S, PlacedCalls
@@ -16,7 +18,7 @@ class Calls:
         self._counter = Counter("calls", "Calls.", ("role", "worker"), registry=CollectorRegistry())
         self._placed = PlacedCalls(self._counter, clock=lambda: self.now_s)
 
-    def add(self, *workers) -> None:
+    def add(self, *workers: Any) -> None:
         for worker in workers:
             self._placed.add("decode", worker)
 

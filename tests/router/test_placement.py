@@ -101,18 +101,20 @@ def test_a_cached_block_outweighs_eight_that_are_held():
 
 def test_round_robin_goes_by_the_turns_of_the_role_whatever_the_order():
     pool = [seen(worker(name, blocks_in_use=load)) for name, load in (("c", 0), ("a", 9), ("b", 5))]
-    names = [
+    chosen = [
         choose(pool, WorkerRole.PREFILL, Rules(policy="round_robin", turns={WorkerRole.PREFILL: turn}))
         for turn in range(5)
     ]
-    assert [chosen.worker.identity.worker_id for chosen in names] == ["a", "b", "c", "a", "b"]
+    assert [each.worker.identity.worker_id for each in chosen if each is not None] == ["a", "b", "c", "a", "b"]
 
 
 def test_equal_workers_take_turns():
     pool = [worker(f"w{i}") for i in range(3)]
     order = []
     for _ in range(6):
-        chosen = choose([seen(it) for it in pool], WorkerRole.DECODE, Rules()).worker
+        found = choose([seen(it) for it in pool], WorkerRole.DECODE, Rules())
+        assert found is not None
+        chosen = found.worker
         chosen.reserve(LoadEstimate(calls=1)).end()
         order.append(chosen.identity.worker_id)
     assert order == ["w0", "w1", "w2"] * 2
@@ -196,6 +198,7 @@ def test_whatever_the_situation_a_placement_is_sound(situation):
     if rules.local_prefill == "never" and placed.decode:
         assert placed.prefill is not None
     if placed.kind == "local" and not placed.prefill_here:
+        assert placed.decode is not None
         limit = placed.decode.identity.max_local_prefill_tokens
         mine = next(c for c in decode if c.worker is placed.decode)
         assert limit is None or mine.unconfirmed_tokens <= limit or {c.worker.key for c in prefill} & rules.blamed
@@ -211,7 +214,9 @@ def test_a_blamed_worker_is_chosen_only_when_there_is_no_other(pool, data, polic
     chosen = choose(pool, WorkerRole.DECODE, Rules(policy=policy, blamed=blamed))
     if not pool:
         assert chosen is None
-    elif chosen.worker.key in blamed:
+        return
+    assert chosen is not None
+    if chosen.worker.key in blamed:
         assert blamed == set(keys)
         assert choose(pool, WorkerRole.DECODE, Rules(policy=policy, blamed=blamed), strict=True) is None
 
@@ -239,10 +244,12 @@ def test_a_placement_names_the_samplers_of_its_workers():
 @given(pools("decode").filter(bool), st.integers(0, 20))
 def test_more_overlap_never_makes_kv_aware_turn_away(pool, more):
     chosen = choose(pool, WorkerRole.DECODE, Rules())
+    assert chosen is not None
     better = msgspec.structs.replace(chosen, overlap_blocks=min(20, chosen.overlap_blocks + more))
     again = choose([better if it is chosen else it for it in pool], WorkerRole.DECODE, Rules())
     assert again is better
     least = choose(pool, WorkerRole.DECODE, Rules(policy="least_loaded"))
+    assert least is not None
     assert least.load_blocks == min(it.load_blocks for it in pool)
 
 
@@ -292,9 +299,14 @@ FAST, SLOW = 1e9, TOKEN_BYTES * 500
 )
 def test_local_or_remote(decode, source, bytes_per_s, kind):
     placed = place(8, prefill=[source], decode=[decode], rules=Rules(bytes_per_s=bytes_per_s))
+    assert placed is not None
     assert placed.kind == kind
-    assert placed.local_prefill_tokens == placed.estimates.limit_tokens >= 16
+    assert placed.estimates is not None
+    limit = placed.estimates.limit_tokens
+    assert limit is not None
+    assert placed.local_prefill_tokens == limit >= 16
     never = place(8, prefill=[source], decode=[decode], rules=Rules(bytes_per_s=bytes_per_s, local_prefill="never"))
+    assert never is not None
     assert (never.kind, never.local_prefill_tokens) == ("remote", None)
 
 
@@ -304,6 +316,9 @@ def test_the_limit_is_where_both_estimates_meet(data, rate_d, rate_p, num_tokens
     source = at_prefill(rate_p, num_tokens, num_waiting_tokens=data.draw(st.integers(0, 4000)))
     decode = at_decode(rate_d, num_tokens, data.draw(st.integers(0, num_tokens // 16)), **load)
     found = estimate(decode, source, bandwidth)
+    assert found.limit_tokens is not None
+    assert found.local_s is not None
+    assert found.remote_s is not None
     uncached = decode.unconfirmed_tokens
     transfer_is_faster = TOKEN_BYTES / bandwidth < (2 + load["num_running"]) / rate_d
     if uncached > 16 and transfer_is_faster and found.local_s != pytest.approx(found.remote_s):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -319,7 +320,7 @@ async def test_a_worker_that_only_lost_its_connection_serves_the_request_on(clus
 async def test_a_prompt_under_which_connections_broke_is_not_refused(cluster, monkeypatch):
     await cluster.start(prefill=0, decode=2)
     cuts = []
-    heard = asyncio.Queue()
+    heard: asyncio.Queue[Any] = asyncio.Queue()
     on_decode = Attempt._on_decode
 
     def note(attempt, event):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+from typing import Any
 
 import grpc
 import pytest
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.common.errors import Evicted, InternalError
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.conftest import Cluster
 from tests.router.fake_worker import ADMITTED, decode_outputs, forever, play
 from tests.support.otlp_receiver import otlp_receiver
 
@@ -26,7 +28,7 @@ def collector():
         yield receiver
 
 
-async def scrape(cluster) -> dict[tuple[str, ...], float]:
+async def scrape(cluster: Cluster) -> dict[tuple[str, ...], float]:
     """(name, label value, ...) -> value."""
     response = await cluster.http.get("/metrics")
     assert response.status_code == 200
@@ -37,7 +39,7 @@ async def scrape(cluster) -> dict[tuple[str, ...], float]:
     }
 
 
-async def spans_of(collector, trace_id: str, count: int):
+async def spans_of(collector: Any, trace_id: str, count: int) -> list[Any]:
     """All but `admission`, which a request has where the machine made it wait."""
 
     def expected(spans):
@@ -201,7 +203,7 @@ async def test_several_prompts_share_one_request(cluster, collector):
 
 async def test_a_request_has_the_name_that_its_client_gave_it(cluster, collector):
     await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20)
-    text, named = inference_pb2.TextPrompt(text="x"), {"client_request_id": "order 7"}
+    text, named = inference_pb2.TextPrompt(text="x"), dict[str, Any](client_request_id="order 7")
     sampling = request_pb2.SamplingParams(max_tokens=2)
     first_turn = inference_pb2.GenerateRequest(text=text, sampling=sampling, **named)
     later_turn = inference_pb2.GenerateRequest(text=text, sampling=sampling)
@@ -241,7 +243,8 @@ async def test_an_http_request_has_the_name_that_its_client_gave_it_in_a_header(
     name = "order 7, gr\u00fcn"
     for path, body in bodies.items():
         for given in (name, "", None):
-            trace_id, headers = trace()
+            trace_id, traced = trace()
+            headers: dict[str, Any] = dict(traced)
             if given is not None:
                 headers["x-request-id"] = given.encode("latin-1")
             response = await cluster.http.post(path, json=body, headers=headers)

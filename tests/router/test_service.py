@@ -119,6 +119,7 @@ async def test_signals_end_the_process_gracefully(model_folder, fingerprint, num
         env={**os.environ, "PYTHONPATH": ""},
     )
     try:
+        assert process.stdout is not None
         http, _ = (await process.stdout.readline()).decode().split()
         async with httpx.AsyncClient(base_url=f"http://{http}", timeout=20, trust_env=False) as client:
             asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from typing import Any
 
 import grpc
 import pytest
@@ -22,7 +23,7 @@ from tests.support.signed_channel import signed
 
 
 def turn(text="hello", max_tokens=4, *, chat=False, token_ids=None, stream=True, sampling=None, **fields):
-    prompt = {"text": inference_pb2.TextPrompt(text=text)}
+    prompt: dict[str, Any] = {"text": inference_pb2.TextPrompt(text=text)}
     if chat:
         prompt = {"chat": inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content=text)])}
     if token_ids is not None:
@@ -33,7 +34,7 @@ def turn(text="hello", max_tokens=4, *, chat=False, token_ids=None, stream=True,
 
 async def answer(call):
     """One turn's responses."""
-    responses = []
+    responses: list[Any] = []
     while not responses or not responses[-1].finish_reason:
         response = await call.read()
         assert response is not grpc.aio.EOF, "the call ended within a turn"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from tests.router.fake_worker import (
 )
 from tests.support.process_memory import MemoryWatch
 
-PATHS = {
+PATHS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
 }

@@ -19,11 +19,12 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.router.conftest import Cluster
 from tests.router.fake_worker import said
 from tests.support.tls_authority import IssuedFiles
 
 
-async def refused(cluster, count: int) -> None:
+async def refused(cluster: Cluster, count: int) -> None:
     """Returns when so many decode workers are refused."""
     async with asyncio.timeout(10):
         while True:

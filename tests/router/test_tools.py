@@ -15,7 +15,10 @@ from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.fake_worker import ADMITTED, decode_outputs
 
 MESSAGES = [{"role": "user", "content": "x"}]
-SUM = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object", "properties": {"a": {}}}}}
+SUM: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "sum", "parameters": {"type": "object", "properties": {"a": {}}}},
+}
 NAMED = {"type": "function", "function": {"name": "sum"}}
 
 
@@ -127,10 +130,8 @@ async def test_forms_reach_the_worker(cluster: Any) -> None:
         assert given == request_pb2.StructuredOutputs(choice=["a", "b"], disable_any_whitespace=True)
         given = (await sent(cluster, path, response_format={"type": "json_object"})).sampling.structured_outputs
         assert given == request_pb2.StructuredOutputs(json_object=True)
-        given = (
-            await sent(cluster, path, response_format=schema(name="a", schema={"type": "null"}, strict=True))
-        ).sampling
-        assert json.loads(given.structured_outputs.json) == {"type": "null"}
+        strict = await sent(cluster, path, response_format=schema(name="a", schema={"type": "null"}, strict=True))
+        assert json.loads(strict.sampling.structured_outputs.json) == {"type": "null"}
     call = inference_pb2.GenerateRequest(text=inference_pb2.TextPrompt(text="x"))
     call.sampling.structured_outputs.regex = "a+"
     async for _ in cluster.grpc.Generate(call):

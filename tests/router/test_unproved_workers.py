@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import msgspec
@@ -17,7 +18,7 @@ from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.workers import worker_watcher as watched_address
 from pdserve.v1 import worker_pb2
-from tests.router.fake_worker import ADMITTED, LAYOUT, decode_outputs, forever, play, said
+from tests.router.fake_worker import ADMITTED, LAYOUT, Call, decode_outputs, forever, play, said
 
 RECORDED = Path(__file__).parents[1] / "recorded_peers"
 WATCH = "/pdserve.v1.WorkerService/Watch"
@@ -140,7 +141,7 @@ async def test_a_worker_of_version_1_is_refused_by_name(cluster, caplog):
         await asyncio.Event().wait()
 
     server = make_server()
-    handlers = {"Watch": grpc.unary_stream_rpc_method_handler(watch)}
+    handlers: Any = {"Watch": grpc.unary_stream_rpc_method_handler(watch)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pdserve.v1.WorkerService", handlers),))
     port = bind(server, "127.0.0.1", 0)
     await server.start()
@@ -247,7 +248,7 @@ async def test_a_worker_that_says_nothing_of_its_proof_is_given_up_and_tried_aga
     mute = cluster.worker("decode")
 
     async def watch(request_iterator, context):
-        await forever(mute, None)
+        await forever(mute, Call(None))
         yield
 
     mute.Watch, honest = watch, mute.Watch

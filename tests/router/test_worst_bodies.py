@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import sys
 from collections import deque
+from typing import Any, cast
 from unittest import mock
 
 import grpc
 import msgspec
 import pytest
+from starlette.routing import Route
 from tokenizers import Tokenizer as Backend
 
 from pdserve.common.net.rpc import ERROR_CODE_KEY
@@ -45,10 +47,10 @@ def ask(address: str, worst: Worst) -> tuple[int, bytes]:
     return answer
 
 
-async def _start(cluster, **worker):
+async def _start(cluster, **fields):
     """The fakes run on the same loop: their records of calls would count as memory and garbage of the router."""
     for role in ("prefill", "decode"):
-        await cluster.worker(role, **worker).start()
+        await cluster.worker(role, **fields).start()
     await cluster.start(prefill=0, decode=0)
     for worker in cluster.workers:
         worker.calls = deque(maxlen=16)
@@ -75,16 +77,17 @@ async def _check_http(cluster, worst):
 def call(address: str, worst: Worst) -> tuple[grpc.StatusCode, str | None, str]:
     """In a thread; bytes as they are."""
     with grpc.insecure_channel(address) as channel:
-        method = f"/pdserve.v1.InferenceService/{worst.path}"
+        method, made = f"/pdserve.v1.InferenceService/{worst.path}", cast(Any, channel)
         try:
             if worst.path in ("Embed", "GetModel"):
-                channel.unary_unary(method)(worst.body, timeout=60)
+                made.unary_unary(method)(worst.body, timeout=60)
             elif worst.path == "Session":
                 first = worst_bodies.FIRST_TURNS if worst.name.startswith("second turn") else []
-                list(channel.stream_stream(method)(iter([*first, worst.body]), timeout=60))
+                list(made.stream_stream(method)(iter([*first, worst.body]), timeout=60))
             else:
-                list(channel.unary_stream(method)(worst.body, timeout=60))
-        except grpc.RpcError as error:
+                list(made.unary_stream(method)(worst.body, timeout=60))
+        except grpc.RpcError as caught:
+            error: Any = caught
             code = next((value for key, value in error.trailing_metadata() if key == ERROR_CODE_KEY), None)
             return error.code(), code, error.details()
     return grpc.StatusCode.OK, None, ""
@@ -199,7 +202,8 @@ async def _start_large(cluster, monkeypatch):
 def test_every_endpoint_has_a_worst_body(cluster):
     """What takes no message cannot be given a large one."""
     front = HttpFront(mock.Mock())
-    posts = {route.path for route in front.app.routes if "POST" in (route.methods or ())}
+    routes = [route for route in front.app.routes if isinstance(route, Route)]
+    posts = {route.path for route in routes if "POST" in (route.methods or ())}
     assert posts == {worst.path for worst in worst_bodies.HTTP}
     texts = {worst.path for worst in worst_bodies.TEXTS}
     assert posts - {worst_bodies.DETOKENIZE} <= texts

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def make_case(
     lengths = [*decodes, *(context + new for context, new in prefills)]
     news = [1] * len(decodes) + [new for _, new in prefills]
     qkv = torch.randn(sum(news), num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
-    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)  # type: ignore[no-untyped-call]
 
     num_blocks = sum(-(-length // block_size) for length in lengths) + 3
     kv_cache = torch.empty(num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim, dtype=dtype)
@@ -96,10 +97,15 @@ def make_case(
     return Case(batch, q, k, v, kv_cache, layer, keys, values)
 
 
-def make_spec(heads: Heads, **options: object) -> AttentionSpec:
+def make_spec(heads: Heads, **options: Any) -> AttentionSpec:
     num_heads, num_kv_heads, head_dim = heads
-    fields = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "scale": head_dim**-0.5}
-    return AttentionSpec(**(fields | options))  # type: ignore[arg-type]
+    fields: dict[str, Any] = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+    }
+    return AttentionSpec(**(fields | options))
 
 
 def dense_attention(case: Case, spec: AttentionSpec) -> Tensor:

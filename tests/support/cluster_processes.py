@@ -129,7 +129,8 @@ class Cluster:
 
     def metrics_url(self, service: Service) -> str:
         """Where a service serves `/metrics`, as its log says."""
-        return _METRICS.findall(service.read_log())[-1]
+        found: list[str] = _METRICS.findall(service.read_log())
+        return found[-1]
 
     def load(self, service: Service) -> worker_pb2.Load:
         """A worker's state now."""

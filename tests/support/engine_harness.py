@@ -20,7 +20,9 @@ from pdserve.common.request.engine_types import (
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.make_engine_core import make_engine_core
+from pdserve.engine.runner.executor import SingleDeviceExecutor
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
@@ -105,12 +107,17 @@ class Harness:
             config, model, kv_cache, self.hasher, vocab_size, self.outbox, grammars, processors, attention
         )
         self.scheduler = self.core.scheduler
+        executor = self.core.executor
+        assert isinstance(executor, SingleDeviceExecutor)
+        self.runner = executor.runner
         self.answers: dict[str, Answer] = {}
         """By request; by `request/index` where it has several sequences."""
         self.wide: set[str] = set()
         """Requests with several sequences."""
         self.turns: dict[str, list[Answer]] = {}
         """Of sessions: the turns that have ended."""
+        self.holds: list[PinnedBlocks] = []
+        """Of blocks that were published and not given back."""
         self.must_be_idle = True
         self.grammar_wait_s = 0.05
         """How long a step that has nothing else to do waits for other threads' grammars."""

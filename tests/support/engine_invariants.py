@@ -50,7 +50,7 @@ class StepInvariants:
         scheduler, config = self._engine.scheduler, self._config
         scheduler.check()
         assert len(scheduler.running) <= config.max_num_seqs
-        batch = self._engine.core.executor.runner.batch
+        batch = self._engine.runner.batch
         assert len(batch.rows) + len(batch._free_rows) == config.max_num_seqs, "a row of the batch was lost"
         for request in scheduler.requests.values():
             self._check_place(request)

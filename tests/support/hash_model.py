@@ -55,7 +55,8 @@ def _logits(hashes: NDArray[np.int64]) -> NDArray[np.float32]:
 def next_logits(token_ids: Sequence[int]) -> NDArray[np.float32]:
     """`[V]`: what a correct engine sees after these tokens."""
     ids = np.asarray(token_ids, dtype=np.int64)
-    return _logits(np.array([_hash(_stored(ids, np.arange(len(ids))))]))[0]
+    logits: NDArray[np.float32] = _logits(np.array([_hash(_stored(ids, np.arange(len(ids))))]))[0]
+    return logits
 
 
 def greedy_answer(prompt: Sequence[int], count: int) -> list[int]:

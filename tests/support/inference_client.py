@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import grpc.aio
 
@@ -43,20 +44,21 @@ class InferenceClient:
         await self._channel.close()
 
     def start(
-        self, prompt: Sequence[int], timeout: float = 60, cache_salt: str = "", **sampling: object
-    ) -> grpc.aio.UnaryStreamCall:
+        self, prompt: Sequence[int], timeout: float = 60, cache_salt: str = "", **sampling: Any
+    ) -> grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]:
         """The raw call. sampling: fields of the proto's `SamplingParams`."""
         request = _request(prompt, cache_salt, sampling)
         return self._stub.Generate(request, timeout=timeout, metadata=self._metadata, wait_for_ready=True)
 
     async def converse(
-        self, turns: Sequence[tuple[Sequence[int], Mapping[str, object]]], timeout: float = 60, cache_salt: str = ""
+        self, turns: Sequence[tuple[Sequence[int], Mapping[str, Any]]], timeout: float = 60, cache_salt: str = ""
     ) -> list[list[int]]:
         """A session: the answer to each turn. turns: prompt and fields of `SamplingParams`.
 
         Raises: grpc.aio.AioRpcError.
         """
         answers: list[list[int]] = []
+        message: Any
         call = self._stub.Session(timeout=timeout, metadata=self._metadata, wait_for_ready=True)
         try:
             for number, (prompt, sampling) in enumerate(turns):
@@ -74,7 +76,7 @@ class InferenceClient:
             call.cancel()
         return answers
 
-    async def ask(self, prompt: Sequence[int], timeout: float = 60, cache_salt: str = "", **sampling: object) -> Answer:
+    async def ask(self, prompt: Sequence[int], timeout: float = 60, cache_salt: str = "", **sampling: Any) -> Answer:
         """Read a stream to its end. Raises: grpc.aio.AioRpcError."""
         answer = Answer()
         async for message in self.start(prompt, timeout, cache_salt, **sampling):
@@ -86,21 +88,21 @@ class InferenceClient:
                 answer.moments = {moment.name for moment in message.moments}
         return answer
 
-    async def ask_choices(self, prompt: Sequence[int], n: int, **sampling: object) -> list[list[int]]:
+    async def ask_choices(self, prompt: Sequence[int], n: int, **sampling: Any) -> list[list[int]]:
         """Token ids of each of n sequences."""
         token_ids: list[list[int]] = [[] for _ in range(n)]
         async for message in self.start(prompt, n=n, **sampling):
             token_ids[message.index] += message.token_ids
         return token_ids
 
-    async def ask_all(self, prompts: Sequence[Sequence[int]], **sampling: object) -> list[Answer]:
+    async def ask_all(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[Answer]:
         return await asyncio.gather(*(self.ask(prompt, **sampling) for prompt in prompts))
 
 
-def _request(prompt: Sequence[int], cache_salt: str, sampling: Mapping[str, object]) -> inference_pb2.GenerateRequest:
+def _request(prompt: Sequence[int], cache_salt: str, sampling: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         tokens=inference_pb2.TokenPrompt(token_ids=prompt),
-        sampling=request_pb2.SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling}),
+        sampling=request_pb2.SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | dict(sampling))),
         stream=True,
         cache_salt=cache_salt,
     )

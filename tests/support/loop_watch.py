@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from types import TracebackType
+from typing import Any
 
 from tests.support.process_memory import MemoryWatch
 
@@ -24,10 +25,11 @@ class LoopWatch:
         self._left_out_s = 0.0
 
     def __enter__(self) -> LoopWatch:
-        self._run = run = asyncio.Handle._run
+        handles: Any = asyncio.Handle
+        self._run = run = handles._run
         mine = threading.get_ident()
 
-        def measured(handle: asyncio.Handle) -> None:
+        def measured(handle: Any) -> None:
             if threading.get_ident() != mine:
                 run(handle)
                 return
@@ -40,7 +42,7 @@ class LoopWatch:
             if took_s > self.longest_s:
                 self.longest_s, self.callback = took_s, repr(callback)[:400]
 
-        asyncio.Handle._run = measured
+        handles._run = measured
         # as a service does at its start: a full collection of all that the tests have loaded takes 0.1 s
         gc.collect()
         gc.freeze()
@@ -59,5 +61,6 @@ class LoopWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        asyncio.Handle._run = self._run
+        handles: Any = asyncio.Handle
+        handles._run = self._run
         gc.unfreeze()

@@ -126,6 +126,7 @@ class MessageChanges:
             self._change(inner, self._draw.choice(inner.DESCRIPTOR.fields))
 
     def _put(self, entries: Any, field: FieldDescriptor, number: int | None = None) -> None:
+        assert field.message_type is not None
         key_field, value_field = (field.message_type.fields_by_name[name] for name in ("key", "value"))
         key = self._value(key_field)
         if number is not None:
@@ -150,6 +151,7 @@ def _is_map(field: FieldDescriptor) -> bool:
 def _places(message: Message) -> Iterator[tuple[Message, FieldDescriptor]]:
     """Every field of the message and of those that are in it, absent ones included."""
     for field in message.DESCRIPTOR.fields:
+        assert isinstance(field, FieldDescriptor)
         yield message, field
         if field.message_type is None or _is_map(field):
             continue

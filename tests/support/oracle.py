@@ -37,7 +37,8 @@ class Oracle:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False,
             eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
-        return output[0, len(prompt) :].tolist()
+        token_ids: list[int] = output[0, len(prompt) :].tolist()
+        return token_ids
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:

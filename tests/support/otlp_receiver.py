@@ -107,7 +107,7 @@ def otlp_receiver() -> Iterator[OtlpReceiver]:
     """Listens on a free port of loopback while the block runs."""
     receiver = OtlpReceiver()
     server = grpc.server(ThreadPoolExecutor(4))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
     receiver.url = f"grpc://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

@@ -32,7 +32,7 @@ class PretendTensor(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> PretendTensor:
         with torch.inference_mode(False):  # a view of a tensor from outside such a mode must not be born inside it
-            return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            return Tensor._make_wrapper_subclass(
                 cls,
                 held.size(),
                 strides=held.stride(),
@@ -52,11 +52,11 @@ class PretendTensor(Tensor):
         return f"PretendTensor({self.held!r})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _run(func, args, kwargs or {})
 
 
-class _OnDevice(TorchDispatchMode):
+class _OnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes new tensors, and copies, that ask for the device into pretended ones."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,7 +96,7 @@ def _held(value: Any) -> Any:
 @contextmanager
 def pretended_device() -> Iterator[torch.device]:
     """While it lasts, this thread can make tensors on the device."""
-    with _OnDevice():
+    with _OnDevice():  # type: ignore[no-untyped-call]
         yield DEVICE
 
 

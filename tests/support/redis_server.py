@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -73,7 +74,7 @@ class RedisServer:
             socket_timeout=5,
         )  # fmt: skip
 
-    def do(self, *command: object) -> object:
+    def do(self, *command: object) -> Any:
         """One command."""
         with self.admin() as admin:
             return admin.execute_command(*command)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -94,10 +95,10 @@ class Worker:
         )
         self.servicer = WorkerServicer(self.identity, self.engine, self.peers, lambda: 0, DEVELOPMENT_KEY)  # type: ignore[arg-type]
         add_WorkerServiceServicer_to_server(self.servicer, self._server)
-        self.publisher: RedisPublisher | None = None
-        if world.redis is not None and publishes:
+        self._publisher: RedisPublisher | None = None
+        if world.has_redis and publishes:
             settings = WorkerSettings(redis=world.redis.url, redis_namespace=world.namespace, worker_id=worker_id)
-            self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks, DEVELOPMENT_KEY)
+            self._publisher = make_publisher(settings, self.identity, self.engine.cached_blocks, DEVELOPMENT_KEY)
         self._publishing: asyncio.Task[None] | None = None
 
     @property
@@ -115,10 +116,16 @@ class Worker:
     def change(self, stored: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
         self.engine.cached_blocks.apply(map(block, stored), map(block, removed))
 
+    @property
+    def publisher(self) -> RedisPublisher:
+        """For tests with a Redis."""
+        assert self._publisher is not None
+        return self._publisher
+
     async def start(self) -> Worker:
         await self._server.start()
-        if self.publisher is not None:
-            self._publishing = asyncio.create_task(self.publisher.run())
+        if self._publisher is not None:
+            self._publishing = asyncio.create_task(self._publisher.run())
         return self
 
     async def kill(self) -> None:
@@ -130,8 +137,8 @@ class Worker:
     async def leave(self) -> None:
         """As a process leaves."""
         await self.stop_publishing()
-        if self.publisher is not None:
-            await self.publisher.leave()
+        if self._publisher is not None:
+            await self._publisher.leave()
         await self.kill()
 
     async def stop_publishing(self) -> None:
@@ -145,11 +152,17 @@ class Router:
 
     def __init__(self, world: World, prefill: list[str], decode: list[str], finds: bool) -> None:
         self.index = PrefixIndex()
-        self.directory: RedisDirectory | None = None
-        if world.redis is not None and finds:
+        self._directory: RedisDirectory | None = None
+        if world.has_redis and finds:
             settings = RouterSettings(redis=world.redis.url, redis_namespace=world.namespace)
-            self.directory = make_directory(settings, self.index, DEVELOPMENT_KEY)
-        self.fleet = Fleet(prefill, decode, EXPECTED, self.index, self.directory)
+            self._directory = make_directory(settings, self.index, DEVELOPMENT_KEY)
+        self.fleet = Fleet(prefill, decode, EXPECTED, self.index, self._directory)
+
+    @property
+    def directory(self) -> RedisDirectory:
+        """For tests with a Redis."""
+        assert self._directory is not None
+        return self._directory
 
     def knows(self, worker: Worker) -> bool:
         """Whether the worker may be given work."""
@@ -172,10 +185,20 @@ class World:
     namespace = "test"
 
     def __init__(self, redis: RedisServer | None) -> None:
-        self.redis = redis
+        self._redis = redis
         self._workers: list[Worker] = []
         self._routers: list[Router] = []
         self._addresses: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
+
+    @property
+    def has_redis(self) -> bool:
+        return self._redis is not None
+
+    @property
+    def redis(self) -> RedisServer:
+        """For tests that need one."""
+        assert self._redis is not None
+        return self._redis
 
     async def worker(
         self,
@@ -195,7 +218,7 @@ class World:
 
     async def router(self, *, flags: bool = False, finds: bool = True) -> Router:
         """A started router. flags: give it the addresses of all workers made so far, as it needs without a Redis."""
-        by_flags = flags or self.redis is None
+        by_flags = flags or not self.has_redis
         prefill, decode = (self._addresses[role] if by_flags else [] for role in (Role.PREFILL, Role.DECODE))
         router = Router(self, prefill, decode, finds)
         self._routers.append(router)
@@ -210,7 +233,6 @@ class World:
 
 def source(router: Router, worker: Worker) -> FeedSource:
     """Who tells this router of a worker's blocks now."""
-    assert router.directory is not None
     feed = router.directory._feeds.get(worker.key)
     return feed.source if feed is not None else FeedSource.NONE
 
@@ -218,12 +240,14 @@ def source(router: Router, worker: Worker) -> FeedSource:
 async def settled(world: World, router: Router, *workers: Worker) -> None:
     """Everything agrees, through Redis, and a router that comes now finds the same there."""
     for each in (router, await world.router()):
-        await eventually(
-            lambda each=each: all(
-                source(each, worker) is FeedSource.REDIS and each.knows(worker) and each.agrees(worker)
-                for worker in workers
-            )
-        )
+        await eventually(partial(_agrees, each, workers))
+
+
+def _agrees(router: Router, workers: Sequence[Worker]) -> bool:
+    return all(
+        source(router, worker) is FeedSource.REDIS and router.knows(worker) and router.agrees(worker)
+        for worker in workers
+    )
 
 
 def lines(caplog: pytest.LogCaptureFixture, text: str, name: str = "") -> list[str]:

@@ -29,7 +29,7 @@ class IssuedFiles:
     key: Path
     ca: Path
 
-    def settings(self) -> dict[str, str]:
+    def settings(self) -> dict[str, Any]:
         """As settings of a service."""
         return {"tls_cert_file": str(self.cert), "tls_key_file": str(self.key), "tls_ca_file": str(self.ca)}
 

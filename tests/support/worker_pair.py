@@ -53,7 +53,7 @@ async def running_pair(
     folder: Path, key: DeploymentKey = KEY, *, decode: Mapping[str, Any] | None = None, **fields: Any
 ) -> AsyncIterator[Pair]:
     """decode: settings of the decode worker alone. fields: settings of both."""
-    fields = {"connector": "tcp", "drain_s": 0.0} | fields
+    fields = {"connector": "tcp", "drain_s": 0.0, **fields}
     workers = []
     for settings, role, service in (
         (PrefillSettings(**fields), Role.PREFILL, prefill_service),

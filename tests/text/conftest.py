@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -18,7 +19,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def save(folder: Path, backend: Backend, **files: object) -> Path:
+def save(folder: Path, backend: Backend, **files: Any) -> Path:
     """Write tokenizer.json and the given JSON files, named without their ending."""
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))

@@ -31,7 +31,7 @@ def folder_with(folder: Path, backend: Backend, template: object = None, jinja: 
     return Tokenizer.from_folder(folder)
 
 
-def test_template_of_tokenizer_config(byte_level_tokenizer: Tokenizer):
+def test_template_of_tokenizer_config(byte_level_tokenizer: Tokenizer) -> None:
     messages = [{"role": "system", "content": "be brief"}, *HELLO]
     text = byte_level_tokenizer.apply_chat_template(messages)
     assert text == "<s><|system|>be brief</s>\n<|user|>hello</s>\n<|assistant|>"
@@ -39,16 +39,16 @@ def test_template_of_tokenizer_config(byte_level_tokenizer: Tokenizer):
     assert byte_level_tokenizer.encode(text, add_special_tokens=False)[0] == byte_level_tokenizer.bos_token_id
 
 
-def test_named_templates_take_default(tmp_path: Path, byte_level_backend: Backend):
+def test_named_templates_take_default(tmp_path: Path, byte_level_backend: Backend) -> None:
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D{{ bos_token }}"}]
     assert folder_with(tmp_path, byte_level_backend, named).apply_chat_template(HELLO) == "D<s>"
 
 
-def test_a_file_of_its_own_goes_first(tmp_path: Path, byte_level_backend: Backend):
+def test_a_file_of_its_own_goes_first(tmp_path: Path, byte_level_backend: Backend) -> None:
     assert folder_with(tmp_path, byte_level_backend, "old", jinja="new").apply_chat_template(HELLO) == "new"
 
 
-def test_a_template_among_additional_ones(tmp_path: Path, byte_level_backend: Backend):
+def test_a_template_among_additional_ones(tmp_path: Path, byte_level_backend: Backend) -> None:
     """As in transformers: files go before tokenizer_config.json, and `tool_use` is for requests with tools."""
     tools = [{"type": "function", "function": {"name": "f"}}]
     more = tmp_path / "additional_chat_templates"
@@ -65,7 +65,7 @@ def test_a_template_among_additional_ones(tmp_path: Path, byte_level_backend: Ba
 
 
 @pytest.mark.parametrize("template", [None, [], [{"name": "rag", "template": "R"}]])
-def test_no_template_says_so(tmp_path: Path, byte_level_backend: Backend, template: object):
+def test_no_template_says_so(tmp_path: Path, byte_level_backend: Backend, template: object) -> None:
     tokenizer = folder_with(tmp_path, byte_level_backend, template)
     assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequest, match="no chat template") as caught:
@@ -117,7 +117,7 @@ def test_client_variables_replace_nothing_of_ours():
         "{{ raise_exception.__globals__ }}{{ dict.__subclasses__() }}",
     ],
 )
-def test_a_template_that_stumbles_refuses_the_request(source: str):
+def test_a_template_that_stumbles_refuses_the_request(source: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template refused the messages") as caught:
         render(source)
     assert caught.value.field == "messages"
@@ -154,7 +154,7 @@ def test_text_parts_become_one_string():
         ("hello", r"messages\[0\] must be an object"),
     ],
 )
-def test_malformed_messages_are_named(message: Any, complaint: str):
+def test_malformed_messages_are_named(message: Any, complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint) as caught:
         render("{{ messages }}", [message])
     assert caught.value.field == "messages"

@@ -31,7 +31,9 @@ def backend_of(tokenizer: Tokenizer) -> Backend:
 
 @pytest.mark.parametrize("family", EXACT)
 @given(data=st.data(), skip=st.booleans())
-def test_random_ids_in_random_pieces(tokenizers: dict[str, Tokenizer], family: str, data: st.DataObject, skip: bool):
+def test_random_ids_in_random_pieces(
+    tokenizers: dict[str, Tokenizer], family: str, data: st.DataObject, skip: bool
+) -> None:
     tokenizer = tokenizers[family]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=24))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
@@ -43,7 +45,7 @@ def test_random_ids_in_random_pieces(tokenizers: dict[str, Tokenizer], family: s
 
 @given(text=st.text(max_size=30))
 @example(text="e\u0301 नमस्ते 👩‍👩‍👧‍👦 🇫🇷 \ufffd 你好\n")
-def test_any_unicode_survives_and_no_half_character_is_shown(byte_level_tokenizer: Tokenizer, text: str):
+def test_any_unicode_survives_and_no_half_character_is_shown(byte_level_tokenizer: Tokenizer, text: str) -> None:
     ids = byte_level_tokenizer.encode(text, add_special_tokens=False)
     deltas = stream(byte_level_tokenizer, ids)
     assert "".join(deltas) == text
@@ -51,7 +53,9 @@ def test_any_unicode_survives_and_no_half_character_is_shown(byte_level_tokenize
 
 
 @given(ids=IDS, prompt=IDS, skip=st.booleans())
-def test_output_continues_its_prompt(byte_level_tokenizer: Tokenizer, ids: list[int], prompt: list[int], skip: bool):
+def test_output_continues_its_prompt(
+    byte_level_tokenizer: Tokenizer, ids: list[int], prompt: list[int], skip: bool
+) -> None:
     before = "".join(stream(byte_level_tokenizer, prompt, skip=skip)[:-1])
     after = "".join(stream(byte_level_tokenizer, ids, prompt=prompt, skip=skip))
     assert before + after == byte_level_tokenizer.decode(prompt + ids, skip_special_tokens=skip)
@@ -59,7 +63,7 @@ def test_output_continues_its_prompt(byte_level_tokenizer: Tokenizer, ids: list[
 
 @pytest.mark.parametrize("family", ["byte_fallback", "metaspace_always"])
 @given(data=st.data())
-def test_spaces_after_a_prompt(tokenizers: dict[str, Tokenizer], family: str, data: st.DataObject):
+def test_spaces_after_a_prompt(tokenizers: dict[str, Tokenizer], family: str, data: st.DataObject) -> None:
     tokenizer = tokenizers[family]
     # Without the byte tokens, so that the library's decoding is the reference.
     ids = st.lists(st.sampled_from([i for i in range(tokenizer.vocab_size) if not 3 <= i < 259 or "meta" in family]))
@@ -70,10 +74,11 @@ def test_spaces_after_a_prompt(tokenizers: dict[str, Tokenizer], family: str, da
     assert "".join(stream(tokenizer, output)) == tokenizer.decode(output, skip_special_tokens=True)
 
 
-def test_leading_space_is_kept_only_after_a_visible_prompt(tokenizers: dict[str, Tokenizer]):
+def test_leading_space_is_kept_only_after_a_visible_prompt(tokenizers: dict[str, Tokenizer]) -> None:
     llama = tokenizers["byte_fallback"]
     bos, space_a = llama.bos_token_id, llama._backend.token_to_id("▁a")
     assert bos is not None
+    assert space_a is not None
     assert stream(llama, [space_a]) == ["a", ""]
     assert stream(llama, [space_a], prompt=[bos]) == ["a", ""]
     assert stream(llama, [space_a], prompt=[bos, space_a]) == [" a", ""]
@@ -81,13 +86,15 @@ def test_leading_space_is_kept_only_after_a_visible_prompt(tokenizers: dict[str,
     assert stream(llama, [space_a], prompt=[bos], skip=False) == [" a", ""]
 
 
-def test_more_than_one_leading_space_can_be_stripped(tmp_path: Path, folders: dict[str, Path]):
+def test_more_than_one_leading_space_can_be_stripped(tmp_path: Path, folders: dict[str, Path]) -> None:
     content = json.loads((folders["byte_fallback"] / "tokenizer.json").read_text())
     content["decoder"]["decoders"][-1]["start"] = 2
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert isinstance(tokenizer.detokenizer(), ByteDetokenizer)
     space, space_a = (backend_of(tokenizer).token_to_id(token) for token in ("▁", "▁a"))
+    assert space is not None
+    assert space_a is not None
     for ids in ([space, space, space_a], [space, space_a, space], [space_a, space_a], [260, space, space_a]):
         assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
     assert stream(tokenizer, [space_a], prompt=[space]) == ["a", ""]
@@ -113,7 +120,7 @@ def lossy(run: bytes) -> str:
     ),
     skip=st.booleans(),
 )
-def test_byte_fallback(tokenizers: dict[str, Tokenizer], parts: list[list[int]], skip: bool):
+def test_byte_fallback(tokenizers: dict[str, Tokenizer], parts: list[list[int]], skip: bool) -> None:
     tokenizer = tokenizers["byte_fallback"]
     ids = [token_id for part in parts for token_id in part]
     runs: list[str] = []
@@ -130,7 +137,7 @@ def test_byte_fallback(tokenizers: dict[str, Tokenizer], parts: list[list[int]],
 
 
 @given(text=st.text(max_size=12))
-def test_byte_fallback_is_the_library_where_the_bytes_are_utf8(tokenizers: dict[str, Tokenizer], text: str):
+def test_byte_fallback_is_the_library_where_the_bytes_are_utf8(tokenizers: dict[str, Tokenizer], text: str) -> None:
     tokenizer = tokenizers["byte_fallback"]
     ids = byte_tokens(text.encode())
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
@@ -140,19 +147,19 @@ def test_byte_fallback_is_the_library_where_the_bytes_are_utf8(tokenizers: dict[
     assert tokenizer.decode(emoji, skip_special_tokens=True) == FFFD * 3
 
 
-def test_shown_characters_stay_when_the_run_turns_out_malformed(tokenizers: dict[str, Tokenizer]):
+def test_shown_characters_stay_when_the_run_turns_out_malformed(tokenizers: dict[str, Tokenizer]) -> None:
     """The library's own stream raises here."""
     ids = [*byte_tokens("你".encode()), *byte_tokens(b"\xe4"), 260]
     assert "".join(stream(tokenizers["byte_fallback"], ids)) == f"你{FFFD}a"
 
 
-def test_a_real_replacement_character_is_shown_at_once(byte_level_tokenizer: Tokenizer):
+def test_a_real_replacement_character_is_shown_at_once(byte_level_tokenizer: Tokenizer) -> None:
     """The library's own stream withholds it."""
     ids = byte_level_tokenizer.encode(FFFD, add_special_tokens=False)
     assert "".join(stream(byte_level_tokenizer, ids)[:-1]) == FFFD
 
 
-def test_flush_shows_what_is_incomplete(byte_level_tokenizer: Tokenizer):
+def test_flush_shows_what_is_incomplete(byte_level_tokenizer: Tokenizer) -> None:
     emoji = byte_level_tokenizer.encode("🙀", add_special_tokens=False)
     assert len(emoji) > 1
     detokenizer = byte_level_tokenizer.detokenizer()
@@ -160,13 +167,13 @@ def test_flush_shows_what_is_incomplete(byte_level_tokenizer: Tokenizer):
     assert detokenizer.flush() == FFFD
 
 
-def test_special_tokens_are_skipped_or_shown(byte_level_tokenizer: Tokenizer):
+def test_special_tokens_are_skipped_or_shown(byte_level_tokenizer: Tokenizer) -> None:
     ids = byte_level_tokenizer.encode("a<|im_end|>b<tool é>", add_special_tokens=True)
     assert "".join(stream(byte_level_tokenizer, ids)) == "ab<tool é>"
     assert "".join(stream(byte_level_tokenizer, ids, skip=False)) == "<s>a<|im_end|>b<tool é>"
 
 
-def test_nonsense_ids_make_no_text_and_are_not_kept(tokenizers: dict[str, Tokenizer]):
+def test_nonsense_ids_make_no_text_and_are_not_kept(tokenizers: dict[str, Tokenizer]) -> None:
     for tokenizer in tokenizers.values():
         assert "".join(stream(tokenizer, [10**6, 2**40, -1])) == ""
     byte_detokenizer = tokenizers["byte_level"].detokenizer()
@@ -176,7 +183,9 @@ def test_nonsense_ids_make_no_text_and_are_not_kept(tokenizers: dict[str, Tokeni
 
 @pytest.mark.parametrize("family", ["word_piece", "no_decoder"])
 @given(data=st.data(), skip=st.booleans())
-def test_other_decoders_by_window(tokenizers: dict[str, Tokenizer], family: str, data: st.DataObject, skip: bool):
+def test_other_decoders_by_window(
+    tokenizers: dict[str, Tokenizer], family: str, data: st.DataObject, skip: bool
+) -> None:
     tokenizer = tokenizers[family]
     ids = st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=40)
     prompt, output = data.draw(ids), data.draw(ids)
@@ -188,7 +197,7 @@ def test_other_decoders_by_window(tokenizers: dict[str, Tokenizer], family: str,
 
 
 @given(data=st.data())
-def test_window_stays_small_and_agrees_on_valid_text(byte_level_tokenizer: Tokenizer, data: st.DataObject):
+def test_window_stays_small_and_agrees_on_valid_text(byte_level_tokenizer: Tokenizer, data: st.DataObject) -> None:
     """The window is the fallback for every family; here it must agree with the exact one."""
     text = data.draw(st.text(max_size=30))
     ids = byte_level_tokenizer.encode(text, add_special_tokens=False)

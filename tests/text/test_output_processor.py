@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ MANY_DRAWS = [HealthCheck.too_slow]
 
 
 @pytest.fixture
-def make(byte_level_tokenizer: Tokenizer):  # type: ignore[no-untyped-def]
+def make(byte_level_tokenizer: Tokenizer) -> Callable[..., OutputProcessor]:
     def make_processor(num_sequences: int = 1, **params: Any) -> OutputProcessor:
         return OutputProcessor(
             byte_level_tokenizer,
@@ -38,7 +39,7 @@ def make(byte_level_tokenizer: Tokenizer):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture
-def ids_of(byte_level_tokenizer: Tokenizer):  # type: ignore[no-untyped-def]
+def ids_of(byte_level_tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     """One token a byte, so that every text has a known number of tokens."""
 
     def encode(text: str) -> list[int]:
@@ -47,7 +48,7 @@ def ids_of(byte_level_tokenizer: Tokenizer):  # type: ignore[no-untyped-def]
     return encode
 
 
-def feed(
+def delta(
     processor: OutputProcessor,
     token_ids: list[int],
     finish: FinishReason | None = None,
@@ -57,6 +58,13 @@ def feed(
 ) -> CompletionOutput | None:
     first = processor.states[index].next_position if at is None else at
     return processor.process(index, first, token_ids, finish, reason)
+
+
+def feed(*args: Any, **kwargs: Any) -> CompletionOutput:
+    """As `delta`, which must be something."""
+    found = delta(*args, **kwargs)
+    assert found is not None
+    return found
 
 
 def test_deltas_hold_only_what_is_new(make, ids_of):
@@ -83,10 +91,10 @@ class TestPositions:
         processor = make()
         ids = ids_of("abcdef")
         feed(processor, ids[:3])
-        assert feed(processor, ids[:3], at=0) is None
-        assert feed(processor, ids[1:2], at=1) is None
+        assert delta(processor, ids[:3], at=0) is None
+        assert delta(processor, ids[1:2], at=1) is None
         assert feed(processor, ids[2:5], at=2) == CompletionOutput(index=0, text="de", token_ids=ids[3:5])
-        assert feed(processor, [], at=0) is None
+        assert delta(processor, [], at=0) is None
         assert processor.states[0].next_position == 5
 
     def test_another_token_at_a_known_position(self, make, ids_of):
@@ -146,11 +154,10 @@ class TestPositions:
         while processor.states[0].next_position < len(ids):
             first = data.draw(st.integers(0, processor.states[0].next_position))
             end = data.draw(st.integers(first, len(ids)))
-            delta = processor.process(0, first, ids[first:end], None, None)
-            text += delta.text if delta else ""
-            got += delta.token_ids if delta else []
-        delta = processor.process(0, len(ids), [], LENGTH, None)
-        assert text + delta.text == byte_level_tokenizer.decode(ids, skip_special_tokens=False)
+            piece = processor.process(0, first, ids[first:end], None, None)
+            text += piece.text if piece else ""
+            got += piece.token_ids if piece else []
+        assert text + feed(processor, [], LENGTH).text == byte_level_tokenizer.decode(ids, skip_special_tokens=False)
         assert got == ids
 
 
@@ -193,9 +200,9 @@ class TestEnd:
     def test_after_the_end_everything_is_ignored(self, make, ids_of):
         processor = make()
         assert feed(processor, ids_of("a"), ABORT).finish_reason == "abort"
-        assert feed(processor, ids_of("b")) is None
-        assert feed(processor, ids_of("z"), STOP, at=0) is None
-        assert feed(processor, ids_of("z"), at=99) is None
+        assert delta(processor, ids_of("b")) is None
+        assert delta(processor, ids_of("z"), STOP, at=0) is None
+        assert delta(processor, ids_of("z"), at=99) is None
         assert processor.output_token_ids(0) == ids_of("a")
         assert processor.request_output().outputs[0].finish_reason == "abort"
 
@@ -276,7 +283,7 @@ class TestStopStrings:
     def test_in_characters_of_many_tokens(self, make, byte_level_tokenizer):
         ids = byte_level_tokenizer.encode("好🙀🙀!", add_special_tokens=False)
         processor = make(stop=("🙀🙀",))
-        deltas = [d for i in ids if (d := feed(processor, [i]))]
+        deltas = [d for i in ids if (d := delta(processor, [i]))]
         assert "".join(d.text for d in deltas) == "好"
         assert deltas[-1].stop_reason == "🙀🙀"
         assert processor.output_token_ids(0) == ids[:-1]

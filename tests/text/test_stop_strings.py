@@ -36,7 +36,9 @@ CUTS = st.lists(st.integers(0, 5), max_size=30)
 @example(["abcd", "bc"], "abcd", [1, 1, 1], False)
 @example(["bc", "abc"], "xabcx", [2, 1], False)
 @example(["abc", "bc"], "xabcx", [2, 1], False)
-def test_any_cut_gives_what_the_whole_text_gives(stops: list[str], text: str, lengths: list[int], include: bool):
+def test_any_cut_gives_what_the_whole_text_gives(
+    stops: list[str], text: str, lengths: list[int], include: bool
+) -> None:
     matcher = StopStringMatcher(stops, include)
     released = "".join([matcher.feed(piece) for piece in cut(text, lengths)]) + matcher.flush()
     assert (released, matcher.matched) == reference(stops, text, include)
@@ -45,7 +47,7 @@ def test_any_cut_gives_what_the_whole_text_gives(stops: list[str], text: str, le
 @given(STOPS, TEXT, CUTS, st.booleans(), TEXT)
 def test_a_match_may_begin_but_not_end_in_suppressed_text(
     stops: list[str], text: str, lengths: list[int], include: bool, head: str
-):
+) -> None:
     matcher = StopStringMatcher(stops, include)
     released = "".join([matcher.feed(piece, suppressed=True) for piece in cut(head, lengths)])
     released += "".join([matcher.feed(piece) for piece in cut(text, lengths)]) + matcher.flush()
@@ -53,7 +55,7 @@ def test_a_match_may_begin_but_not_end_in_suppressed_text(
 
 
 @given(STOPS, TEXT, st.booleans())
-def test_holds_back_no_more_than_could_begin_a_stop_string(stops: list[str], text: str, suppressed: bool):
+def test_holds_back_no_more_than_could_begin_a_stop_string(stops: list[str], text: str, suppressed: bool) -> None:
     matcher = StopStringMatcher(stops)
     released = ""
     for end in range(1, len(text) + 1):

@@ -74,7 +74,7 @@ TOO_COSTLY = {
 
 
 @pytest.mark.parametrize("source", TOO_COSTLY.values(), ids=TOO_COSTLY)
-def test_what_costs_too_much_is_a_clear_error_at_a_bounded_price(source: str):
+def test_what_costs_too_much_is_a_clear_error_at_a_bounded_price(source: str) -> None:
     template = ChatTemplate(source, {}, "test")
     tracemalloc.start()
     since = time.thread_time()
@@ -95,7 +95,7 @@ def test_what_costs_too_much_is_a_clear_error_at_a_bounded_price(source: str):
 @pytest.mark.parametrize(
     "source", ["{{ 'a' * 10**9 }}", "{{ 'a' | center(10**9) }}", "{{ 10**(10**10) }}", "{{ 'a' ~ 'b' }}"]
 )
-def test_nothing_is_computed_while_a_template_is_compiled(source: str):
+def test_nothing_is_computed_while_a_template_is_compiled(source: str) -> None:
     tracemalloc.start()
     try:
         ChatTemplate(source, {}, "test")
@@ -104,7 +104,7 @@ def test_nothing_is_computed_while_a_template_is_compiled(source: str):
         tracemalloc.stop()
 
 
-def test_each_rendering_has_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch):
+def test_each_rendering_has_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_budget, "MAX_WORK_CHARS", 1000)
     template = ChatTemplate("{{ messages[0].content * 90 }}", {}, "test")
     for _ in range(20):
@@ -114,7 +114,7 @@ def test_each_rendering_has_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert len(template.render(HELLO)) == 450
 
 
-def test_a_text_longer_than_the_largest_message_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_text_longer_than_the_largest_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}, "test")
     messages = [{"role": "user", "content": "a" * (MAX_VALUE_CHARS // 2)}] * 3
     with pytest.raises(InvalidRequest, match=f"makes {3 * (MAX_VALUE_CHARS // 2)} characters of the messages"):
@@ -165,7 +165,7 @@ USUAL: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("source", "expected"), USUAL)
-def test_usual_templates_write_what_they_always_did(source: str, expected: str):
+def test_usual_templates_write_what_they_always_did(source: str, expected: str) -> None:
     assert ChatTemplate(source, {}, "test").render(HELLO) == expected
 
 
@@ -182,7 +182,7 @@ def test_a_long_conversation_fits():
 
 @pytest.mark.parametrize("name", ["raise_exception", "namespace", "range", "dict", "strftime_now", "joiner", "cycler"])
 @pytest.mark.parametrize("value", [1, None, "text"])
-def test_a_client_replaces_no_function_of_the_template(name: str, value: Any):
+def test_a_client_replaces_no_function_of_the_template(name: str, value: Any) -> None:
     template = ChatTemplate("{{ raise_exception('no') if messages | length > 1 else 'fine' }}", {}, "test")
     with pytest.raises(
         InvalidRequest, match=re.escape(f"chat_template_kwargs has '{name}', which is a function")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken
@@ -18,14 +19,14 @@ from pdserve.text.prompt import TextInput, encode_prompt
 from pdserve.text.tokenizer import Tokenizer, TokenizerJson
 
 
-def write(folder: Path, backend: Backend, **files: object) -> Tokenizer:
+def write(folder: Path, backend: Backend, **files: Any) -> Tokenizer:
     backend.save(str(folder / "tokenizer.json"))
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return Tokenizer.from_folder(folder)
 
 
-def test_encode_and_decode(byte_level_tokenizer: Tokenizer):
+def test_encode_and_decode(byte_level_tokenizer: Tokenizer) -> None:
     ids = byte_level_tokenizer.encode("naïve 你好<|im_end|>", add_special_tokens=True)
     assert ids[0] == byte_level_tokenizer.bos_token_id == 0
     assert ids[1:] == byte_level_tokenizer.encode("naïve 你好<|im_end|>", add_special_tokens=False)
@@ -34,7 +35,7 @@ def test_encode_and_decode(byte_level_tokenizer: Tokenizer):
     assert byte_level_tokenizer.encode("", add_special_tokens=False) == []
 
 
-def test_vocabulary(tmp_path: Path, byte_level_backend: Backend):
+def test_vocabulary(tmp_path: Path, byte_level_backend: Backend) -> None:
     size = byte_level_backend.get_vocab_size()
     tokenizer = write(tmp_path, byte_level_backend)
     assert tokenizer.vocab_size == size
@@ -43,7 +44,7 @@ def test_vocabulary(tmp_path: Path, byte_level_backend: Backend):
     assert tokenizer.generation_defaults == {}
 
 
-def test_text_that_is_not_unicode_is_the_clients_fault(byte_level_tokenizer: Tokenizer):
+def test_text_that_is_not_unicode_is_the_clients_fault(byte_level_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="surrogate at character 3"):
         byte_level_tokenizer.encode("abc\ud800", add_special_tokens=False)
     with pytest.raises(InvalidRequest, match="token_ids"):
@@ -64,7 +65,7 @@ def test_text_that_is_not_unicode_is_the_clients_fault(byte_level_tokenizer: Tok
 )
 def test_eos_from_the_first_file_that_names_it(
     tmp_path: Path, byte_level_backend: Backend, files: dict[str, object], eos: tuple[int, ...]
-):
+) -> None:
     assert write(tmp_path, byte_level_backend, **files).eos_token_ids == eos
 
 
@@ -82,7 +83,7 @@ def test_end_tokens_that_the_model_lacks_are_left_out_with_a_warning(
     files: dict[str, object],
     eos: tuple[int, ...],
     caplog: pytest.LogCaptureFixture,
-):
+) -> None:
     """As in transformers, no other file's end token takes their place."""
     assert write(tmp_path, byte_level_backend, **files).eos_token_ids == eos
     [record] = caplog.records
@@ -93,7 +94,7 @@ def test_end_tokens_that_the_model_lacks_are_left_out_with_a_warning(
     ("file", "kind"),
     [("tokenizer.model", "SentencePiece"), ("tekken.json", "Mistral's own format"), ("vocab.json", "merges.txt")],
 )
-def test_other_tokenizer_formats_are_named(tmp_path: Path, file: str, kind: str):
+def test_other_tokenizer_formats_are_named(tmp_path: Path, file: str, kind: str) -> None:
     (tmp_path / file).write_text("{}")
     with pytest.raises(ConfigError, match=rf"there is {file} \({kind}|{kind}") as error:
         Tokenizer.from_folder(tmp_path)
@@ -101,7 +102,9 @@ def test_other_tokenizer_formats_are_named(tmp_path: Path, file: str, kind: str)
 
 
 @pytest.mark.parametrize("content", ["\ud800", {"content": "a\udfff"}])
-def test_token_texts_that_are_no_unicode_are_left_out(tmp_path: Path, byte_level_backend: Backend, content: object):
+def test_token_texts_that_are_no_unicode_are_left_out(
+    tmp_path: Path, byte_level_backend: Backend, content: object
+) -> None:
     config = {"eos_token": content, "additional_special_tokens": [content]}
     assert write(tmp_path, byte_level_backend, tokenizer_config=config).eos_token_ids == ()
 
@@ -118,14 +121,14 @@ def test_token_texts_that_are_no_unicode_are_left_out(tmp_path: Path, byte_level
 )
 def test_generation_defaults_are_the_given_values(
     tmp_path: Path, byte_level_backend: Backend, generation_config: dict[str, object], defaults: tuple[object, ...]
-):
+) -> None:
     tokenizer = write(tmp_path, byte_level_backend, generation_config=generation_config)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     given = dict(zip(names, defaults, strict=False))
     assert tokenizer.generation_defaults == {name: value for name, value in given.items() if value is not None}
 
 
-def test_tokens_that_only_the_config_declares_are_added(tmp_path: Path, byte_level_backend: Backend):
+def test_tokens_that_only_the_config_declares_are_added(tmp_path: Path, byte_level_backend: Backend) -> None:
     size = byte_level_backend.get_vocab_size()
     config = {
         "eos_token": "<eos>",
@@ -145,7 +148,7 @@ def test_tokens_that_only_the_config_declares_are_added(tmp_path: Path, byte_lev
     assert tokenizer.vocab_size == size + 3
 
 
-def test_a_plain_added_token_can_be_declared_special(tmp_path: Path, byte_level_backend: Backend):
+def test_a_plain_added_token_can_be_declared_special(tmp_path: Path, byte_level_backend: Backend) -> None:
     byte_level_backend.add_tokens([AddedToken("<late>", special=False)])
     late = byte_level_backend.token_to_id("<late>")
     tokenizer = write(tmp_path, byte_level_backend, tokenizer_config={"pad_token": "<late>"})
@@ -153,7 +156,7 @@ def test_a_plain_added_token_can_be_declared_special(tmp_path: Path, byte_level_
     assert tokenizer.decode([late], skip_special_tokens=True) == ""
 
 
-def test_stored_truncation_and_padding_do_not_touch_prompts(tmp_path: Path, byte_level_backend: Backend):
+def test_stored_truncation_and_padding_do_not_touch_prompts(tmp_path: Path, byte_level_backend: Backend) -> None:
     byte_level_backend.enable_truncation(4)
     byte_level_backend.enable_padding(length=64)
     tokenizer = write(tmp_path, byte_level_backend)
@@ -162,7 +165,7 @@ def test_stored_truncation_and_padding_do_not_touch_prompts(tmp_path: Path, byte
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_fingerprint_follows_what_decides_ids(tmp_path: Path, byte_level_backend: Backend):
+def test_fingerprint_follows_what_decides_ids(tmp_path: Path, byte_level_backend: Backend) -> None:
     first = write(tmp_path, byte_level_backend).fingerprint
     assert len(bytes.fromhex(first)) == 16
     assert write(tmp_path, byte_level_backend, generation_config={"temperature": 1}).fingerprint == first
@@ -170,7 +173,7 @@ def test_fingerprint_follows_what_decides_ids(tmp_path: Path, byte_level_backend
     assert write(tmp_path, byte_level_backend).fingerprint != first
 
 
-def test_a_folder_without_a_tokenizer(tmp_path: Path):
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere is not a folder"):
         Tokenizer.from_folder(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"tokenizer\.json is missing"):
@@ -212,7 +215,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path):
 )
 def test_broken_files_are_named(
     tmp_path: Path, byte_level_backend: Backend, name: str, content: str | bytes, complaint: str
-):
+) -> None:
     byte_level_backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ConfigError) as caught:
@@ -221,7 +224,7 @@ def test_broken_files_are_named(
     assert str(tmp_path) in caught.value.message
 
 
-def test_rules_that_the_library_contradicts_are_not_used(folders: dict[str, Path]):
+def test_rules_that_the_library_contradicts_are_not_used(folders: dict[str, Path]) -> None:
     """A decoder whose meaning changed must cost speed, not correctness."""
     folder = folders["byte_fallback"]
     tokenizer = Tokenizer.from_folder(folder)
@@ -230,13 +233,13 @@ def test_rules_that_the_library_contradicts_are_not_used(folders: dict[str, Path
     assert not isinstance(wrong.detokenizer(), ByteDetokenizer)
 
 
-def _files(folder: Path):  # type: ignore[no-untyped-def]
+def _files(folder: Path) -> Any:
     from pdserve.text.tokenizer_folder import TokenizerFolder
 
     return TokenizerFolder.read(folder)
 
 
-def test_many_threads(byte_level_tokenizer: Tokenizer):
+def test_many_threads(byte_level_tokenizer: Tokenizer) -> None:
     texts = [f"thread {i}: naïve 你好 🙂 " * 20 for i in range(8)]
     wrong: list[str] = []
 

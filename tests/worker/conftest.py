@@ -203,7 +203,8 @@ async def make_pair() -> AsyncIterator[MakePair]:
             tcp = TcpConnector(
                 TcpSettings(request_bytes=256, longest_request_bytes=256, read_window_bytes=1024, read_stall_s=0.3)
             )
-            return {"local": [local], "tcp": [tcp], "both": [local, tcp]}[kind]
+            by_kind: dict[str, list[Any]] = {"local": [local], "tcp": [tcp], "both": [local, tcp]}
+            return by_kind[kind]
 
         pair = Pair(Node("prefill-1", *connectors(), **(p or {})), Node("decode-1", *connectors(), **(d or {})))
         made.append(pair)

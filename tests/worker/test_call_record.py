@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -74,7 +75,7 @@ def make_record(
 
 
 def stages_of(record: CallStats) -> list[tuple[str, float, float, str | None]]:
-    return [(s.name, s.start, s.end, s.cause and s.cause.code) for s in record.stages()]
+    return [(s.name, s.start, s.end, s.cause.code if s.cause else None) for s in record.stages()]
 
 
 def test_a_decode_call_that_went_well() -> None:
@@ -235,7 +236,7 @@ def test_spans_say_what_the_records_say() -> None:
         trace_call(tracing, record, "worker-1", 64)
     bad.trace_headers = {TRACEPARENT: PARENT[:-2] + "00"}
     trace_call(tracing, bad, "worker-1", 64)
-    spans = exporter.get_finished_spans()
+    spans: Any = exporter.get_finished_spans()
     names = [span.name for span in spans]
     assert names == [
         "decode.reserve", "kv.transfer", "decode.queue", "decode.generate", "prefill.queue", "prefill.compute",

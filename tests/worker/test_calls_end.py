@@ -79,7 +79,8 @@ def prepared(layout: Any) -> Any:
 async def end_of(call: grpc.aio.UnaryStreamCall[Any, Any]) -> str | None:
     """The code that the other side ended the call with."""
     await call.code()
-    return dict(await call.trailing_metadata()).get(ERROR_CODE_KEY)
+    metadata: dict[str, Any] = dict(await call.trailing_metadata())
+    return metadata.get(ERROR_CODE_KEY)
 
 
 async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
@@ -101,7 +102,7 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
     ):
         to_p, to_d = signed(p_channel, two.p.identity.peer.key), signed(d_channel, two.d.identity.peer.key)
         receiver = prefill_pb2.Receiver(worker_id=two.d.identity.peer.worker_id, epoch=two.d.identity.peer.epoch)
-        prefill = to_p.unary_stream(
+        prefill: Any = to_p.unary_stream(
             PREFILL, prefill_pb2.PrefillRequest(request=message, transfer_id=transfer_id, receiver=receiver)
         )
         source = decode_pb2.Source(
@@ -110,7 +111,7 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
             address=two.p.identity.address,
             transfer_id=transfer_id,
         )
-        decode = to_d.unary_stream(GENERATE, decode_pb2.DecodeRequest(request=message, source=source))
+        decode: Any = to_d.unary_stream(GENERATE, decode_pb2.DecodeRequest(request=message, source=source))
         for call in (prefill, decode):
             assert (await call.read()).HasField("admitted")
         transfer = two.d.adapter.transfer("r.0.0")
@@ -128,7 +129,7 @@ async def test_a_lease_that_is_revoked_is_no_success(two: Two) -> None:
         to_p = signed(channel, two.p.identity.peer.key)
         receiver = prefill_pb2.Receiver(worker_id="nobody", epoch=1)
         message = prepared(two.p.model.layout)
-        call = to_p.unary_stream(
+        call: Any = to_p.unary_stream(
             PREFILL, prefill_pb2.PrefillRequest(request=message, transfer_id=secrets.token_bytes(16), receiver=receiver)
         )
         assert (await call.read()).HasField("admitted")

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -30,9 +30,15 @@ from tests.support.hash_model import greedy_answer
 PROMPT = list(range(22))
 
 
+class ClientHarness(Harness):
+    """With the client that workers use."""
+
+    client: EngineClient
+
+
 @pytest.fixture
-async def engine(make_engine: MakeEngine) -> AsyncIterator[Harness]:  # noqa: F811
-    harness = make_engine(max_num_batched_tokens=8, max_local_prefill_tokens=40)
+async def engine(make_engine: MakeEngine) -> AsyncIterator[ClientHarness]:  # noqa: F811
+    harness = cast(ClientHarness, make_engine(max_num_batched_tokens=8, max_local_prefill_tokens=40))
     harness.client = EngineClient(harness.core)
     harness.client.start()
     yield harness
@@ -48,7 +54,7 @@ async def read(stream: OutputStream) -> list[int]:
     return tokens
 
 
-async def test_i4_a_stream_has_every_token_once_however_slowly_it_is_read(engine: Harness) -> None:
+async def test_i4_a_stream_has_every_token_once_however_slowly_it_is_read(engine: ClientHarness) -> None:
     client = engine.client
     slow, fast = (client.submit(engine.request([*PROMPT, n], params={"max_tokens": 20})) for n in range(2))
     assert await read(fast) == greedy_answer([*PROMPT, 1], 20)
@@ -63,7 +69,7 @@ async def test_i4_a_stream_has_every_token_once_however_slowly_it_is_read(engine
     assert client.num_streams == 0
 
 
-async def test_i7_a_released_stream_aborts_its_request(engine: Harness) -> None:
+async def test_i7_a_released_stream_aborts_its_request(engine: ClientHarness) -> None:
     stream = engine.client.submit(engine.request(PROMPT, params={"max_tokens": 200}))
     await asyncio.wait_for(stream.get(), 10)
     engine.client.release(stream)
@@ -73,7 +79,7 @@ async def test_i7_a_released_stream_aborts_its_request(engine: Harness) -> None:
     assert engine.scheduler.pool.num_in_use == 0
 
 
-async def test_a_name_is_taken_until_the_engine_has_said_its_last_word_of_it(engine: Harness) -> None:
+async def test_a_name_is_taken_until_the_engine_has_said_its_last_word_of_it(engine: ClientHarness) -> None:
     """Else the next of that name would be told how the last one was aborted."""
     client = engine.client
     for number in range(20):
@@ -94,14 +100,14 @@ async def test_a_name_is_taken_until_the_engine_has_said_its_last_word_of_it(eng
                 await asyncio.sleep(0)
 
 
-async def test_what_the_engine_refuses_is_raised_from_the_stream(engine: Harness) -> None:
+async def test_what_the_engine_refuses_is_raised_from_the_stream(engine: ClientHarness) -> None:
     stream = engine.client.submit(engine.request([1] * 41))
     with pytest.raises(NeedsPrefill) as caught:
         await read(stream)
     assert caught.value.uncached_tokens == 41
 
 
-async def test_a_wrong_request_never_reaches_the_engine(engine: Harness) -> None:
+async def test_a_wrong_request_never_reaches_the_engine(engine: ClientHarness) -> None:
     import msgspec
 
     good = engine.request(PROMPT, "r")
@@ -118,7 +124,7 @@ async def test_a_wrong_request_never_reaches_the_engine(engine: Harness) -> None
     assert engine.client.num_streams == 0
 
 
-async def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(engine: Harness) -> None:
+async def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(engine: ClientHarness) -> None:
     stream = engine.client.submit(engine.request(PROMPT))
     engine.client.draining = True
     with pytest.raises(Draining):
@@ -126,14 +132,14 @@ async def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(engi
     assert await read(stream) == greedy_answer(PROMPT, 4)
 
 
-async def test_an_idle_engine_ticks_on(engine: Harness) -> None:
+async def test_an_idle_engine_ticks_on(engine: ClientHarness) -> None:
     before = engine.client.tick
     async with asyncio.timeout(5):
         while engine.client.tick < before + 2:  # noqa: ASYNC110 - the engine's thread tells nobody
             await asyncio.sleep(0.01)
 
 
-async def test_a_failed_step_ends_every_request_with_an_error_and_says_so(engine: Harness) -> None:
+async def test_a_failed_step_ends_every_request_with_an_error_and_says_so(engine: ClientHarness) -> None:
     def fail() -> None:
         raise ValueError("a bug in a kernel")
 
@@ -148,7 +154,7 @@ async def test_a_failed_step_ends_every_request_with_an_error_and_says_so(engine
     assert "a bug" not in engine.answers
 
 
-async def test_a_request_that_a_failing_engine_never_takes_in_ends_with_the_same_error(engine: Harness) -> None:
+async def test_a_request_that_a_failing_engine_never_takes_in_ends_with_the_same_error(engine: ClientHarness) -> None:
     late: list[OutputStream] = []
     submitted = threading.Event()
     loop = asyncio.get_running_loop()
@@ -172,11 +178,13 @@ async def test_a_request_that_a_failing_engine_never_takes_in_ends_with_the_same
     assert len(late) == len(heard) == 1
 
 
-async def test_tokens_come_in_pieces_of_the_interval_but_the_first_and_the_last_wait_for_none(engine: Harness) -> None:
+async def test_tokens_come_in_pieces_of_the_interval_but_the_first_and_the_last_wait_for_none(
+    engine: ClientHarness,
+) -> None:
     request = engine.request(PROMPT, params={"max_tokens": 12})
     stream = engine.client.submit(request, stream_interval=4)
     answer = greedy_answer(PROMPT, 12)
-    pieces = []
+    pieces: list[EngineCoreOutput] = []
     async with asyncio.timeout(10):
         while not pieces or pieces[-1].finish_reason is None:
             pieces.append(await stream.get())
@@ -235,7 +243,7 @@ def test_every_attempt_has_engine_requests_of_its_own() -> None:
     assert engine_request_id("r", 2, 1) == "r.2.1"
 
 
-async def test_a_request_ends_at_its_deadline_though_its_reader_does_nothing(engine: Harness) -> None:
+async def test_a_request_ends_at_its_deadline_though_its_reader_does_nothing(engine: ClientHarness) -> None:
     client = engine.client
     request = engine.request(PROMPT, params={"max_tokens": 200, "ignore_eos": True}, deadline=time.monotonic() + 0.05)
     parked = client.submit(engine.request(PROMPT, remote_prefill=True, deadline=time.monotonic() + 0.05))
@@ -253,7 +261,7 @@ async def test_a_request_ends_at_its_deadline_though_its_reader_does_nothing(eng
             client.apply(HoldReturned(message.request_id, message.hold))
 
 
-async def test_a_deadline_that_was_not_reached_leaves_nothing_behind(engine: Harness) -> None:
+async def test_a_deadline_that_was_not_reached_leaves_nothing_behind(engine: ClientHarness) -> None:
     client = engine.client
     stream = client.submit(engine.request(PROMPT, params={"max_tokens": 3}, deadline=time.monotonic() + 0.3))
     assert len(await read(stream)) == 3

@@ -38,7 +38,7 @@ def test_a_hang_ends_the_process_with_all_stacks(hang: str) -> None:
 
 
 def test_an_engine_that_moves_is_left_alone() -> None:
-    ticks, statuses, looked = itertools.count(), [], threading.Event()
+    ticks, statuses, looked = itertools.count(), list[int](), threading.Event()
 
     def tick() -> int:
         number = next(ticks)

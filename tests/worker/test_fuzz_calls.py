@@ -321,7 +321,10 @@ class Hostile:
         worker_id, epoch = p.identity.peer.key
         source = decode_pb2.Source(worker_id=worker_id, epoch=epoch, address=self.relay, transfer_id=transfer_id)
         decode: Message = decode_pb2.DecodeRequest(request=request, source=source)
-        calls = [(p, PREFILL, prefill.SerializeToString()), (d, GENERATE, decode.SerializeToString())]
+        calls: list[tuple[Worker, Any, bytes]] = [
+            (p, PREFILL, prefill.SerializeToString()),
+            (d, GENERATE, decode.SerializeToString()),
+        ]
         if self.draw.random() < 0.2:
             calls[0] = (p, PREFILL, await self.aside(p, prefill))
         if self.draw.random() < 0.2:
@@ -334,7 +337,7 @@ class Relay:
 
     def __init__(self) -> None:
         self.server = make_server()
-        handler = grpc.stream_stream_rpc_method_handler(self._attach)
+        handler: Any = grpc.stream_stream_rpc_method_handler(self._attach)
         service, _, method = ATTACH.path[1:].partition("/")
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
         self.address = f"127.0.0.1:{bind(self.server, '127.0.0.1', 0)}"
@@ -359,7 +362,8 @@ class Relay:
 
         hostile.sent.append((ATTACH.path, _shown(first)))
         metadata = CallSigner(KEY).metadata(ATTACH.path, p.identity.peer.key, first)
-        call: Any = hostile.pair.channel(p).stream_stream(ATTACH.path)(passed(), metadata=metadata, timeout=CALL_S)
+        attach: Any = hostile.pair.channel(p).stream_stream(ATTACH.path)
+        call = attach(passed(), metadata=metadata, timeout=CALL_S)
         try:
             async for raw in call:
                 if draw.random() < rate:
@@ -422,7 +426,8 @@ class Oracle:
 
     async def learn(self) -> None:
         """What workers say while nobody attacks them; then the processes of grammars are there, too."""
-        for worker, method in ((self._pair.p, PREFILL), (self._pair.d, GENERATE)):
+        both: tuple[tuple[Worker, Any], ...] = ((self._pair.p, PREFILL), (self._pair.d, GENERATE))
+        for worker, method in both:
             request = prepared(worker, sampling_params=SAMPLINGS[3], deadline=time.monotonic() + 600.0)
             async for _ in self._pair.service(worker).unary_stream(method, method.request(request=request)):
                 pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 
@@ -15,9 +16,15 @@ from tests.support.engine_harness import Harness, MakeEngine, harnesses, make_en
 PROMPT = list(range(22))
 
 
+class ClientHarness(Harness):
+    """With the client that workers use."""
+
+    client: EngineClient
+
+
 @pytest.fixture
-async def engine(make_engine: MakeEngine) -> AsyncIterator[Harness]:  # noqa: F811
-    harness = make_engine(max_num_batched_tokens=8)
+async def engine(make_engine: MakeEngine) -> AsyncIterator[ClientHarness]:  # noqa: F811
+    harness = cast(ClientHarness, make_engine(max_num_batched_tokens=8))
     harness.client = EngineClient(harness.core)
     harness.client.start()
     yield harness
@@ -34,7 +41,7 @@ class Told:
         return await asyncio.wait_for(self.requests.get(), 10)
 
 
-async def test_an_aborted_request_is_told_with_its_moments_and_chunks(engine: Harness) -> None:
+async def test_an_aborted_request_is_told_with_its_moments_and_chunks(engine: ClientHarness) -> None:
     told, outputs = Told(), list[EngineCoreOutput]()
     stream = engine.client.submit(engine.request(PROMPT, params={"max_tokens": 500}), outputs.append)
     await asyncio.wait_for(stream.get(), 10)
@@ -50,7 +57,7 @@ async def test_an_aborted_request_is_told_with_its_moments_and_chunks(engine: Ha
     assert told.requests.empty()
 
 
-async def test_a_request_that_had_ended_is_told_as_such(engine: Harness) -> None:
+async def test_a_request_that_had_ended_is_told_as_such(engine: ClientHarness) -> None:
     told = Told()
     stream = engine.client.submit(engine.request(PROMPT, params={"max_tokens": 2}))
     _ = [output async for output in stream]
@@ -58,7 +65,7 @@ async def test_a_request_that_had_ended_is_told_as_such(engine: Harness) -> None
     assert await told.next() is None
 
 
-async def test_a_dead_engine_keeps_nobody_waiting(engine: Harness) -> None:
+async def test_a_dead_engine_keeps_nobody_waiting(engine: ClientHarness) -> None:
     def fail() -> None:
         raise ValueError("a bug in a kernel")
 
@@ -72,7 +79,7 @@ async def test_a_dead_engine_keeps_nobody_waiting(engine: Harness) -> None:
     assert await told.next() is None
 
 
-async def test_the_age_of_a_tick_is_small_while_the_loop_turns(engine: Harness) -> None:
+async def test_the_age_of_a_tick_is_small_while_the_loop_turns(engine: ClientHarness) -> None:
     async with asyncio.timeout(10):
         before = engine.client.tick
         while engine.client.tick == before:  # noqa: ASYNC110 - the engine's thread tells nobody

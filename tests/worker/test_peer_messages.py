@@ -115,9 +115,8 @@ async def test_fields_are_counted_before_they_are_parsed(pair: Pair) -> None:
 async def test_a_compressed_message_is_not_inflated(pair: Pair) -> None:
     worker, raw = pair.d, decode_pb2.DecodeRequest().SerializeToString()
     metadata = pair.service(worker)._signer.metadata(GENERATE.path, worker.identity.peer.key, raw)
-    call: Any = pair.channel(worker).unary_stream(GENERATE.path)(
-        raw, metadata=metadata, timeout=30, compression=grpc.Compression.Gzip
-    )
+    generate: Any = pair.channel(worker).unary_stream(GENERATE.path)
+    call = generate(raw, metadata=metadata, timeout=30, compression=grpc.Compression.Gzip)
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await call.read()
     assert ended.value.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
@@ -161,8 +160,9 @@ async def test_the_ids_of_peers_are_verified_in_both_calls(pair: Pair) -> None:
 async def test_the_names_of_an_open_are_counted(pair: Pair, field: str) -> None:
     opening = kv_source_pb2.Open(
         transfer_id=bytes(16), source_epoch=pair.p.identity.peer.epoch, layout=layout_to_wire(pair.p.identity.layout),
-        receiver=prefill_pb2.Receiver(worker_id="decode-0", epoch=1), **{field: ["x"] * 17},
+        receiver=prefill_pb2.Receiver(worker_id="decode-0", epoch=1),
     )  # fmt: skip
+    getattr(opening, field).extend(["x"] * 17)
     first = kv_source_pb2.AttachRequest(open=opening)
     call = pair.service(pair.p).stream_stream(ATTACH, first.SerializeToString(), _one(first.SerializeToString()))
     answer: Any = await call.read()
@@ -207,7 +207,7 @@ async def test_a_second_request_of_a_name_stops_no_transfer_of_the_first(pair: P
         worker_id=source_id, epoch=source_epoch, address=pair.p.identity.address, transfer_id=transfer_id
     )
     rest = decode_pb2.DecodeRequest(request=prepared(pair.d, request_id=name), source=source)
-    running = pair.service(pair.d).unary_stream(GENERATE, rest)
+    running: Any = pair.service(pair.d).unary_stream(GENERATE, rest)
     assert (await running.read()).HasField("admitted")
     second = decode_pb2.DecodeRequest(request=prepared(pair.d, request_id=name))
     error = await refusal(pair, GENERATE, second)
@@ -216,6 +216,7 @@ async def test_a_second_request_of_a_name_stops_no_transfer_of_the_first(pair: P
     call = prefill_pb2.PrefillRequest(
         request=prepared(pair.p, request_id=name), transfer_id=transfer_id, receiver=_receiver(pair)
     )
+    events: Any
     events, _ = await asyncio.gather(_read(running), _read(pair.service(pair.p).unary_stream(PREFILL, call)))
     assert sum(len(event.outputs.token_ids) for event in events) == 3
 
@@ -223,7 +224,7 @@ async def test_a_second_request_of_a_name_stops_no_transfer_of_the_first(pair: P
 async def test_a_second_request_of_a_name_does_not_abort_the_first(pair: Pair) -> None:
     _busy_for_a_moment(pair.p)
     first = prefill_pb2.PrefillRequest(request=prepared(pair.p, request_id="same"))
-    running = pair.service(pair.p).unary_stream(PREFILL, first)
+    running: Any = pair.service(pair.p).unary_stream(PREFILL, first)
     assert (await running.read()).HasField("admitted")
     second = prefill_pb2.PrefillRequest(
         request=prepared(pair.p, request_id="same"), transfer_id=bytes(16), receiver=_receiver(pair)
@@ -242,7 +243,7 @@ def _receiver(pair: Pair) -> prefill_pb2.Receiver:
 async def test_a_resumed_sequence_does_not_take_the_name_of_another_that_parts(pair: Pair) -> None:
     many = SamplingParams(n=2, temperature=0.0, max_tokens=20, ignore_eos=True)
     _busy_for_a_moment(pair.d)
-    first = pair.service(pair.d).unary_stream(
+    first: Any = pair.service(pair.d).unary_stream(
         GENERATE, decode_pb2.DecodeRequest(request=prepared(pair.d, request_id="r", sampling_params=many))
     )
     assert (await first.read()).HasField("admitted")

@@ -131,8 +131,8 @@ async def test_a_message_that_was_changed_replayed_late_or_meant_for_others_is_r
     assert (await end_of(channel, GENERATE, raw, once))[0] is grpc.StatusCode.OK
     computed = worker.engine.stats.num_computed_prompt_tokens
     for _ in range(3):
-        status, code, words = await end_of(channel, GENERATE, raw, once)
-        assert (status, code) == (grpc.StatusCode.UNAUTHENTICATED, "key_mismatch")
+        status, reason, words = await end_of(channel, GENERATE, raw, once)
+        assert (status, reason) == (grpc.StatusCode.UNAUTHENTICATED, "key_mismatch")
         assert "used before" in words
     assert worker.engine.stats.num_computed_prompt_tokens == computed
 
@@ -146,7 +146,7 @@ async def test_a_stranger_is_told_neither_load_nor_blocks_by_a_watch(pair: Pair)
         for message in messages:
             await call.write(message.SerializeToString())
         await call.done_writing()
-        seen = []
+        seen: list[str | None] = []
         with contextlib.suppress(grpc.aio.AioRpcError):
             while (raw := await call.read()) is not grpc.aio.EOF:
                 seen.append(worker_pb2.WatchEvent.FromString(raw).WhichOneof("event"))
@@ -194,7 +194,9 @@ async def test_a_watched_hash_neither_reads_nor_poisons_what_it_names(pair: Pair
         assert cached[0] in (0, 32), "nothing of the victim's, at most its own"
         honest = prepared(pair.d, zeros)
     # tokens of one prompt under the root or the digest of another
-    for changes in ({"hash_root": full[0][:16]}, {"request_digest": hasher.request_digest(root, full, PROMPT)}):
+    digest = hasher.request_digest(root, full, PROMPT)
+    forgeries: list[dict[str, Any]] = [{"hash_root": full[0][:16]}, {"request_digest": digest}]
+    for changes in forgeries:
         wrong = decode_pb2.DecodeRequest(request=prepared(pair.d, zeros, **changes))
         raw = wrong.SerializeToString()
         metadata = CallSigner(KEY).metadata(GENERATE.path, pair.d.identity.peer.key, raw)
@@ -205,7 +207,8 @@ async def test_a_watched_hash_neither_reads_nor_poisons_what_it_names(pair: Pair
 @pytest.mark.parametrize("method", [PREFILL, EMBED, GENERATE, SESSION], ids=lambda method: method.path)
 async def test_a_digest_that_is_not_that_of_the_tokens_is_refused_by_every_method(pair: Pair, method: Any) -> None:
     worker = pair.p if method in OF_PREFILL else pair.d
-    for changes in ({"request_digest": b"d" * 16}, {"hash_root": b"r" * 16}):
+    forgeries: list[dict[str, Any]] = [{"request_digest": b"d" * 16}, {"hash_root": b"r" * 16}]
+    for changes in forgeries:
         request = prepared(worker, **changes)
         if method is EMBED:
             request.pooling.SetInParent()
@@ -220,7 +223,7 @@ async def test_a_copied_transfer_id_opens_nothing_without_the_key(pair: Pair) ->
     transfer_id = secrets.token_bytes(16)
     receiver = prefill_pb2.Receiver(worker_id="decode-x", epoch=3)
     message = prefill_pb2.PrefillRequest(request=prepared(pair.p), transfer_id=transfer_id, receiver=receiver)
-    call = pair.service(pair.p).unary_stream(PREFILL, message)
+    call: Any = pair.service(pair.p).unary_stream(PREFILL, message)
     assert (await call.read()).HasField("admitted")
     opening = kv_source_pb2.Open(
         transfer_id=transfer_id, source_epoch=pair.p.identity.peer.epoch, receiver=receiver,

@@ -36,7 +36,7 @@ async def test_health_follows_the_engine(
         async with make_channel(worker.identity.address) as channel, asyncio.timeout(20):
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
 
-            async def told(state: STATES.ServingStatus) -> None:
+            async def told(state: int) -> None:
                 async for answer in watch:
                     if answer.status == state:
                         return

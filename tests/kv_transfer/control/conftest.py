@@ -152,7 +152,12 @@ class Rig:
 
     def receive(self, **changes: Any) -> ReceiverTransfer:
         """Open the control stream; changes: what it says that it should not, or how long it waits."""
-        fields = {"worker_id": "prefill-1", "epoch": SOURCE_EPOCH, "transfer_id": TRANSFER_ID, "request_digest": DIGEST}
+        fields: dict[str, Any] = {
+            "worker_id": "prefill-1",
+            "epoch": SOURCE_EPOCH,
+            "transfer_id": TRANSFER_ID,
+            "request_digest": DIGEST,
+        }
         ref = SourceRef(address="", **(fields | {name: changes.pop(name) for name in fields if name in changes}))
         connectors = changes.get("connector_set") or ConnectorSet([self.receiver_connector])
         transfer = ReceiverTransfer("r.0.0", ref, connectors, self.owner)

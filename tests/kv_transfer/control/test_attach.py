@@ -15,7 +15,7 @@ from pdserve.kv_transfer.block_digest import GMAC, XXH3_64
 from pdserve.kv_transfer.control import attach_servicer
 from pdserve.kv_transfer.control.source_transfer import PeerId, PublishedRange, SourceResult
 from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
-from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc
+from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, prefill_pb2
 from tests.support.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID
 
 from .conftest import GRACE_S, LAYOUT, NUM_BLOCKS, SOURCE_EPOCH, TICK_STALLED_S
@@ -53,7 +53,7 @@ async def test_the_end_goes_with_the_last_blocks_while_they_wait_to_be_sent(wait
     stream = attach_servicer._EventQueue()
     stream.published(PublishedRange(0, (7,), (3,)))
     stream.published(PublishedRange(1, (8, 9), (4, 5)))
-    heard = [] if waits else [stream.messages.get_nowait() for _ in range(2)]
+    heard: list[Any] = [] if waits else [stream.messages.get_nowait() for _ in range(2)]
     stream.finished(SourceResult(22, (5, 6)), DIGEST)
     heard += [stream.messages.get_nowait() for _ in range(stream.messages.qsize())]
     assert [event.WhichOneof("event") for event in heard] == [
@@ -213,7 +213,7 @@ async def test_a_stopped_engine_at_the_source_breaks_the_stream_and_fails_it_unl
 async def test_an_alive_is_put_before_messages_that_wait_already(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach_servicer, "ALIVE_EVERY_S", 0.05)
     heartbeat, messages = attach_servicer.Heartbeat(lambda: "alive"), asyncio.Queue[str]()
-    heard = []
+    heard: list[str] = []
     while heard.count("alive") < 3:
         messages.put_nowait("more")
         heard.append(await asyncio.wait_for(heartbeat.next(messages), 1))
@@ -276,7 +276,7 @@ async def test_a_stream_that_an_older_one_replaces_attaches_again(rig: Any, unti
     late = kv_source_pb2.Open(
         transfer_id=TRANSFER_ID,
         source_epoch=SOURCE_EPOCH,
-        receiver={"worker_id": RECEIVER.worker_id, "epoch": RECEIVER.epoch},
+        receiver=prefill_pb2.Receiver(worker_id=RECEIVER.worker_id, epoch=RECEIVER.epoch),
         request_digest=DIGEST,
         layout=layout_to_wire(LAYOUT),
         digest_algorithms=[XXH3_64, GMAC],

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 
 from .contract_link import WINDOW_BLOCKS, LinkContract, Setup
@@ -90,14 +91,16 @@ class EndContract(LinkContract):
         transfer = setup.transfer(4)
         read = RecordedRead(4)
         read.when_ended = setup.link.receiver.close
-        setup.link.receiver.read(setup.link.source.metadata, transfer.token, transfer.blocks(range(4), range(4)), read)
+        setup.link.receiver.read(
+            setup.link.source.metadata, transfer.token, transfer.blocks(range(4), range(4)), read, XXH3
+        )
         assert read.wait_ended() is ReadOutcome.DONE
 
     def test_listener_that_raises_is_survived(self, setup: Setup) -> None:
         transfer = setup.transfer(64)
         raising = _Raising(64)
         setup.link.receiver.read(
-            setup.link.source.metadata, transfer.token, transfer.blocks(range(64), range(64)), raising
+            setup.link.source.metadata, transfer.token, transfer.blocks(range(64), range(64)), raising, XXH3
         )
         assert raising.wait_ended() is ReadOutcome.DONE
         blocks = transfer.blocks(range(64), range(64))

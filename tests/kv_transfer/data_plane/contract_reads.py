@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOutcome
 
 from .contract_link import WINDOW_BLOCKS, LinkContract, Setup
@@ -95,7 +96,7 @@ class ReadContract(LinkContract):
         long_landed_then: list[int] = []
         short.when_ended = lambda: long_landed_then.append(len(long.landed_blocks))
         blocks = transfer.blocks(range(240, 244), range(240, 244))
-        setup.link.receiver.read(setup.link.faulty_metadata, transfer.token, blocks, short)
+        setup.link.receiver.read(setup.link.faulty_metadata, transfer.token, blocks, short, XXH3)
         setup.link.resume()
         assert short.wait_ended() is ReadOutcome.DONE
         assert long.wait_ended() is ReadOutcome.DONE
@@ -170,7 +171,7 @@ class _Quitter(RecordedRead):
     def __init__(self, receiver: BlockConnector, metadata: bytes, token: bytes, blocks: list[BlockToRead]) -> None:
         super().__init__(len(blocks))
         self._begun = threading.Event()
-        self.read = receiver.read(metadata, token, blocks, self)
+        self.read = receiver.read(metadata, token, blocks, self, XXH3)
         self._begun.set()
 
     def landed(self, first: int, count: int) -> None:

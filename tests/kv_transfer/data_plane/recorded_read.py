@@ -136,7 +136,7 @@ class Transfer:
 def start_read(receiver: BlockConnector, metadata: bytes, token: bytes, blocks: Sequence[BlockToRead]) -> RecordedRead:
     """Begin a read and record it."""
     recorded = RecordedRead(len(blocks))
-    recorded.read = receiver.read(metadata, token, blocks, recorded)
+    recorded.read = receiver.read(metadata, token, blocks, recorded, XXH3)
     return recorded
 
 

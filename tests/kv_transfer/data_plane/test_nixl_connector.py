@@ -98,4 +98,4 @@ def test_settings_that_cannot_be_are_refused() -> None:
         {"cancel_drain_s": -1.0},
     ):
         with pytest.raises(ConfigError):
-            NixlSettings(**changes)  # type: ignore[arg-type]
+            NixlSettings(**changes)

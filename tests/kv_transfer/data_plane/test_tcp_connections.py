@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ MakeConnector = Callable[..., TcpConnector]
 def make_connector() -> Iterator[MakeConnector]:
     connectors: list[TcpConnector] = []
 
-    def make(**changes: object) -> TcpConnector:
+    def make(**changes: Any) -> TcpConnector:
         connector = TcpConnector(small_settings(**changes))
         connectors.append(connector)
         connector.serve(make_pool(seed=2))

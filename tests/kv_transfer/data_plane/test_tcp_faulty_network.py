@@ -9,6 +9,7 @@ import pytest
 from pdserve.kv_transfer.connector import ReadOutcome
 
 from .contract_link import WINDOW_BLOCKS, Setup
+from .fault_link import FaultLink
 from .recorded_read import BLOCK_BYTES, NUM_BLOCKS, make_pool
 from .tcp_link import TcpLink
 
@@ -24,6 +25,11 @@ def setup() -> Iterator[Setup]:
     link.close()
 
 
+def faults_of(setup: Setup) -> FaultLink:
+    assert isinstance(setup.link, TcpLink)
+    return setup.link.faults
+
+
 def _reads_everything(setup: Setup) -> None:
     transfer = setup.transfer()
     blocks = transfer.blocks(range(NUM_BLOCKS), range(NUM_BLOCKS))
@@ -33,18 +39,18 @@ def _reads_everything(setup: Setup) -> None:
 
 
 def test_connections_that_are_refused_fail_the_read_and_are_tried_again_by_the_next(setup: Setup) -> None:
-    setup.link.faults.refuse()
+    faults_of(setup).refuse()
     transfer = setup.transfer()
     read = setup.read(transfer, transfer.blocks(range(NUM_BLOCKS), range(NUM_BLOCKS)), faulty=True)
     assert read.wait_failed()
     assert read.num_landed == 0
-    setup.link.faults.refuse(False)
+    faults_of(setup).refuse(False)
     _reads_everything(setup)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 3 * WINDOW_BLOCKS * BLOCK_BYTES + 1500, 100 * BLOCK_BYTES + 7])
 def test_i3_reset_in_the_middle_of_a_block(setup: Setup, num_bytes: int) -> None:
-    setup.link.faults.reset_after(num_bytes)
+    faults_of(setup).reset_after(num_bytes)
     transfer = setup.transfer()
     blocks = transfer.blocks(range(NUM_BLOCKS), range(NUM_BLOCKS))
     read = setup.read(transfer, blocks, faulty=True)
@@ -57,5 +63,5 @@ def test_i3_reset_in_the_middle_of_a_block(setup: Setup, num_bytes: int) -> None
 def test_a_link_of_a_megabyte_a_second_is_slow_and_not_dead(setup: Setup) -> None:
     """A read stalls when nothing comes for a while, however long the whole takes."""
     assert NUM_BLOCKS * BLOCK_BYTES / MEGABYTE > 2 * STALL_S
-    setup.link.faults.slow_to(MEGABYTE)
+    faults_of(setup).slow_to(MEGABYTE)
     _reads_everything(setup)

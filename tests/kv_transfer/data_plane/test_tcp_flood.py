@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def identity(request: pytest.FixtureRequest, authority: Authority) -> TlsIdentit
 
 
 @contextlib.contextmanager
-def serving(**changes: object) -> Iterator[tuple[TcpConnector, Transfer]]:
+def serving(**changes: Any) -> Iterator[tuple[TcpConnector, Transfer]]:
     source = TcpConnector(small_settings(**changes))
     source.serve(make_pool(seed=SEED))
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -61,13 +62,13 @@ def read_zeros(receiver: TcpConnector, source: HostileSource, first: int = 0, co
     return start_read(receiver, source.metadata, secrets.token_bytes(16), blocks)
 
 
-def altered_answer(**changes: object) -> Script:
+def altered_answer(**changes: Any) -> Script:
     """The honest answer, with other values in its header."""
 
     def script(request: ReadRequest) -> bytes:
         answer = ReadAnswer.to_request(request)
         changed = {name: change(answer) if callable(change) else change for name, change in changes.items()}
-        return dataclasses.replace(answer, **changed).encode() + bytes(request.count * request.block_bytes)  # type: ignore[arg-type]
+        return dataclasses.replace(answer, **changed).encode() + bytes(request.count * request.block_bytes)
 
     return script
 

@@ -9,6 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def identity(authority: Authority) -> TlsIdentity:
 def make_connector() -> Iterator[MakeConnector]:
     connectors: list[TcpConnector] = []
 
-    def make(tls: TlsIdentity | None, seed: int | None = SOURCE_SEED, **changes: object) -> TcpConnector:
+    def make(tls: TlsIdentity | None, seed: int | None = SOURCE_SEED, **changes: Any) -> TcpConnector:
         connectors.append(TcpConnector(small_settings(tls=tls, **changes)))
         connectors[-1].serve(make_pool(seed=seed))
         return connectors[-1]
