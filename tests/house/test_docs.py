@@ -35,6 +35,7 @@ SETTINGS: dict[str, tuple[type[ServiceSettings], ...]] = {
     "workers": (PrefillSettings, DecodeSettings),
     "decode": (DecodeSettings,),
 }
+MAX_FILES_OF_WALK = 28
 _QUOTED = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)+/?|[A-Z]+\.md")
 _MEMBER = re.compile(r"([A-Z]\w+)\.(\w+)(?:\(\))?")
@@ -199,6 +200,12 @@ def test_state_tables_are_those_of_the_code(machine: str, table: Mapping[enum.En
     section = (ROOT / "docs/architecture.md").read_text().split(f"\n`{machine}` (")[1]
     lines = re.findall(r"^\| `(\w+)` \| (.+) \|$", section.split("\n\n")[1], re.MULTILINE)
     assert {state: set(re.findall(r"\w+", following)) for state, following in lines} == moves_of(table)
+
+
+def test_the_walk_of_a_request_is_short() -> None:
+    walk = (ROOT / "docs/architecture.md").read_text().split("\n## One request, step by step\n")[1].split("\n## ")[0]
+    files = {text for text in _QUOTED.findall(walk) if text.endswith(".py")}
+    assert 20 < len(files) <= MAX_FILES_OF_WALK, sorted(files)
 
 
 def test_layer_table_is_the_one_that_is_held() -> None:
