@@ -123,7 +123,7 @@ async def test_new_files_take_over_and_the_metric_follows(
 ) -> None:
     caplog.set_level(logging.INFO)
     async with renewing(files) as (identity, renewal):
-        renewal.tell()
+        renewal.log_expiry()
         assert "the certificate for services" in caplog.text
         assert "for 30.0 days" in caplog.text
         first = identity.server.valid_until
