@@ -46,7 +46,7 @@ def lines_by_feature(root: Path, base: str, last: str, lines: int) -> Iterator[s
     release, rest = "trust", "small repairs"
     for name, net in commits_of(root, base, last):
         if name == FOLDERS:
-            release, rest = "house", "folders, names, seams, one path instead of two, prose"
+            release, rest = "house", "folders, names, interfaces, one path instead of two, prose"
         sums[release][feature_of.get(name, rest)] += net
     yield "| release | lines | added less removed |"
     yield "|---|---|---|"
