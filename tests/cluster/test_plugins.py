@@ -60,7 +60,7 @@ REFUSED: Any = [
         500,
         "failed with RuntimeError; the worker's log has the traceback",
     ),
-    ([{"name": "broken", "args": {"how": "nan", "at": 2}}], {}, 500, "made a logit that is no number"),
+    ([{"name": "broken", "args": {"how": "nan", "at": 2}}], {}, 500, "made a logit that is NaN"),
 ]
 """Processors, other fields, status, a part of the message; through prefill at position 0, through decode later."""
 

@@ -109,7 +109,7 @@ def test_where_it_leaves_no_token_the_request_says_so(make_engine: MakeEngine) -
     ("how", "message"),
     [
         ("raise", "logits processor 'broken' failed with RuntimeError; the worker's log has the traceback"),
-        ("nan", "logits processor 'broken' made a logit that is no number"),
+        ("nan", "logits processor 'broken' made a logit that is NaN"),
         ("write", "logits processor 'broken' failed with ValueError; the worker's log has the traceback"),
     ],
 )

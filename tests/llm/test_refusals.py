@@ -111,7 +111,7 @@ def test_a_prompt_that_is_too_long_is_its_own_error(llm: LLM) -> None:
         ({"block_size": "16"}, r"Expected `int`, got `str` - at `\$.block_size`"),
         ({"num_blocks": 1}, "num_blocks is 1, at least 2"),
         ({"num_blocks": None, "kv_cache_mib": 0}, "kv_cache_mib is 0"),
-        ({"max_model_len": 5000}, "max_model_len is 5000, the model reaches to 4096"),
+        ({"max_model_len": 5000}, "max_model_len is 5000, the model supports at most 4096"),
         ({"max_model_len": 1000}, "max_model_len is 1000, the pool holds 512 tokens"),
         ({"max_model_len": 1}, "max_model_len is 1, at least 2"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
@@ -136,7 +136,7 @@ def test_max_model_len_may_reach_what_the_rotary_scaling_was_made_for(tiny_check
     with LLM(folder, max_model_len=512, **options) as llm:
         [answer] = llm.generate([5] * 500, SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
         assert len(answer.outputs[0].token_ids) == 12
-    with pytest.raises(ConfigError, match="max_model_len is 513, the model reaches to 512"):
+    with pytest.raises(ConfigError, match="max_model_len is 513, the model supports at most 512"):
         LLM(folder, max_model_len=513, **options)
 
 

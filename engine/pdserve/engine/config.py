@@ -9,12 +9,12 @@ from pdserve.common.settings.service_settings import SchedulingPolicy
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Roles are compositions of these settings; the engine has no mode."""
+    """Settings of one engine. An engine has no prefill or decode mode: roles differ only in these values."""
 
     block_size: int = 16
     num_blocks: int = 256
     max_model_len: int = 4096
-    """Tokens of one sequence; never more than the pool holds."""
+    """Largest number of tokens of one sequence; at most what the pool holds."""
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 64
     scheduling_policy: SchedulingPolicy = "fcfs"
@@ -32,9 +32,9 @@ class EngineConfig:
     grammar_timeout_s: float = 10.0
     """Seconds for compiling a grammar; then its request fails."""
     look_ahead: int = 8
-    """Sequences that do not fit and are passed over in one step in favour of later ones, at most."""
+    """Largest number of sequences that do not fit and are passed over in one step."""
     max_overtakes: int = 64
-    """How often later arrivals may pass the first of a queue; then nothing passes it."""
+    """Number of later arrivals that may pass the first request of a queue; then nothing passes it."""
 
     def __post_init__(self) -> None:
         if self.max_model_len > self.num_blocks * self.block_size:
@@ -47,6 +47,6 @@ class EngineConfig:
         return -(-num_tokens // self.block_size)
 
     def chunk(self, num_tokens: int, budget: int) -> int:
-        """How many of a sequence's `num_tokens` uncomputed tokens one step computes. budget: tokens left in the step."""
+        """Number of a sequence's `num_tokens` uncomputed tokens that one step computes. budget: tokens left in the step."""
         limit = self.long_prefill_token_threshold or num_tokens
         return min(num_tokens, budget, limit)

@@ -1,4 +1,4 @@
-"""`EngineCore`: scheduler and model runner under one `step`. Lives in one thread; knows no queue and no network."""
+"""`EngineCore`: scheduler and model runner under one `step`. Used by one thread; has no queues and no network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pdserve.engine.structured_outputs.structured_output_manager import MASK_WAI
 
 
 def _verify_turn(params: SamplingParams) -> None:
-    """A turn of a session begins at once, with what the last one computed. Raises: InvalidRequest."""
+    """Refuse parameters that sessions do not support: a turn begins at once, from the last turn's KV. Raises: InvalidRequest."""
     if params.structured_outputs is not None:
         raise InvalidRequest("structured_outputs is not supported in a session", "structured_outputs")
     if params.prompt_logprobs is not None:
@@ -35,17 +35,17 @@ def _verify_turn(params: SamplingParams) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step between its two halves."""
+    """A step between `begin_step` and `finish_step`."""
 
     scheduled: SchedulerOutput
     result: Future[ModelRunnerOutput] | None
-    """None for a step that computes nothing."""
+    """None if the step computes nothing."""
     started_at: float
     """`time.monotonic()` seconds."""
 
 
 class EngineCore:
-    """add_request, step, step, ... until every request has finished."""
+    """Scheduler and executor of one model. Usage: `add_request`, then `step` until every request has finished."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
         logits_processors: LogitsProcessors | None = None,
     ) -> None:
-        """heartbeat: beats at each step here, and before each layer in the executor.
+        """heartbeat: advanced at each step, and by the executor before each layer.
 
         grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors: plug-ins that
         requests may name; default: none.
@@ -68,7 +68,7 @@ class EngineCore:
         self.executor = executor
         self.heartbeat = heartbeat
         self.has_computed = False
-        """Whether the last step computed something; sequences may run and yet wait for room."""
+        """True if the last step computed something; running sequences may all wait for blocks."""
         self.scheduler = Scheduler(config, hasher, connector or NoTransfers(), grammars)
         self._logits_processors = logits_processors or LogitsProcessors()
 
@@ -113,14 +113,14 @@ class EngineCore:
         verify_token_ids("output_token_ids", request.output_token_ids, self.vocab_size)
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Take in a request that `verify` has passed.
+        """Add a request that `verify` accepted.
 
-        Token ids are checked here once more: a step that embeds an id without a row fails as a whole and ends the engine,
-        so a caller that left `verify` out must lose this one request alone.
+        Token ids are checked again: an id outside the vocabulary would fail the whole step and end the engine, so a caller that did
+        not call `verify` loses only this request.
         """
         refusal = self._refusal(request.prompt_token_ids, request.output_token_ids)
         if any(token_id >= self.vocab_size for token_id in request.eos_token_ids):
-            # the model cannot sample them, and a grammar with such an end does not compile
+            # the model cannot sample other ids, and a grammar with such an EOS id does not compile
             known = tuple(token_id for token_id in request.eos_token_ids if token_id < self.vocab_size)
             request = msgspec.structs.replace(request, eos_token_ids=known)
         self.scheduler.add_request(request, refusal)
@@ -147,19 +147,20 @@ class EngineCore:
         self._logits_processors.verify(params.logits_processors, self.vocab_size)
 
     def resume_request(self, update: StreamingUpdate) -> None:
-        """The next turn of a session that awaits input; `verify_update` has passed it. Ids are checked as in `add_request`."""
+        """Begin the next turn of a session, after `verify_update`. Ids are checked as in `add_request`."""
         self.scheduler.resume_request(update, self._refusal(update.prompt_token_ids))
 
     def abort_request(self, request_id: str) -> Request | None:
-        """End it; returns what it was, or None when it had ended."""
+        """End a request; returns it, or None if it had ended."""
         return self.scheduler.abort_request(request_id)
 
     def end_sequence(self, request_id: str, index: int) -> None:
-        """One of its sequences has ended where its text is made. Harmless when it had ended."""
+        """End one sequence, whose text is complete at the reader. No effect if it has ended."""
         self.scheduler.end_sequence(request_id, index)
 
     def apply(self, event: IntoEngine) -> None:
-        """An event from the transfer side. A token that the model does not have would end the engine, not the request."""
+        """Apply an event from the transfer side. Its token ids are checked, since an id outside the vocabulary would end the
+        engine."""
         if isinstance(event, SourceFinished) and any(not 0 <= token < self.vocab_size for token in event.token_ids):
             cause = TransferFailed(
                 f"a first token from the source is outside the vocabulary of {self.vocab_size} tokens"
@@ -180,16 +181,16 @@ class EngineCore:
         return self.scheduler.has_work
 
     def wait_for_grammar(self, timeout_s: float) -> None:
-        """For whoever steps by hand: blocks while nothing but a grammar's arrival could give a step something to do."""
+        """Block while only the arrival of a grammar could give a step work; for callers without an engine thread."""
         if not self.scheduler.has_tokens_to_compute and len(self.scheduler.grammars):
             self.scheduler.grammars.wait(timeout_s)
 
     def step(self) -> EngineCoreOutputs:
-        """Schedule, compute, update. Cheap when nothing can run."""
+        """Schedule, compute, update. Cheap if nothing can run."""
         return self.finish_step(self.begin_step())
 
     def begin_step(self) -> StepInFlight:
-        """First half of a step: choose what to compute, and hand it to the executor."""
+        """First half of a step: schedule, and start the executor."""
         self.heartbeat.beat()
         scheduled = self.scheduler.schedule()
         if not scheduled.num_scheduled_tokens:
@@ -200,7 +201,7 @@ class EngineCore:
         return StepInFlight(scheduled, self.executor.sample_tokens(grammar), started_at)
 
     def finish_step(self, step: StepInFlight) -> EngineCoreOutputs:
-        """Second half: wait for the result, and take it in. Raises: whatever ended the executor's step."""
+        """Second half of a step: wait for the result and apply it. Raises: the exception of the executor's step."""
         self.has_computed = step.result is not None
         if step.result is not None:
             computed = step.result.result()
@@ -221,7 +222,7 @@ class EngineCore:
         )
 
     def warm_up(self) -> None:
-        """Run every path once, so that the first request meets no first-time cost; leaves nothing behind."""
+        """Run every path once, so that the first request has no initialization cost; leaves no state."""
         length = min(self.config.max_model_len - 3, 2 * self.config.block_size + 1)
         if length < 1:
             return

@@ -33,7 +33,7 @@ ENGINE_FAILED = "the engine failed; its log has the details"
 
 
 def _look_again(core: EngineCore) -> None:
-    """Wake the loop: the next step will take what has arrived."""
+    """Wake the loop; the next step applies arrived results."""
 
 
 class EngineThread:
@@ -63,7 +63,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the loop after what it is doing; waits."""
+        """End the loop after its current work; waits for the thread."""
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout=30)
@@ -94,13 +94,13 @@ class EngineThread:
         checked = False
         while (num_commands := self._run_commands(wait_s)) is not None:
             if num_commands == 0 and wait_s == IDLE_BEAT_S and not checked and not self.core.scheduler.requests:
-                # idle for a whole beat: no request waits for this walk over all blocks
+                # idle for a whole beat, so no request waits for this check of all blocks
                 self.core.scheduler.check()
                 checked = True
             after_step, self._after_step = self._after_step, []
             outputs = self.core.step()
             try:
-                # first run what the transfer side asked for during the step: blocks leave before the outputs are reported
+                # first run commands that the transfer side posted during the step: blocks are sent before outputs are reported
                 ends = self._run_commands(None) is None
             finally:
                 self._tell(outputs)
@@ -114,7 +114,7 @@ class EngineThread:
                 wait_s = BLOCKED_S if self.core.has_work else IDLE_BEAT_S
 
     def _run_commands(self, wait_s: float | None) -> int | None:
-        """Carry out what has been posted, waiting for something at most `wait_s`; returns how much that was. None: end."""
+        """Run posted commands, waiting at most `wait_s` for the first; returns their number, None to end the loop."""
         num_commands = 0
         try:
             command = self._inbox.get_nowait() if wait_s is None else self._inbox.get(timeout=wait_s)
@@ -131,7 +131,7 @@ class EngineThread:
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Run `callback` in the asyncio thread, after earlier calls and outputs."""
-        with contextlib.suppress(RuntimeError):  # the loop has closed: there is no receiver
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so there is no receiver
             self._loop.call_soon_threadsafe(callback)
 
     def call_after_step(self, callback: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""`Heartbeat`: the engine's progress, which other threads watch."""
+"""`Heartbeat`: a counter of the engine's progress, for other threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts an `EngineCore` together with the executor that its device needs."""
+"""`make_engine_core`: composes an `EngineCore` and the executor for its device."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def make_engine_core(
 ) -> EngineCore:
     """An engine over one model and one pool.
 
-    kv_cache: `[num_blocks, L, 2, Hkv, bs, D]`. outbox: takes what the engine sends to transfers; None without transfers.
-    grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors: plug-ins that
-    requests may name; default: none. attention: made over `kv_cache`; default: the one that `config.attention_backend` names.
-    Raises: ConfigError when there is no such back end.
+    kv_cache: `[num_blocks, L, 2, Hkv, bs, D]`. outbox: receives the engine's messages to transfers; None without transfers.
+    grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors: plug-ins that requests
+    may name; default: none. attention: a back end over `kv_cache`; default: `config.attention_backend`.
+    Raises: ConfigError if there is no such back end.
     """
     if attention is None:
         try:

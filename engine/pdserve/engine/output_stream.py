@@ -22,7 +22,7 @@ class OutputStream:
         num_sequences: int = 1,
         interval: int = 1,
     ) -> None:
-        """observer: called with each output when it arrives, read or not. num_sequences: sequences whose ends are awaited.
+        """observer: called with each output when it arrives, read or not. num_sequences: number of sequences of the request.
 
         interval: tokens of a sequence per output; its first token and its end are not delayed.
         """
@@ -35,7 +35,7 @@ class OutputStream:
         self._begun: set[int] = set()
         """Sequences whose first token has arrived."""
         self._held: dict[int, EngineCoreOutput] = {}
-        """Sequence -> output that waits until `interval` tokens are there."""
+        """Sequence -> output that is held until it has `interval` tokens."""
         self._outputs: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
 
     @property
@@ -61,7 +61,7 @@ class OutputStream:
         self._outputs.put_nowait(output)
 
     def _waits(self, output: EngineCoreOutput) -> bool:
-        """True if it may be delayed until more tokens of the sequence arrive."""
+        """True if the output may be delayed until more tokens of the sequence arrive."""
         if output.finish_reason is not None or output.error_code:
             self._begun.discard(output.index)  # a session's next turn has a first token of its own
             return False

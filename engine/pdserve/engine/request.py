@@ -66,7 +66,7 @@ class IllegalMove(RuntimeError):
 
 
 class Wait(enum.Enum):
-    """A condition for which a request may wait before it can be scheduled; the status names the first in this order."""
+    """Conditions that a request may wait for before it can be scheduled; the status names the first pending one in this order."""
 
     GRAMMAR = RequestStatus.WAITING_FOR_FSM
     REMOTE_KV = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -78,20 +78,20 @@ class Request:
     def __init__(self, core: EngineCoreRequest) -> None:
         self.core = core
         self.request_id = core.request_id
-        """Unique in this engine; what leaves it names the request by `core.request_id` and the sequence by `index`."""
+        """Unique in this engine; outputs name the request by `core.request_id` and the sequence by `index`."""
         self.index = core.index
         self.ended_elsewhere: set[int] = set()
-        """Before the fork: indexes of sequences that their reader has ended already, by a stop string."""
+        """Before the fork: indexes of sequences that their reader has ended, by a stop string."""
         self.sampling_params = core.sampling_params
         self.priority = core.priority
         """Lower runs first; 0 for all if the policy is first come, first served."""
         self.token_ids = [*core.prompt_token_ids, *core.output_token_ids]
-        """Prompt, then output, also that of earlier attempts."""
+        """Prompt, then output, including output of earlier attempts."""
         self.num_prompt_tokens = len(core.prompt_token_ids)
         self.num_given_tokens = len(self.token_ids)
-        """Prompt and output of earlier attempts: what is computed, or received, before the first new token."""
+        """Tokens of the prompt and of output of earlier attempts, computed or received before the first new token."""
         self.num_computed_tokens = 0
-        """Tokens whose KV is in this engine's pool: done, never planned or promised."""
+        """Tokens whose KV is in this engine's pool, without scheduled or announced ones."""
         self.num_cached_tokens = 0
         """Given tokens found in the prefix cache or received, at first admission."""
         self.block_hashes = list(core.block_hashes)
@@ -104,13 +104,13 @@ class Request:
         self.status = self._first_status()
         self.stop_reason: int | None = None
         self.wanted_from: int | None = core.wanted_from
-        """Source side: first block index that the receiver wants; None before `Want`."""
+        """Source side: index of the first block that the receiver requests; None before `Want`."""
         self.num_settled_blocks = 0
         """Source side: blocks given to the transfer so far, counted from block 0."""
         self.arrival = next(_arrivals)
         """Order of arrival in this engine."""
         self.num_overtaken = 0
-        """How often a later arrival got blocks while this one was first in its queue."""
+        """Number of later arrivals that got blocks while this one was first in its queue."""
         self.num_preemptions = 0
         self.has_emitted = False
         """True if an output of this sequence, or of a session's turn, has left the engine."""
@@ -118,9 +118,9 @@ class Request:
         self.events = [EngineCoreEvent(EngineCoreEventType.QUEUED, self.moments["queued"])]
         """Events since its last output."""
         self.prompt_logprobs: LogprobsLists | None = None
-        """Log-probabilities of the prompt tokens computed so far, if asked for; until the first output takes them."""
+        """Log-probabilities of the prompt tokens computed so far, if requested; None after the first output took them."""
         self.prefill_chunks: list[tuple[float, int]] = []
-        """When each chunk of the prompt was computed, `time.monotonic()` seconds, and its tokens."""
+        """(`time.monotonic()` seconds, tokens) of each computed chunk of the prompt."""
 
     def _first_status(self) -> RequestStatus:
         for wait in Wait:
@@ -143,39 +143,39 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """True if every token must be computed here, cached or not."""
+        """True if every token must be computed here, even if it is cached."""
         pooling = self.core.pooling_params
         return self.collects_prompt_logprobs or (pooling is not None and not pooling.reads_prefix_cache)
 
     @property
     def collects_prompt_logprobs(self) -> bool:
-        """True if computing the prompt gives log-probabilities: the client asks, and no other worker computes the prompt."""
+        """True if prompt log-probabilities are requested and no other worker computes the prompt."""
         if self.sampling_params.prompt_logprobs is None or self.core.remote_prefill or self.core.output_token_ids:
             return False
         return not self.num_output_tokens
 
     def add_prompt_logprobs(self, of_chunk: LogprobsLists) -> None:
-        """Add those of the chunk just computed, before it is counted; a chunk at the beginning of the prompt replaces all."""
+        """Add the log-probabilities of a computed chunk, before `num_computed_tokens` includes it; the first chunk replaces all."""
         known = self.prompt_logprobs if self.num_computed_tokens else None
         self.prompt_logprobs = of_chunk if known is None else known.followed_by(of_chunk)
 
     def take_prompt_logprobs(self) -> LogprobsLists | None:
-        """All of them, once."""
+        """The prompt log-probabilities so far, once."""
         whole, self.prompt_logprobs = self.prompt_logprobs, None
         return whole
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that this one represents: the request's n until its prompt is computed, then 1."""
+        """Number of sequences that this `Request` represents: the request's n until its prompt is computed, then 1."""
         return 1 if self.num_output_tokens else self.core.n
 
     @property
     def num_forks(self) -> int:
-        """Sequences that will part from this one, in this engine."""
+        """Number of sequences that will be forked from this one in this engine."""
         return 0 if self.core.transfer_source else self.num_sequences - 1
 
     def fork(self) -> list[Request]:
-        """The request's other sequences, each where this one is: at the end of the prompt."""
+        """Make the request's other sequences, at the end of the prompt like this one."""
         others = []
         for index in range(self.index + 1, self.index + self.core.n):
             other = Request(self.core)
@@ -195,29 +195,29 @@ class Request:
 
     @property
     def is_unwanted_source(self) -> bool:
-        """True if it is a transfer source without `Want`: it runs ahead, and is the first victim."""
+        """True for a transfer source without `Want`, which runs ahead and is preempted first."""
         return self.core.transfer_source and self.wanted_from is None
 
     @property
     def is_pinned_source(self) -> bool:
-        """A wanted transfer waits for compute and wire alone: it is never a victim."""
+        """True for a transfer source with `Want`, which is never preempted: it needs only computation and the network to finish."""
         return self.core.transfer_source and self.wanted_from is not None
 
     def move_to(self, status: RequestStatus) -> None:
-        """The one way to change the status. Raises: IllegalMove."""
+        """Change the status; nothing else sets it. Raises: IllegalMove."""
         if status not in LEGAL_MOVES[self.status]:
             raise IllegalMove(f"{self.request_id}: {self.status.name} -> {status.name}")
         self.status = status
 
     def settle_wait(self, wait: Wait) -> None:
-        """A condition is fulfilled; the status then names the next one, or WAITING."""
+        """Remove a fulfilled condition; the status then names the next one, or is WAITING."""
         self.waits_for.discard(wait)
         status = self._first_status()
         if status is not self.status:
             self.move_to(status)
 
     def resume(self, update: StreamingUpdate) -> None:
-        """A session's next turn: all it has becomes its prompt, with the new input behind it."""
+        """Begin a session's next turn: its prompt becomes all tokens so far, followed by the new input."""
         self.move_to(RequestStatus.WAITING)
         self.sampling_params = update.sampling_params
         self.token_ids += update.prompt_token_ids
@@ -231,11 +231,11 @@ class Request:
         self.events.append(EngineCoreEvent(EngineCoreEventType.QUEUED, self.moments["queued"]))
 
     def mark(self, moment: str) -> None:
-        """Record a moment, once."""
+        """Record a moment, the first time only."""
         self.moments.setdefault(moment, time.monotonic())
 
     def note(self, event: EngineCoreEventType) -> None:
-        """Record an event of the scheduler, now."""
+        """Record an event of the scheduler with the current time."""
         self.events.append(EngineCoreEvent(event, time.monotonic()))
 
     def take_events(self) -> list[EngineCoreEvent]:

@@ -1,6 +1,6 @@
 """Values that scheduler and model runner exchange, by vLLM's names: one step's work, and its result.
 
-They hold no live object, so an executor may send them to another process; `tests/engine/test_scheduler_output.py` encodes and
+Their fields are plain values, so an executor may send them to another process; `tests/engine/test_scheduler_output.py` encodes and
 decodes each.
 """
 
@@ -14,11 +14,11 @@ from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
 
 NO_TOKEN = -1
-"""Sampled where a sequence's rules leave no token."""
+"""Sampled token id if a sequence's rules allow no token."""
 
 
 class NewRequestData(msgspec.Struct, kw_only=True):
-    """A sequence that enters the batch, for the first time or after preemption: everything that the runner needs of it."""
+    """A sequence that enters the batch, for the first time or after preemption."""
 
     req_id: str
     token_ids: list[int]
@@ -26,19 +26,19 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     num_prompt_tokens: int
     num_computed_tokens: int
     block_ids: list[int]
-    """Its whole block table."""
+    """The whole block table."""
     sampling_params: SamplingParams
     pooling_params: PoolingParams | None = None
     eos_token_ids: tuple[int, ...] = ()
     index: int = 0
-    """Selects the noise by which it samples."""
+    """Sequence index, which selects the noise of sampling."""
     num_sequences: int = 1
-    """Tokens to sample at the end of its prompt, one for each sequence that continues it."""
+    """Number of tokens to sample at the end of the prompt, one for each sequence that continues it."""
     collects_prompt_logprobs: bool = False
 
 
 class CachedRequestData(msgspec.Struct):
-    """Changes of sequences that are in the batch already."""
+    """Changes of sequences that are already in the batch."""
 
     new_block_ids: dict[str, list[int]] = {}
     """req_id -> blocks added to its table."""
@@ -54,7 +54,7 @@ class SchedulerOutput(msgspec.Struct):
     finished_req_ids: list[str] = []
     """Sequences that left the batch since the last step: finished or preempted."""
     block_copies: list[tuple[int, int]] = []
-    """(from, to) block ids: copied before anything is computed, for sequences that begin in the middle of a block."""
+    """(from, to) block ids: copied before the step computes, for sequences that begin within a block."""
 
 
 class GrammarOutput(msgspec.Struct):
@@ -62,7 +62,7 @@ class GrammarOutput(msgspec.Struct):
 
     structured_output_request_ids: list[str] = []
     grammar_bitmask: list[bytes] = []
-    """One mask per id above: a bit per token of the vocabulary, the lowest first; 1 for tokens that may come."""
+    """One mask per sequence of the field before: one bit per token of the vocabulary, lowest bit first; 1 for allowed tokens."""
     late_req_ids: list[str] = []
     """Sequences without a mask yet: nothing is sampled for them in this step."""
 
@@ -88,20 +88,20 @@ class ModelRunnerOutput(msgspec.Struct):
     """One step's result."""
 
     req_ids: list[str] = []
-    """Sequences whose last known token was computed. A prompt that n sequences continue stands here n times in a row, in the
-    order of their indexes."""
+    """Sequences whose last known token was computed. A prompt that n sequences continue is listed n times in a row, in the order of
+    their indexes."""
     sampled_token_ids: list[list[int]] = []
-    """New tokens, one list per entry of `req_ids`; `[NO_TOKEN]` where the rules leave none."""
+    """New tokens, one list per entry of `req_ids`; `[NO_TOKEN]` if the rules allow no token."""
     logprobs: dict[int, LogprobsLists] = {}
-    """Index in `req_ids` -> log-probabilities of its new tokens; only of sequences that ask."""
+    """Index in `req_ids` -> log-probabilities of its new tokens, if requested."""
     failed: dict[int, RequestFailure] = {}
     """Index in `req_ids` -> error that ends the request instead of its new tokens."""
     pooler_output: dict[str, list[float]] = {}
-    """req_id -> its embedding; of those whose prompt is complete."""
+    """req_id -> embedding, of requests whose prompt is complete."""
     prompt_logprobs: dict[str, LogprobsLists] = {}
-    """req_id -> log-probabilities of the prompt tokens after those computed in this step; only of sequences that ask."""
+    """req_id -> log-probabilities of the prompt tokens one position after those computed in this step, if requested."""
     held_back: list[str] = []
-    """Sequences that got no token though all theirs were computed, since their mask was late. Their last token counts as not
-    computed."""
+    """Sequences that got no token although all their tokens were computed, because their mask was late. Their last token counts as
+    not computed."""
     failed_requests: dict[str, RequestFailure] = {}
-    """req_id -> error that ends the sequence whatever else came of it, in the middle of its prompt too."""
+    """req_id -> error that ends the sequence regardless of other results, also within its prompt."""

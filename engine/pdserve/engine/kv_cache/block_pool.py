@@ -29,14 +29,14 @@ class KVCacheBlock:
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
         self.life = 0
-        """How often it was handed out; its content is unchanged while this count is."""
+        """Number of times that it was allocated; while it is unchanged, so is the block's content."""
 
     def __repr__(self) -> str:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
 
 
 class PinnedBlocks:
-    """A move-only list of blocks: its owner has one reference to each, and gives it up exactly once.
+    """A move-only list of blocks: its owner has one reference to each, and returns them exactly once.
 
     Made by the pool, passed to the transfer, returned to the pool through `HoldReturned`. Other threads read only
     `block_ids`.
@@ -52,7 +52,7 @@ class PinnedBlocks:
         return len(self.block_ids)
 
     def give_up(self) -> list[KVCacheBlock]:
-        """The blocks, once. Raises: PoolCorrupt when it was given up before."""
+        """Return the blocks, once. Raises: PoolCorrupt if the hold was given up before."""
         if self._blocks is None:
             raise PoolCorrupt(f"a hold on blocks {self.block_ids} was given up twice")
         blocks, self._blocks = self._blocks, None
@@ -67,7 +67,7 @@ class BlockPool:
         # unused blocks, next to be taken first: free ones, then cached ones from the least recently used
         self._unused: OrderedDict[int, KVCacheBlock] = OrderedDict((block.block_id, block) for block in self.blocks)
         self._by_hash: dict[bytes, KVCacheBlock] = {}
-        # hash -> whether it is known now; only hashes for which the last `take_changes` reported the opposite
+        # hash -> True if it is known now; only hashes whose state differs from the last `take_changes`
         self._changes: dict[bytes, bool] = {}
         self.num_cached = 0
         """Unused blocks whose content is known."""
@@ -78,7 +78,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out: free and cached."""
+        """Blocks that can be allocated: free and cached."""
         return len(self._unused)
 
     @property
@@ -86,11 +86,11 @@ class BlockPool:
         return len(self.blocks) - len(self._unused)
 
     def find(self, block_hash: bytes) -> KVCacheBlock | None:
-        """The block that holds this prefix, used or not."""
+        """The block with this hash, in use or cached; None if there is none."""
         return self._by_hash.get(block_hash)
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
-        """`count` blocks of unknown content, one reference each. Raises: PoolCorrupt when fewer are available."""
+        """`count` blocks of unknown content, one reference each. Raises: PoolCorrupt if fewer are available."""
         if count > len(self._unused):
             raise PoolCorrupt(f"{count} blocks asked for, {len(self._unused)} available")
         taken = []
@@ -104,7 +104,7 @@ class BlockPool:
         return taken
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """One more reference to each."""
+        """Add a reference to each block."""
         for block in blocks:
             if block.ref_cnt == 0:
                 del self._unused[block.block_id]
@@ -112,7 +112,7 @@ class BlockPool:
             block.ref_cnt += 1
 
     def release(self, blocks: Sequence[KVCacheBlock], keep: bool = False) -> None:
-        """One reference less to each. Later blocks of a sequence are reused first: a prefix is worth more than its end.
+        """Remove a reference from each block. Later blocks of a sequence are reused first, since a prefix is more often shared.
 
         keep: reuse blocks of unknown content as late as cached ones, since they may be revived.
         """
@@ -133,18 +133,18 @@ class BlockPool:
         return PinnedBlocks(blocks)
 
     def take_back(self, hold: PinnedBlocks) -> None:
-        """The end of a hold. Raises: PoolCorrupt when it was given up before."""
+        """End a hold. Raises: PoolCorrupt if it was given up before."""
         self.release(hold.give_up())
 
     def remember(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """From now on `find(block_hash)` finds it, unless another block with the same content is known already."""
+        """Make `find(block_hash)` return the block, unless another block has this hash already."""
         if block.block_hash is None and block_hash not in self._by_hash:
             block.block_hash = block_hash
             self._by_hash[block_hash] = block
             self._change(block_hash, True)
 
     def forget_cached(self) -> int:
-        """Drop what is known of unused blocks; returns how many."""
+        """Make cached blocks free; returns their number."""
         unused = [block for block in self._by_hash.values() if block.ref_cnt == 0]
         for block in unused:
             self._forget(block)
@@ -165,14 +165,14 @@ class BlockPool:
             self._changes[block_hash] = known
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """(stored, removed): hashes that `find` knows since the last call, and those that it no longer knows."""
+        """(stored, removed): hashes that `find` finds since the last call, and hashes that it no longer finds."""
         if not self._changes:
             return [], []
         changes, self._changes = self._changes, {}
         return [h for h, known in changes.items() if known], [h for h, known in changes.items() if not known]
 
     def check(self, references: dict[int, int] | None = None) -> None:
-        """Add everything up again. references: block id -> how many sequences and holds refer to it, when known.
+        """Check all bookkeeping. references: block id -> number of sequences and holds that refer to it, if known.
 
         Raises: PoolCorrupt naming the first block that is wrong.
         """
@@ -190,7 +190,7 @@ class BlockPool:
 
 
 class PinTracker:
-    """Every hold leaves and returns through this tracker."""
+    """Records every hold that is given to the transfer side, until it returns."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -198,18 +198,18 @@ class PinTracker:
         self._quarantined: Counter[int] = Counter()
 
     def out(self, hold: PinnedBlocks) -> PinnedBlocks:
-        """Note a hold that leaves the engine."""
+        """Record a hold that is given to the transfer side."""
         self._out.update(hold.block_ids)
         return hold
 
     def back(self, hold: PinnedBlocks) -> None:
-        """A hold is back: its references end."""
+        """Release the references of a returned hold."""
         _take_one_each(self._out, hold.block_ids)
         _take_one_each(self._quarantined, hold.block_ids)
         self._pool.take_back(hold)
 
     def quarantine(self, block_ids: set[int]) -> None:
-        """These blocks' request has ended, but an unfinished read may still write them."""
+        """Mark blocks of an ended request that an unfinished read may still write."""
         self._quarantined.update(block_ids)
 
     @property

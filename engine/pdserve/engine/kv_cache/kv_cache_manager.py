@@ -122,7 +122,7 @@ class KVCacheManager:
         self._idle[request.request_id] = request
 
     def _take_from_idle(self, taker: Request) -> bool:
-        """Free the blocks of the sequence that has been idle longest; False when there is none but the taker."""
+        """Free the blocks of the sequence that has been idle longest; False if there is none but the taker."""
         for request in self._idle.values():
             if request is not taker:
                 self.free(request)
@@ -151,7 +151,7 @@ class KVCacheManager:
         return True
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """(from, to) block ids that are to be copied before anything is computed or allocated."""
+        """(from, to) block ids to copy before the next computation or allocation."""
         copies = [(source.block_id, target.block_id) for source, target in self._copies.values()]
         for source, _ in self._copies.values():
             self.pool.release((source,))
@@ -201,7 +201,7 @@ class KVCacheManager:
         return len(self._tables.get(request.request_id, ()))
 
     def free(self, request: Request) -> None:
-        """Give up the sequence's references; holds keep theirs. Harmless when it has none."""
+        """Release the sequence's references; holds keep theirs. No effect without references."""
         if (copy := self._copies.pop(request.request_id, None)) is not None:
             self.pool.release(copy[:1])
         table = self._tables.pop(request.request_id, None)
@@ -211,7 +211,7 @@ class KVCacheManager:
             self.pool.release(table)
 
     def rest(self, request: Request) -> RestingTable:
-        """Give up the sequence's references, and remember its table in case that it is wanted after all."""
+        """Release the sequence's references, and keep its block table in case `Want` still arrives."""
         blocks = self._tables.pop(request.request_id)
         del self._num_remembered[request.request_id]
         table = RestingTable(tuple(blocks), tuple(block.life for block in blocks))
@@ -219,7 +219,7 @@ class KVCacheManager:
         return table
 
     def revive(self, request: Request, table: RestingTable) -> bool:
-        """Take a resting table back; False when one of its blocks has been handed out since, and nothing has changed."""
+        """Reclaim a resting block table; False, with nothing changed, if one of its blocks has been reused."""
         if any(block.life != life for block, life in zip(table.blocks, table.lives, strict=True)):
             return False
         self.pool.touch(table.blocks)

@@ -1,4 +1,4 @@
-"""`python -m pdserve.engine.runner.cuda_devices`: what torch sees of GPUs, a `CudaView` as one JSON line.
+"""`python -m pdserve.engine.runner.cuda_devices`: prints the GPUs that torch finds, a `CudaView` as one JSON line.
 
 A process of its own: a driver may hang, and the first look makes a CUDA context of hundreds of MiB.
 """
@@ -22,13 +22,13 @@ class CudaView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     torch: str
     """Its version."""
     cuda: str | None
-    """The CUDA version it was built with; None for a build without."""
+    """CUDA version of torch's build; None for a build without CUDA."""
     gpus: list[Gpu]
 
 
 def cuda_view() -> CudaView:
-    """Makes a CUDA context on each device."""
-    import torch  # which may print: only now that answers have their own way out
+    """GPUs and versions. Makes a CUDA context on each device."""
+    import torch  # may print, so it is imported after standard output was redirected
 
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

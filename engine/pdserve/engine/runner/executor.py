@@ -1,6 +1,6 @@
-"""`Executor`: computes the steps that the scheduler chooses. Where and on how many devices is its own matter.
+"""`Executor`: computes the scheduler's steps, on one or more devices.
 
-A step is two calls, as in vLLM: `execute_model` begins it, `sample_tokens` gives its result. In between, the engine collects the
+A step is two calls, as in vLLM: `execute_model` begins it, `sample_tokens` returns its result. In between, the engine collects the
 token masks of grammars, which other processes compute meanwhile.
 """
 
@@ -14,28 +14,29 @@ from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, Sc
 
 
 class Executor(Protocol):
-    """The engine thread calls it, with values alone: it never calls back into the scheduler."""
+    """Called by the engine thread, with plain values; never calls the scheduler."""
 
     @property
     def hidden_size(self) -> int:
-        """Numbers in a hidden state, which an embedding has at most."""
+        """Hidden size H, the largest length of an embedding."""
 
     @property
     def kv_written(self) -> object | None:
-        """On a GPU: the event after which the KV of every step so far is in the pool; None on a processor, where it is."""
+        """On a GPU, the event after which the KV of all steps so far is in the pool; None on a processor, where KV is written at
+        once."""
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Begin a step. `sample_tokens` must follow before the next one."""
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
-        """The step's result, which may come later. grammar: None when no sequence of the step needs a mask."""
+        """A future of the step's result. grammar: None if no sequence of the step needs a mask."""
 
     def close(self) -> None:
-        """End it; no step is under way. May be called again."""
+        """Free resources. No step may be running. May be called again."""
 
 
 class SingleDeviceExecutor:
-    """One model on one device, in the thread that calls."""
+    """Runs one model on one device, in the calling thread."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -60,4 +61,4 @@ class SingleDeviceExecutor:
         return result
 
     def close(self) -> None:
-        """Nothing to end."""
+        """No effect."""

@@ -1,7 +1,7 @@
-"""Requests whose logits, log-probabilities or embeddings are no numbers: each ends with an error instead of an answer.
+"""Finds requests whose logits, log-probabilities or embeddings are NaN or infinite; each ends with an error.
 
-NaN and infinity arise where a checkpoint's numbers leave the range of the dtype, in some prompts and not in others. A
-sampler would still name a token: the first or the last of the vocabulary.
+NaN and infinity arise if a checkpoint's numbers exceed the range of the dtype, for some prompts and not for others. A sampler would
+still return a token: the first or the last of the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdserve.common.request.engine_types import LogprobsLists
 
 
 def finite_rows(logits: Tensor) -> Tensor:
-    """`[N, V]` -> `[N]` bool, on the same device: one pass, since the largest of a row keeps a NaN.
+    """`[N, V]` -> `[N]` bool, on the same device: one pass, since the maximum of a row propagates NaN.
 
     A row with -infinity in some places is finite: such a token has probability 0.
     """
@@ -29,11 +29,11 @@ def is_finite_vector(vector: Sequence[float]) -> bool:
 
 
 def are_finite(logprobs: LogprobsLists) -> bool:
-    """A logit that is no number makes all log-probabilities of its position NaN, so one per position is enough."""
+    """True if all are finite. One log-probability per position is checked: a NaN logit makes all of its position NaN."""
     return not any(math.isnan(of_position[0]) for of_position in logprobs.logprobs)
 
 
 def not_finite(what: str, dtype: torch.dtype) -> InternalError:
-    """The error that ends the request. what: that is not finite, for the message."""
+    """The error that ends the request. what: name of the values, for the message."""
     advice = "; serve it in bfloat16 or float32 (setting dtype)" if dtype is torch.float16 else ""
     return InternalError(f"the model's {what} are not finite (NaN or infinity) for this prompt in {dtype}{advice}")

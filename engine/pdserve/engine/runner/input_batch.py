@@ -1,6 +1,6 @@
-"""`InputBatch`: the running sequences as arrays that live from step to step, one row a sequence.
+"""`InputBatch`: the running sequences as persistent arrays, one row per sequence.
 
-A step's inputs are gathered from them by row numbers in a few array operations, whatever the number of sequences.
+A step's inputs are gathered by row numbers in a constant number of array operations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdserve.engine.scheduler_output import GrammarOutput, NewRequestData
 
 
 class InputBatch:
-    """`max_num_seqs` rows."""
+    """Arrays of `max_num_seqs` rows."""
 
     def __init__(self, config: EngineConfig, vocab_size: int, processors: LogitsProcessors) -> None:
         rows = config.max_num_seqs
@@ -44,7 +44,7 @@ class InputBatch:
         self._seeds = np.zeros(rows, dtype=np.int64)
         self._indexes = np.zeros(rows, dtype=np.int64)
         self.num_sequences = np.ones(rows, dtype=np.int64)
-        """Tokens to sample when the row is next complete: one for each sequence that continues a prompt, then 1."""
+        """Tokens to sample when all tokens of the row are computed: n at the end of the prompt of n sequences, then 1."""
         self._num_logprobs = np.full(rows, -1, dtype=np.int64)
         self._token_rules = TokenRuleTable(rows, vocab_size)
         self._penalties = PenaltyTable(rows)
@@ -53,7 +53,7 @@ class InputBatch:
         self.prompt_logprobs = PromptLogprobsTable()
 
     def add(self, request: NewRequestData) -> None:
-        """Copy everything that a sequence has into a row of its own."""
+        """Copy a sequence's state into a free row."""
         row = self.rows[request.req_id] = self._free_rows.pop()
         self.req_ids[row] = request.req_id
         num_tokens = len(request.token_ids)
@@ -82,7 +82,7 @@ class InputBatch:
         self._penalties.set(row, params)
 
     def remove(self, req_id: str) -> None:
-        """Free a sequence's row; harmless when it has none."""
+        """Free a sequence's row; no effect if it has none."""
         row = self.rows.pop(req_id, None)
         if row is not None:
             del self.req_ids[row]
@@ -99,7 +99,7 @@ class InputBatch:
         self.num_blocks[row] += len(block_ids)
 
     def append_tokens(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """One new token for each row; a row that stood for several sequences is the first of them from now on."""
+        """Append one token per row; a row that represented several sequences then represents the first of them."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
         self.num_sequences[rows] = 1
@@ -107,9 +107,9 @@ class InputBatch:
     def sampling_metadata(
         self, rows: NDArray[np.int64], grammar: GrammarOutput | None = None, offsets: NDArray[np.int64] | int = 0
     ) -> SamplingMetadata:
-        """The parameters of the rows that are sampled now, with the masks of those that have a grammar.
+        """Sampling parameters of these rows, and the grammar masks of this step.
 
-        offsets: added to their indexes, where a row is sampled for several sequences.
+        offsets: added to the sequence indexes, for rows that are sampled for several sequences.
         """
         num_logprobs = self._num_logprobs[rows]
         return SamplingMetadata(

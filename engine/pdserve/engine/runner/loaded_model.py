@@ -1,4 +1,4 @@
-"""`LoadedModel`: what a worker's settings and its model folder come to: a decoder, a pool, and their limits."""
+"""`LoadedModel`: a decoder, a KV pool, and their limits, from a worker's settings and its model folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["LoadProgress", "LoadedModel", "load_model", "model_folder"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Ready to be put behind an engine."""
+    """A model and its pool, for one engine."""
 
     decoder: Decoder
     layout: KvLayout
@@ -42,7 +42,7 @@ class LoadedModel:
         return int(self.kv_cache.shape[0])
 
     def grammar_compiler(self, settings: WorkerSettings) -> GrammarCompiler | None:
-        """For structured outputs; reads nothing yet. None without a tokenizer."""
+        """The compiler for structured outputs, which reads no file yet; None without a tokenizer."""
         if not (self.folder / "tokenizer.json").is_file():
             return None
         limits = GrammarLimits(
@@ -56,7 +56,7 @@ class LoadedModel:
         return GrammarCompiler(self.folder, vocab_size, limits, max_processes=settings.max_num_seqs)
 
     def engine_config(self, settings: WorkerSettings) -> EngineConfig:
-        """The engine's part of the settings, with what the model leaves of them."""
+        """The engine's settings, limited by model and pool."""
         return EngineConfig(
             block_size=settings.block_size,
             num_blocks=self.num_blocks,
@@ -75,7 +75,7 @@ class LoadedModel:
 def load_model(
     folder: Path, settings: WorkerSettings, progress: Callable[[LoadProgress], None] | None = None
 ) -> LoadedModel:
-    """Read weights and make the pool. Raises: ConfigError, UnsupportedModel."""
+    """Read weights and make the pool. progress: called after each weight. Raises: ConfigError, UnsupportedModel."""
     _check_device(settings.device)
     decoder = load_decoder(folder, dtype=settings.dtype, device=settings.device, progress=progress)
     config = decoder.config
@@ -86,7 +86,7 @@ def load_model(
 
 
 def pool_size(settings: WorkerSettings, layout: KvLayout, model: ModelConfig) -> tuple[int, int]:
-    """Blocks of the pool, and the longest sequence that pool, model and settings allow.
+    """(blocks of the pool, tokens of the longest sequence that pool, model and settings allow).
 
     Raises: ConfigError naming the setting, its value and the limit.
     """
@@ -100,7 +100,7 @@ def pool_size(settings: WorkerSettings, layout: KvLayout, model: ModelConfig) ->
     if settings.max_model_len is not None:
         if settings.max_model_len > model.derived_max_model_len:
             raise ConfigError(
-                f"max_model_len is {settings.max_model_len}, the model reaches to {model.derived_max_model_len}"
+                f"max_model_len is {settings.max_model_len}, the model supports at most {model.derived_max_model_len}"
             )
         if settings.max_model_len > pool_tokens:
             raise ConfigError(f"max_model_len is {settings.max_model_len}, the pool holds {pool_tokens} tokens")
@@ -109,7 +109,7 @@ def pool_size(settings: WorkerSettings, layout: KvLayout, model: ModelConfig) ->
 
 
 def _check_device(name: str) -> None:
-    """Raises: ConfigError for a device that torch does not know or that is not here."""
+    """Raises: ConfigError for a device name that torch does not know, or a device that does not exist."""
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""`MemoryNeeds`: what a worker will take, from its settings and the headers of its weight files."""
+"""`MemoryNeeds`: a worker's memory, computed from its settings and the headers of its weight files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pdserve.models.loading import LoadProgress, load_decoder
 from pdserve.models.read_config import read_config
 
 PROCESS_BYTES = 400 << 20
-"""Of a worker without model and pool: interpreter, torch, gRPC, and NIXL with its buffers (measured)."""
+"""Memory of a worker without model and pool: interpreter, torch, gRPC, and NIXL with its buffers (measured)."""
 CUDA_PROCESS_BYTES = 1 << 30
-"""The host's part of a CUDA context comes on top."""
+"""Additional host memory of a CUDA context."""
 _LOGITS_BYTES, _LOGITS_COPIES = 4, 3
-"""Float32: the logits, a copy for rows with a rule, and log-probabilities."""
+"""Bytes of a float32 logit, and copies: the logits, a copy for rows with token rules, and log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes; the estimates are `step` and `process`."""
+    """Bytes per purpose; `step` and `process` are estimates."""
 
     weights: int
     pool: int
@@ -32,19 +32,19 @@ class MemoryNeeds:
 
     @property
     def host(self) -> int:
-        """Of main memory: with a GPU, that is the pool's twin, through which blocks are transferred."""
+        """Bytes of main memory; with a GPU, it holds the copy of the pool through which blocks are transferred."""
         return self.process + self.pool + (0 if self.on_gpu else self.weights + self.step)
 
     @property
     def device(self) -> int:
-        """Of the GPU's memory."""
+        """Bytes of GPU memory."""
         return self.weights + self.pool + self.step if self.on_gpu else 0
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
-    """Bytes of all weights in the dtype that they are served in.
+    """Bytes of all weights in the served dtype.
 
-    Every weight's name, shape and dtype is held against config.json as when it is loaded, and none is read.
+    Checks every weight's name, shape and dtype against config.json as at loading, without reading weights.
     Raises: ConfigError, UnsupportedModel.
     """
     total = 0
@@ -58,7 +58,7 @@ def weight_bytes(folder: Path, dtype: str) -> int:
 
 
 def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
-    """Raises: ConfigError, UnsupportedModel."""
+    """The memory of a worker with these settings. Raises: ConfigError, UnsupportedModel."""
     config = read_config(folder, settings.dtype)
     layout: KvLayout = config.kv_layout(settings.block_size, "")
     num_blocks, _ = pool_size(settings, layout, config)

@@ -1,4 +1,4 @@
-"""`ModelRunner`: turns a step's plan into tensors, runs the decoder and samples."""
+"""`ModelRunner`: makes tensors of a `SchedulerOutput`, runs the decoder and samples."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from pdserve.models.model_inputs import ModelInputs
 
 
 class DecoderModel(Protocol):
-    """What the runner needs of a model."""
+    """The interface of a model for the runner."""
 
     @property
     def hidden_size(self) -> int:
-        """H: numbers in a hidden state."""
+        """Hidden size H."""
 
     @property
     def attention_specs(self) -> Sequence[AttentionSpec]:
-        """The different specs of its layers: `ModelInputs.plans` has a plan for each."""
+        """Each different spec of its layers once; `ModelInputs.plans` has a plan for each."""
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Last hidden states `[T, H]`; writes K and V of all T tokens into the cache."""
@@ -53,7 +53,7 @@ class _Step:
     rows: NDArray[np.int64]
     """`[S]`, rows of the batch."""
     counts: NDArray[np.int64]
-    """`[S]`, tokens of each."""
+    """`[S]`, tokens of each row."""
 
 
 class ModelRunner:
@@ -79,7 +79,7 @@ class ModelRunner:
         self._sampler = Sampler()
         self._step: _Step | None = None
         self.kv_written: torch.cuda.Event | None = None
-        """On a GPU: recorded after the last kernel that writes KV."""
+        """On a GPU, recorded after the last kernel that writes KV; None on a processor."""
         self.batch = InputBatch(config, vocab_size, logits_processors or LogitsProcessors())
 
     @property
@@ -102,7 +102,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Result of the step that `execute_model` ran. grammar: None when no sequence of the step needs a mask."""
+        """Result of the step that `execute_model` ran. grammar: None if no sequence of the step needs a mask."""
         if self._step is None:
             raise RuntimeError("sample_tokens was called without execute_model")
         step, self._step = self._step, None
@@ -129,7 +129,7 @@ class ModelRunner:
     def _without_late(
         self, grammar: GrammarOutput, rows: NDArray[np.int64], complete: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Places of complete rows whose mask is there. The last token of the others is computed again, to the same values."""
+        """The complete rows whose grammar mask has arrived. A later step computes the last token of the other rows again."""
         late = np.array([self.batch.rows[req_id] for req_id in grammar.late_req_ids], np.int64)
         self.batch.num_computed[late] -= 1
         return complete[~np.isin(rows[complete], late)]
@@ -142,7 +142,8 @@ class ModelRunner:
         result: ModelRunnerOutput,
         failed: dict[str, PdServeError],
     ) -> None:
-        """Sample the batch's rows `rows` `[N]` from logits `[N, V]` into `result`. failed: takes those without numbers."""
+        """Sample the batch's rows `rows` `[N]` from logits `[N, V]` into `result`. failed: receives requests with NaN or
+        infinity."""
         num_sequences = self.batch.num_sequences[rows]
         is_finite = finite_rows(logits)  # the sampler changes the logits
         output = self._sample(logits, rows, num_sequences, grammar)
@@ -181,7 +182,7 @@ class ModelRunner:
         counts: NDArray[np.int64],
         failed_requests: dict[str, PdServeError],
     ) -> dict[str, LogprobsLists]:
-        """request_id -> what this step's chunk tells, of those that ask. failed_requests: takes those without numbers."""
+        """request_id -> log-probabilities of this step's chunk, if requested. failed_requests: receives requests with NaN."""
         batch = self.batch
         if not len(batch.prompt_logprobs):
             return {}
@@ -202,7 +203,7 @@ class ModelRunner:
         complete: NDArray[np.int64],
         failed_requests: dict[str, PdServeError],
     ) -> dict[str, list[float]]:
-        """request_id -> embedding, of the step's rows at `complete`. failed_requests: takes those without numbers."""
+        """request_id -> embedding of the step's rows at `complete`. failed_requests: receives requests with NaN or infinity."""
         if len(complete) == 0:
             return {}
         pooled_rows = rows[complete]
@@ -216,7 +217,7 @@ class ModelRunner:
         return pooled
 
     def _device_event(self) -> torch.cuda.Event | None:
-        """Completes when the device has done everything it was given so far; None on a processor, which has."""
+        """An event after all work queued on the device so far; None on a processor, which computes at once."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -232,7 +233,7 @@ class ModelRunner:
             self.batch.add_blocks(req_id, block_ids)
 
     def _decodes_first(self, scheduled: SchedulerOutput) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows and their token counts, `[S]` each; rows with one token come first, as attention wants them."""
+        """Rows and their token counts, `[S]` each; rows with one token first, as `AttentionBatch` requires."""
         rows = np.fromiter((self.batch.rows[request_id] for request_id in scheduled.num_scheduled_tokens), np.int64)
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int64)
         order = np.argsort(counts > 1, kind="stable")
@@ -249,7 +250,7 @@ class ModelRunner:
 
         seq_lens = computed + counts
         tables = batch.block_table[rows, : self._config.blocks_for(int(seq_lens.max()))]
-        # entries past a sequence's end may be an earlier row's: 0 is what attention expects there
+        # entries after a sequence's end may be left from an earlier row; attention expects 0
         tables = np.where(np.arange(tables.shape[1]) * block_size < seq_lens[:, None], tables, 0)
         attention_batch = AttentionBatch.from_arrays(
             positions=positions,

@@ -1,6 +1,6 @@
-"""`Pooler`: a prompt's last hidden states become one vector, chunk by chunk.
+"""`Pooler`: pools a prompt's hidden states into one vector, chunk by chunk.
 
-Only the sums of means live from step to step; a sequence that comes back after a preemption begins a new one.
+Only the sums of mean pooling persist between steps; a preempted sequence begins a new sum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdserve.common.request.pooling_params import PoolingParams
 
 
 class Pooler:
-    """The pooled sequences in the batch, by row. Without any it costs nothing."""
+    """The pooled sequences of the batch, by row. Costs nothing if there are none."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -22,7 +22,7 @@ class Pooler:
         self._is_pooled = np.zeros(num_rows, dtype=np.bool_)
         self._is_mean = np.zeros(num_rows, dtype=np.bool_)
         self._sums: Tensor | None = None
-        """`[num_rows, H]` float32, made with the first mean."""
+        """`[num_rows, H]` float32; None before the first sequence with mean pooling."""
 
     def __len__(self) -> int:
         return len(self._params)
@@ -35,16 +35,16 @@ class Pooler:
             self._sums[row] = 0
 
     def remove(self, row: int) -> None:
-        """Harmless when it is not pooled."""
+        """Forget a row; no effect if it is not pooled."""
         if self._params.pop(row, None) is not None:
             self._is_pooled[row] = self._is_mean[row] = False
 
     def is_pooled(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these rows are pooled; the others are sampled."""
+        """True for each row that is pooled; other rows are sampled."""
         return self._is_pooled[rows]
 
     def add_chunks(self, hidden: Tensor, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Take a step's share of every mean. hidden `[T, H]`: `counts[i]` tokens of row `rows[i]`, one after the other."""
+        """Add a step's hidden states to the sums. hidden `[T, H]`: `counts[i]` consecutive tokens of row `rows[i]`."""
         row_of_token = np.repeat(rows, counts)
         places = np.flatnonzero(self._is_mean[row_of_token])
         if not len(places):
@@ -55,9 +55,9 @@ class Pooler:
         self._sums.index_add_(0, index, hidden[torch.from_numpy(places).to(hidden.device)].float())
 
     def finish(self, last: Tensor, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> list[list[float]]:
-        """The vectors of rows whose every token has been computed.
+        """The vectors of rows whose prompt is complete.
 
-        last `[R, H]`: hidden states of their last tokens. num_tokens `[R]`: of their prompts.
+        last `[R, H]`: hidden states of their last tokens. num_tokens `[R]`: lengths of their prompts.
         """
         vectors = last.to(torch.float32, copy=True)
         means = np.flatnonzero(self._is_mean[rows])
@@ -69,6 +69,6 @@ class Pooler:
 
 
 def _shaped(vector: Tensor, params: PoolingParams) -> Tensor:
-    """`[H]` -> `[dimensions]`: cut, then normalised."""
+    """`[H]` -> `[dimensions]`: truncated, then normalised."""
     vector = vector[: params.dimensions]
     return torch.nn.functional.normalize(vector, dim=0) if params.normalize else vector

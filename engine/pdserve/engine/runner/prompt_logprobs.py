@@ -1,7 +1,7 @@
-"""Log-probabilities of prompt tokens: of each token but the first, given those before it.
+"""Log-probabilities of prompt tokens: of each token but the first, given the tokens before it.
 
-A chunk of a prompt gives those of the tokens that follow its own; whatever the chunks, the same values come out. The
-logits of a slice of the chunk are held at a time, not those of the chunk.
+A chunk of a prompt gives the log-probabilities of the tokens one position later; the values do not depend on the chunks. Only the
+logits of `SLICE` positions are in memory at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SLICE = 256
 
 
 class PromptLogprobsTable:
-    """Which rows of the batch want them, and how many candidates a token."""
+    """The rows of the batch that request prompt log-probabilities, and their number of candidates per token."""
 
     def __init__(self) -> None:
         self._num_top: dict[int, int] = {}
@@ -29,11 +29,11 @@ class PromptLogprobsTable:
         return len(self._num_top)
 
     def add(self, row: int, num_top: int) -> None:
-        """num_top: most likely tokens to name with each."""
+        """num_top: most likely tokens to report per position."""
         self._num_top[row] = num_top
 
     def remove(self, row: int) -> None:
-        """Harmless for a row that does not want them."""
+        """Forget a row; no effect if it is not in the table."""
         self._num_top.pop(row, None)
 
     def of_step(
@@ -46,10 +46,10 @@ class PromptLogprobsTable:
         num_prompt: NDArray[np.int64],
         compute_logits: Callable[[Tensor], Tensor],
     ) -> dict[int, LogprobsLists]:
-        """By row, what this step's chunks tell.
+        """Row -> log-probabilities that this step's chunks give.
 
-        hidden `[T, H]`; rows and counts `[S]`, the step's rows and their tokens; num_computed and num_prompt by row, with
-        this step's tokens; targets: the batch's token ids, by row.
+        hidden `[T, H]`; rows and counts `[S]`, the step's rows and their numbers of tokens; num_computed and num_prompt by row,
+        including this step's tokens; targets: the batch's token ids, by row.
         """
         found = {}
         starts = np.cumsum(counts) - counts

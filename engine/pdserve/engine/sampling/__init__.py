@@ -1,1 +1,1 @@
-"""From logits to tokens: processors, kept sets, noise, log probabilities."""
+"""Sampling of tokens from logits: processors, kept sets, noise, log-probabilities."""

@@ -1,8 +1,8 @@
 """Stages 7 to 9 of the sampler for logits on a device: the rules of `kept_tokens.py` and `token_draw.py`.
 
-Everything of the vocabulary's size stays on the device. Only the few tokens whose noise can decide are copied to the host,
-where the same function gives their noise. Exponentials of the device may differ from the processor's in the last
-place, so a token at the border of top_p may be kept here and not there.
+Arrays of the vocabulary's size stay on the device. Only the few tokens whose noise can decide are copied to the host, where the
+same function computes their noise. Exponentials of the device may differ from the processor's in the last place, so a token at the
+border of top_p may be kept on a device and not on a processor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PHILOX_MULTIPLIERS, _PHILOX_WEYL, _PHILOX_ROUNDS = (0xD2511F53, 0xCD9E8D57), (0
 
 
 def most_likely(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """`[N]` token ids, of equals the lowest, and their logits. logits `[N, V]`."""
+    """`[N]` ids of the most likely tokens, the lowest of equal ones, and their logits. logits `[N, V]`."""
     best = logits.max(-1)
     return best.indices.cpu().numpy().copy(), best.values.cpu().numpy()
 

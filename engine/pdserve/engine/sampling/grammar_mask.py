@@ -20,7 +20,7 @@ class GrammarMask:
     places: list[int]
     """Rows of the logits that have a grammar, `[M]`."""
     allowed: Tensor
-    """`[M, V]` bool: whether a token is allowed."""
+    """`[M, V]` bool: True if the token is allowed."""
 
     def apply(self, logits: Tensor) -> None:
         """logits `[N, V]`; changed in place: tokens that a row's grammar does not allow get -inf."""
@@ -34,9 +34,9 @@ class GrammarMask:
     def of_step(
         cls, grammar: GrammarOutput, row_of: Mapping[str, int], rows: NDArray[np.int64], vocab_size: int
     ) -> GrammarMask | None:
-        """The mask for logits `[N, V]` whose row i is the batch's row `rows[i]`; None when no row has a grammar.
+        """The mask for logits `[N, V]` whose row i is the batch's row `rows[i]`; None if no row has a grammar.
 
-        row_of: req_id -> row of the batch. At the end of a prompt, all sequences that continue it have its row.
+        row_of: req_id -> row of the batch. At the end of a prompt, all sequences that continue it have the prompt's row.
         """
         mask_of = {row_of[req_id]: number for number, req_id in enumerate(grammar.structured_output_request_ids)}
         found = [(place, mask_of[row]) for place, row in enumerate(rows.tolist()) if row in mask_of]

@@ -1,20 +1,18 @@
 """The tokens that min_p, top_k and top_p keep, found by thresholds: the vocabulary is never sorted.
 
-The rule, for a GPU kernel as for this module. Tokens are ordered by their logit, the highest first, and equal logits by
-their id, the lowest first; every kept set is a beginning of that order. With `y = (logit - highest logit) / temperature`
-in float32:
+The rule applies to this module and to GPU kernels. Tokens are ordered by their logit, the highest first, and equal logits by their
+id, the lowest first; every kept set is a beginning of that order. With `y = (logit - highest logit) / temperature` in float32:
 
     min_p  keeps the tokens with y >= float32(ln(min_p))
     top_k  keeps the first top_k tokens
     top_p  keeps, of the tokens that these two leave, the shortest beginning whose mass is at least top_p of the mass left
 
-A token's mass is the integer `round(exp(y) 2^34)` (exp in float32, halves to even): float64 adds masses without rounding
-up to a vocabulary of 2^19, so no order of summation, batch or number of threads moves a border. A token 3.4e10 times less
-likely than the most likely has no mass. A token of y -inf, as rules and grammars make most tokens, has no part in a
-kept set here: it is never drawn.
-A kept set is given by its border: the logit of its last token, and that token's id. A histogram of the masses over y
-names the bucket in which the border of top_p lies; of the tokens in question, selection digit by digit over the ordered
-integers of their float32 logits finds it.
+A token's mass is the integer `round(exp(y) 2^34)` (exp in float32, halves to even): float64 adds masses without rounding up to a
+vocabulary of 2^19, so no order of summation, batch or number of threads moves a border. A token 3.4e10 times less likely than the
+most likely has mass 0. A token with y = -inf, which rules and grammars give to most tokens, is in no kept set: it is never drawn. A
+kept set is represented by its border: the logit of its last token, and that token's id. A histogram of the masses over y gives the
+bucket that contains the border of top_p; a digit-by-digit selection over the ordered integers of the float32 logits in that bucket
+gives the border.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _NO_MASS = np.float32(-25)
 LOWEST = np.finfo(np.float32).min
 """The lowest finite float32."""
 FEW = 32
-"""If at most one token in FEW is in question, a list of them costs less than the whole vocabulary."""
+"""If at most 1 / FEW of the tokens are candidates, a list of them costs less than passes over the whole vocabulary."""
 _BUCKETS = 2048
 _DIGIT_BITS = 11
 _FEWEST_BLOCKS = 1024
@@ -46,7 +44,7 @@ class Cut:
     """Above 0."""
     top_p: NDArray[np.float32]
     top_k: NDArray[np.int64]
-    """Vocabulary size for all."""
+    """Vocabulary size: no limit."""
     min_p: NDArray[np.float32]
 
     def of(self, rows: slice | NDArray[np.int64]) -> Cut:
@@ -56,7 +54,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """The last kept token of R rows: a token is kept whose logit is higher, or equal with an id not above `token_id`."""
+    """The last kept token of R rows. A token is kept if its logit is higher, or equal with an id not above `token_id`."""
 
     logit: NDArray[np.float32]
     """`[R]`"""
@@ -65,22 +63,22 @@ class Border:
 
     @classmethod
     def of_all(cls, num_rows: int, vocab_size: int) -> Border:
-        """Keeps all tokens but those of logit -inf."""
+        """A border that keeps all tokens with a finite logit."""
         return cls(np.full(num_rows, LOWEST, dtype=np.float32), np.full(num_rows, vocab_size))
 
     def keeps(
         self, logits: NDArray[np.float32], rows: NDArray[np.int64], token_ids: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """`[K]` whether each token is kept; all `[K]`."""
+        """`[K]` bool: True if the token is kept. rows, token_ids `[K]`."""
         logit = self.logit[rows]
         kept: NDArray[np.bool_] = (logits > logit) | ((logits == logit) & (token_ids <= self.token_id[rows]))
         return kept
 
 
 def border(logits: NDArray[np.float32], highest: NDArray[np.float32], cut: Cut, scratch: Scratch) -> Border:
-    """logits `[R, V]`; highest `[R]`, each row's highest logit, finite.
+    """Borders of R rows. logits `[R, V]`; highest `[R]`, each row's highest logit, finite.
 
-    The rows are of one kind: either top_p alone cuts each of them, or something else cuts each.
+    The rows must be of one kind: for all of them only top_p is set, or for all of them min_p or top_k is set.
     """
     scaled = scratch.array("scaled", logits.shape, np.float32)
     with np.errstate(over="ignore"):
@@ -105,19 +103,19 @@ def border(logits: NDArray[np.float32], highest: NDArray[np.float32], cut: Cut, 
 
 
 def masses(scaled: NDArray[np.float32], out: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """Whole numbers, in the shape of `scaled`, whose contents are lost."""
+    """Masses as whole numbers, in the shape of `scaled`, which is overwritten."""
     np.exp(scaled, out=scaled)
     np.multiply(scaled, np.float32(MASS_OF_HIGHEST), out=scaled)
     return np.rint(scaled, out=np.empty(scaled.shape) if out is None else out)
 
 
 def top_p_alone(cut: Cut, vocab_size: int) -> NDArray[np.bool_]:
-    """`[R]` which rows are cut by top_p and by nothing else."""
+    """`[R]` bool: True for rows with top_p and neither min_p nor top_k."""
     return (cut.top_p < 1) & (cut.top_k >= vocab_size) & (cut.min_p <= 0)
 
 
 def _floor(scaled: NDArray[np.float32], cut: Cut) -> NDArray[np.float32]:
-    """`[R]` a finite y that every token kept by top_k reaches, and those of min_p alone do."""
+    """`[R]` a finite lower bound of y of the tokens that top_k keeps; with min_p only, the exact bound."""
     num_rows, vocab_size = scaled.shape
     with np.errstate(divide="ignore"):
         floor = np.maximum(np.log(cut.min_p.astype(np.float64)).astype(np.float32), LOWEST)
@@ -136,11 +134,11 @@ def _floor(scaled: NDArray[np.float32], cut: Cut) -> NDArray[np.float32]:
 def _border_of_top_p(
     logits: NDArray[np.float32], scaled: NDArray[np.float32], top_p: NDArray[np.float64], scratch: Scratch
 ) -> Border:
-    """Over the whole vocabulary; what `scaled` holds is lost."""
+    """The border of top_p over the whole vocabulary. Overwrites `scaled`."""
     num_rows, vocab_size = logits.shape
     each = np.arange(num_rows)
     np.maximum(scaled, _NO_MASS, out=scaled)
-    # buckets of equal width in y, from the highest logit down; to float32, so that a higher logit is in no later one
+    # buckets of equal width in y, from the highest logit down, as float32, so that a higher logit is never in a later bucket
     width = (scaled.min(-1, keepdims=True, initial=-1e-6) / (_BUCKETS - 1)).astype(np.float32)
     place = np.divide(scaled, width, out=scratch.array("place", logits.shape, np.float32))
     buckets = scratch.array("buckets", logits.shape, np.int64)
@@ -162,11 +160,11 @@ def _border_of_top_p(
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """Some tokens of every row, at least one each, ordered by row and by id within a row."""
+    """Some tokens of each row, at least one per row, ordered by row and then by id."""
 
     vocab_size: int
     places: NDArray[np.int64]
-    """`[K]` row * V + token id."""
+    """`[K]`: row * V + token id."""
     logits: NDArray[np.float32]
     scaled: NDArray[np.float32]
     counts: NDArray[np.int64]
@@ -188,7 +186,7 @@ class _Listed:
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     def within(self, border: Border) -> _Listed:
-        """The tokens that this border keeps."""
+        """The tokens of the list that this border keeps."""
         rows = self.rows()
         chosen = np.flatnonzero(border.keeps(self.logits, rows, self.places % self.vocab_size))
         counts = np.bincount(rows[chosen], minlength=len(self.counts))
@@ -197,7 +195,7 @@ class _Listed:
     def border(self, weights: NDArray[np.float64], wanted: NDArray[np.float64], otherwise: Border) -> Border:
         """The border of each row's shortest beginning whose weights reach `wanted`.
 
-        weights: whole numbers `[K]`; wanted `[R]`, above 0; otherwise: for rows whose tokens do not reach it together.
+        weights: whole numbers `[K]`; wanted `[R]`, above 0; otherwise: border for rows whose total weight is below `wanted`.
         """
         num_rows = len(self.counts)
         each = np.arange(num_rows)
@@ -216,7 +214,7 @@ class _Listed:
             digit = (reached >= missing[:, None]).argmax(-1)
             missing = missing - (reached[each, digit] - histogram[each, digit])
             live = live[buckets == ((each << bits) + digit)[rows[live]]]
-        # equal logits are left of each row, and as many of them are kept as it takes
+        # each row's remaining tokens have equal logits; keep as many as reach the wanted weight
         left = np.bincount(rows[live], minlength=num_rows)
         first = np.cumsum(left) - left
         last = live[first + np.ceil(missing / weights[live[first]]).astype(np.int64) - 1]
@@ -228,7 +226,7 @@ class _Listed:
 
 
 def _descending(logits: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """`[K]` integers in the order of the tokens: 0 for the highest logit of all; equal logits are equal."""
+    """`[K]` integers that order the tokens: 0 for the highest logit; equal logits give equal integers."""
     bits = (logits + np.float32(0)).view(np.int32)  # -0.0 becomes 0.0
     ordered = bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
     below: NDArray[np.int64] = ordered.max().astype(np.int64) - ordered

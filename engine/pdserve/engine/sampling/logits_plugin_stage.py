@@ -1,4 +1,4 @@
-"""The sampler's stage of plug-ins: each runs once per step over all rows that ask for it."""
+"""The sampler's stage of plug-ins: each runs once per step over all rows that request it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProcessorCall:
-    """One plug-in, and the rows of the logits that ask for it at this turn."""
+    """One plug-in, and the rows of the logits that request it at this place of their lists."""
 
     name: str
     processor: LogitsProcessor
@@ -40,7 +40,7 @@ class ProcessorCall:
             self.processor.apply(after, rows)
         except Exception as error:
             if len(rows) > 1:
-                # whose fault it is shows when each row is alone
+                # run each row alone to find the rows that fail
                 for place, row in turn:
                     ProcessorCall(self.name, self.processor, [place], [row]).run(logits, failed)
                 return
@@ -52,7 +52,7 @@ class ProcessorCall:
         after.masked_fill_(before.isneginf(), -torch.inf)
         broken = after.isnan().any(-1).cpu().numpy()
         for place in np.array(places)[broken].tolist():
-            failed[place] = LogitsProcessorFailed(f"logits processor {self.name!r} made a logit that is no number")
+            failed[place] = LogitsProcessorFailed(f"logits processor {self.name!r} made a logit that is NaN")
         logits[index] = torch.where(after.isnan(), before, after)
 
 
@@ -63,7 +63,7 @@ class LogitsProcessorStage:
     starvation: list[ProcessorCall]
 
     def apply(self, logits: Tensor) -> dict[int, InternalError]:
-        """logits `[N, V]`; changed in place. Returns row -> why its request must end."""
+        """logits `[N, V]`; changed in place. Returns row -> error that ends its request."""
         failed: dict[int, InternalError] = {}
         for turn in self.starvation:
             turn.run(logits, failed)
@@ -82,7 +82,7 @@ class PluginTable:
             self._asked[row] = asked
 
     def remove(self, row: int) -> None:
-        """Harmless when it asks nothing."""
+        """Forget a row; no effect if it has no plug-ins."""
         self._asked.pop(row, None)
 
     def of_step(

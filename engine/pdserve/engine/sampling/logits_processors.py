@@ -1,8 +1,8 @@
 """`LogitsProcessors`: plug-ins that change logits, installed at the server and named by requests.
 
-A plug-in is an entry point of the group `pdserve.logits_processors`: a callable without parameters that makes a
-`LogitsProcessor`. Requests name it by its entry point's name. No code comes with a request, and an installed plug-in is
-imported only when the setting `logits_processors` names it, since any dependency may have entry points of its own.
+A plug-in is an entry point of the group `pdserve.logits_processors`: a callable without parameters that makes a `LogitsProcessor`.
+Requests name it by its entry point's name. A request cannot contain code, and an installed plug-in is imported only if the setting
+`logits_processors` names it, since any dependency may define entry points.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ ENTRY_POINT_GROUP = "pdserve.logits_processors"
 
 @dataclass(frozen=True, slots=True)
 class LogitsRow:
-    """One sequence that asks for a plug-in, before its next token. The arrays cannot be written to."""
+    """One sequence that requests a plug-in, before its next token. The arrays are read-only."""
 
     args: Mapping[str, Any]
-    """The request's own, JSON values; `check` has passed them."""
+    """The request's arguments, JSON values that `check` accepted."""
     prompt_token_ids: NDArray[np.int64]
     output_token_ids: NDArray[np.int64]
 
 
 class LogitsProcessor(Protocol):
-    """A plug-in. It keeps no state of a sequence: prefill, decode and an engine after a preemption each see the whole sequence."""
+    """A plug-in, without state per sequence: prefill, decode, and an engine after a preemption each pass the whole sequence."""
 
     def check(self, args: Mapping[str, Any], vocab_size: int) -> None:
-        """Called once per request, in any thread. Raises: ValueError naming the argument that it cannot work with."""
+        """Called once per request, in any thread. Raises: ValueError naming the invalid argument."""
 
     def apply(self, logits: Tensor, rows: Sequence[LogitsRow]) -> None:
-        """Change logits `[R, V]` float32 in place; row r is that of `rows[r]`. Called once per step, in the engine's thread.
+        """Change logits `[R, V]` float32 in place; row r belongs to `rows[r]`. Called once per step, in the engine thread.
 
-        Tokens that an earlier stage excluded remain excluded. An error, or a NaN, ends the request of that row.
+        Tokens that an earlier stage excluded remain excluded. An exception or a NaN ends the request of that row.
         """
 
 
@@ -53,9 +53,9 @@ class LogitsProcessors:
 
     @classmethod
     def from_entry_points(cls, names: Sequence[str]) -> LogitsProcessors:
-        """Load the plug-ins of these names, and import no other. names: of entry points of this environment.
+        """Load the plug-ins of these entry points, and import no others.
 
-        Raises: ConfigError naming one that is not installed, is installed twice, or cannot be made.
+        Raises: ConfigError naming a plug-in that is not installed, is installed twice, or cannot be made.
         """
         if not names:
             return cls()
@@ -72,7 +72,7 @@ class LogitsProcessors:
         return self._loaded[name]
 
     def verify(self, asked: Sequence[NamedLogitsProcessor], vocab_size: int) -> None:
-        """Raises: InvalidRequest for a name that is not loaded, with those that are, or arguments that do not do."""
+        """Raises: InvalidRequest for a name that is not loaded, listing the loaded names, or for invalid arguments."""
         for place, one in enumerate(asked):
             processor = self._loaded.get(one.name)
             if processor is None:

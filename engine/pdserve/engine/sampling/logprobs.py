@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens: log-softmax of the logits as the model gave them."""
+"""Log-probabilities of sampled tokens: log-softmax of the model's unchanged logits."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pdserve.common.request.engine_types import LogprobsLists
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """Taken before anything changes the logits, for the rows that ask."""
+    """Log-probabilities computed before any stage changes the logits, for rows that request them."""
 
     rows: NDArray[np.int64]
     """`[R]` rows of the logits."""
     num_top: NDArray[np.int64]
-    """`[R]` most likely tokens to report per row, beside the sampled one."""
+    """`[R]` number of most likely tokens to report per row, beside the sampled token."""
     values: Tensor
     """`[R, V]` float32."""
 
     @classmethod
     def of(cls, logits: Tensor, num_logprobs: NDArray[np.int64] | None) -> RawLogprobs | None:
-        """num_logprobs: `[N]`, -1 for rows that ask for none; None when no row asks."""
+        """num_logprobs: `[N]`, -1 for rows without log-probabilities. None if no row requests them."""
         if num_logprobs is None:
             return None
         rows = np.flatnonzero(num_logprobs >= 0)
@@ -35,7 +35,7 @@ class RawLogprobs:
         return cls(rows, num_logprobs[rows], torch.log_softmax(asked, dim=-1, dtype=torch.float32))
 
     def of_tokens(self, token_ids: NDArray[np.int64]) -> LogprobsTensors:
-        """token_ids: `[N]`, what was sampled for every row of the logits."""
+        """token_ids: `[N]`, the sampled token of every row of the logits."""
         sampled = torch.from_numpy(token_ids[self.rows]).to(self.values.device).clamp(min=0).unsqueeze(-1)
         sampled_values = self.values.gather(-1, sampled)
         width = min(int(self.num_top.max()), self.values.shape[-1])
@@ -51,12 +51,12 @@ class RawLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LogprobsTensors:
-    """Log-probabilities of one token per row. K is the largest number of most likely tokens that a row asks for."""
+    """Log-probabilities of one token per row. K is the largest number of most likely tokens that a row requests."""
 
     rows: NDArray[np.int64]
     """`[R]` rows of the logits."""
     num_top: NDArray[np.int64]
-    """`[R]` how many of the K most likely tokens each row asks for."""
+    """`[R]` number of the K most likely tokens that each row requests."""
     logprob_token_ids: Tensor
     """`[R, 1 + K]`, the sampled token first."""
     logprobs: Tensor
@@ -65,7 +65,7 @@ class LogprobsTensors:
     """`[R]`, 1 for the most likely."""
 
     def lists(self) -> dict[int, LogprobsLists]:
-        """By row of the logits."""
+        """Row of the logits -> its log-probabilities as lists."""
         token_ids, values = self.logprob_token_ids.tolist(), self.logprobs.tolist()
         ranks = self.selected_token_ranks.tolist()
         return {

@@ -1,8 +1,8 @@
 """Penalties for tokens that a sequence already contains.
 
-Everything here is sparse and keeps no history: the tokens are those of the batch, so that a sequence that
-returns after a preemption, or comes from prefill, is penalised as if it had never left. A penalty costs the
-number of the sequence's tokens, not the vocabulary; sequences without one cost nothing.
+Penalties are sparse and keep no history: tokens are read from the batch, so a sequence that returns after a preemption, or comes
+from prefill, gets the same penalties. The cost of a penalty is proportional to the number of the sequence's tokens, not to the
+vocabulary; sequences without penalties cost nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.sampling.sparse_indices import SparseIndices
 
 MAX_REPETITION = 2.0**64
-"""Largest repetition penalty, and the inverse of the smallest; others are clamped: with float32 a logit stays finite."""
+"""Largest repetition penalty, and the inverse of the smallest. Others are clamped, so that float32 logits stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of one step's rows. A token occurs in the entries as often as in its sequence. None: no row asks."""
+    """Penalties of one step's rows. A token has as many entries as occurrences in its sequence. None: no row has the penalty."""
 
     repeated: SparseIndices | None = None
     """Tokens of prompt and output."""
@@ -40,7 +40,7 @@ class Penalties:
         if self.repeated is not None and self.repetition is not None:
             index, factor = self.repeated.index(logits), torch.from_numpy(self.repetition).to(logits)
             values = logits[index]
-            # all are read before the first is written: a token that occurs again gets the same value again
+            # all logits are read before the first is written, so repeated entries of a token write the same value
             logits[index] = torch.where(values > 0, values / factor, values * factor)
         if self.in_output is not None and self.frequency is not None and self.presence is not None:
             index = self.in_output.index(logits)
@@ -68,7 +68,7 @@ class PenaltyTable:
         num_prompt: NDArray[np.int64],
         num_tokens: NDArray[np.int64],
     ) -> Penalties | None:
-        """For logits whose row i is the batch's row `rows[i]`. The other arrays are the batch's, by its rows."""
+        """Penalties for logits whose row i is the batch's row `rows[i]`. The other arrays are the batch's, by its rows."""
         repeats = np.flatnonzero(self._repetition[rows] != 1)
         counts = np.flatnonzero((self._frequency[rows] != 0) | (self._presence[rows] != 0))
         if not len(repeats) and not len(counts):

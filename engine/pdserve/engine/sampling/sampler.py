@@ -1,19 +1,19 @@
 """`Sampler`: samples one token per row from logits, in fixed stages over the whole batch.
 
-    1. log-probabilities of the logits as they are, for rows that ask for them (`logprobs.py`)
+    1. log-probabilities of the unchanged logits, for rows that request them (`logprobs.py`)
     2. structured_outputs: tokens that the grammar does not allow get -inf (`grammar_mask.py`); then allowed_token_ids:
-       all others get it (`token_mask.py`, to stage 4)
+       all other tokens get -inf (`token_mask.py`, to stage 4)
     3. bad_words, and EOS and stop tokens before min_tokens, get -inf
     4. logit_bias is added
     5. logits_processors: plug-ins, in the order in which a row names them (`logits_plugin_stage.py`)
     6. repetition, then frequency, then presence penalty (`penalties.py`)
-    7. greedy rows take the most likely token, of equals the lowest id; the others are divided by their temperature
+    7. greedy rows take the most likely token, of equal ones the lowest id; other rows are divided by their temperature
     8. min_p, then top_k, then top_p keep some tokens (`kept_tokens.py`)
     9. of these the one with the highest sum of scaled logit and noise (`token_draw.py`, `seeded_uniform.py`)
 
-A row's result does not depend on its batch mates: each number is computed from its own row alone, in an order that does
-not depend on the others. A row whose rules leave no token at all gets `NO_TOKEN`.
-Source: the stages follow vLLM's V1 sampler in order and meaning.
+A row's result does not depend on other rows: each number is computed from its own row only, in an order that does not depend on
+other rows. A row whose rules leave no token gets `NO_TOKEN`.
+Source: order and meaning of the stages are those of vLLM's V1 sampler.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdserve.engine.sampling.token_mask import TokenMask
 from pdserve.engine.scheduler_output import NO_TOKEN
 
 SAMPLER_VERSION = 2
-"""Part of a worker's identity: workers of one version sample the same tokens. Raised with any change of stages 7 to 9."""
+"""Part of a worker's identity: workers of one version sample the same tokens. Raise it with any change of stages 7 to 9."""
 
 _BLOCK_LOGITS, _BLOCK_ROWS = 1 << 18, 128
 """Logits and rows processed at once: arrays of this size stay in the processor's cache."""
@@ -52,7 +52,7 @@ class SamplingMetadata:
     """0 for greedy."""
     top_p: NDArray[np.float32]
     top_k: NDArray[np.int64]
-    """Vocabulary size for all."""
+    """Vocabulary size: no limit."""
     min_p: NDArray[np.float32]
     seeds: NDArray[np.int64]
     indexes: NDArray[np.int64]
@@ -63,7 +63,7 @@ class SamplingMetadata:
     penalties: Penalties | None = None
     grammar_mask: GrammarMask | None = None
     num_logprobs: NDArray[np.int64] | None = None
-    """`[N]` most likely tokens to report, -1 for rows that ask for no log-probabilities; None when no row asks."""
+    """`[N]` most likely tokens to report, -1 for rows without log-probabilities; None if no row requests them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,13 @@ class SamplerOutput:
 
     sampled_token_ids: NDArray[np.int64]
     logprobs: LogprobsTensors | None = None
-    """Log-probabilities of the rows that ask."""
+    """Log-probabilities of the rows that request them."""
     failed: Mapping[int, InternalError] = field(default_factory=dict)
-    """Row -> why its request must end: a plug-in failed on it. Its token means nothing."""
+    """Row -> error of a plug-in that ends its request. The row's token has no meaning."""
 
 
 class Sampler:
-    """Called once per step. Keeps scratch memory from one call to the next, and no other state."""
+    """Samples once per step. Keeps scratch memory between calls, and no other state."""
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -101,7 +101,7 @@ class Sampler:
         on_host = logits.device.type == "cpu"
         values = logits.numpy() if on_host else None
         sampled, highest = device_draw.most_likely(logits) if values is None else _most_likely(values)
-        # a row whose highest logit is NaN or infinite has no distribution: it keeps the most likely token
+        # a row whose highest logit is NaN or infinite has no distribution, so it gets the most likely token
         rows = np.flatnonzero((metadata.temperature > 0) & np.isfinite(highest))
         if len(rows):
             cut = Cut(metadata.temperature[rows], metadata.top_p[rows], metadata.top_k[rows], metadata.min_p[rows])
@@ -143,7 +143,7 @@ class Sampler:
         return drawn
 
     def _rows(self, logits: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """These rows, ascending, of the logits: in place where they follow one another, else copied."""
+        """These ascending rows of the logits: a view if they are consecutive, else a copy."""
         if rows[-1] - rows[0] == len(rows) - 1:
             return logits[rows[0] : rows[-1] + 1]
         copied = self._scratch.array("logits", (len(rows), logits.shape[1]), np.float32)
@@ -151,6 +151,6 @@ class Sampler:
 
 
 def _most_likely(logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """`[N]` token ids, of equals the lowest, and their logits."""
+    """`[N]` ids of the most likely tokens, the lowest of equal ones, and their logits."""
     best = logits.argmax(-1)
     return best, logits[np.arange(len(best)), best]

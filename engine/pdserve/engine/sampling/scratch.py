@@ -1,4 +1,4 @@
-"""`Scratch`: memory for arrays that live within one step, kept from step to step.
+"""`Scratch`: memory for temporary arrays of a step, reused by later steps.
 
 Fresh memory for arrays of a vocabulary's size costs a page fault per 4 KiB, which takes longer than filling it.
 """
@@ -15,13 +15,13 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 class Scratch:
-    """One thread's."""
+    """Named arrays of one thread."""
 
     def __init__(self) -> None:
         self._held: dict[str, NDArray[np.uint8]] = {}
 
     def array(self, name: str, shape: tuple[int, ...], dtype: type[Number]) -> NDArray[Number]:
-        """Uninitialised; valid until the same name is asked for again."""
+        """An uninitialised array, valid until the next call with the same name."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         held = self._held.get(name)
         if held is None or len(held) < size:

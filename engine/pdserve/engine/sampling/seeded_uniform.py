@@ -2,7 +2,7 @@
 
 Preemption, batching, migration and the prefill/decode split therefore change no noise (I5).
 
-The formula, for a GPU kernel as for this module; all integers are unsigned, `philox` is Philox4x32-7:
+The formula, which GPU kernels share; all integers are unsigned, `philox` is Philox4x32-7:
 
     key      (seed mod 2^32, seed div 2^32), the seed as 64 bits of two's complement
     lead     byte b of the 16 that philox(counter = (token id div 16, position, index, 0), key) gives, b = token id mod 16:
@@ -12,12 +12,11 @@ The formula, for a GPU kernel as for this module; all integers are unsigned, `ph
     v        (h + 1/2) / 2^64, uniform in (0, 1)
     gumbel   -ln(-ln(1 - v)), rounded to float32: from -3.81 to 45.06
 
-The lead alone bounds v, lead / 256 < v < (lead + 1) / 256, and one call gives the leads of 16 tokens: few tokens need
-their tail (`token_draw.py`).
-Both ends keep their precision: below 1/2, ln(1 - v) is log1p(-v); above, 1 - v comes from the complement of h,
-(2^64 - 1 - h + 1/2) / 2^64. Here the logarithms are taken in float64. A kernel that takes them in float32, with v and
-1 - v converted from integers by the same two branches, differs by some units in the last place.
-Sources: Salmon, Moraes, Dror, Shaw 2011 (Philox); Maddison, Tarlow, Minka 2014 (sampling by the highest perturbed logit).
+The lead bounds v, lead / 256 < v < (lead + 1) / 256, and one call of `philox` gives the leads of 16 tokens; only a few tokens need
+their tail (`token_draw.py`). Both ends keep their precision: below 1/2, ln(1 - v) is log1p(-v); above, 1 - v comes from the
+complement of h, (2^64 - 1 - h + 1/2) / 2^64. Here the logarithms are taken in float64. A kernel that takes them in float32, with v
+and 1 - v converted from integers by the same two branches, differs by some units in the last place. Sources: Salmon, Moraes, Dror,
+Shaw 2011 (Philox); Maddison, Tarlow, Minka 2014 (sampling by the highest perturbed logit).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 from pdserve.engine.sampling.scratch import Scratch
 
 Words = NDArray[np.uint64]
-"""Words of 32 bits, with room for their products."""
+"""32-bit words in 64-bit integers, which hold their products."""
 
 TOKENS_PER_LEAD_CALL = 16
 _LEAD, _TAIL = 0, 1
@@ -37,7 +36,7 @@ _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
 _ROUND_KEYS = np.arange(7, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
 """`[7, 2]`, added to the key in each round. Seven rounds are the fewest that pass all tests of BigCrush."""
 _CHUNK = 8192
-"""Counters processed at once: their words stay in the processor's cache."""
+"""Counters processed at once, so that their words stay in the processor's cache."""
 _BYTE, _LOW, _HALF = np.uint64(0xFF), np.uint64(0xFFFFFFFF), np.uint64(1 << 63)
 _8, _24, _32, _56 = (np.uint64(bits) for bits in (8, 24, 32, 56))
 
@@ -47,7 +46,7 @@ def gumbel(
 ) -> NDArray[np.float32]:
     """The noise of K tokens; all `[K]`."""
     count = len(token_ids)
-    evens = np.empty((2, 2 * count), dtype=np.uint64)  # the lead's call of every token, then the tail's
+    evens = np.empty((2, 2 * count), dtype=np.uint64)  # counters of the calls for leads, then of those for tails
     odds, keys = np.empty_like(evens), np.empty_like(evens)
     evens[0, :count], evens[0, count:] = token_ids // TOKENS_PER_LEAD_CALL, token_ids
     for half, stream in ((slice(count), _LEAD), (slice(count, None), _TAIL)):
@@ -67,7 +66,7 @@ def gumbel_of_leads(
     positions: NDArray[np.int64],
     token_ids: NDArray[np.int64],
 ) -> NDArray[np.float32]:
-    """`gumbel` where the leads are known already; all `[K]`."""
+    """`gumbel` for known leads; all `[K]`."""
     evens = np.stack([token_ids, indexes]).astype(np.uint64)
     odds = np.stack([positions, np.full_like(positions, _TAIL)]).astype(np.uint64)
     _philox(evens, odds, _key_words(seeds), np.empty_like(evens))
@@ -81,7 +80,7 @@ def leads(
     vocab_size: int,
     scratch: Scratch,
 ) -> NDArray[np.uint8]:
-    """`[R, V]`, the leads of every token; in scratch memory. The coordinates `[R]`."""
+    """`[R, V]`, the leads of all tokens, in scratch memory. seeds, indexes, positions `[R]`."""
     rows, calls = len(seeds), -(-vocab_size // TOKENS_PER_LEAD_CALL)
     words = scratch.array("lead words", (rows, calls, 4), np.uint32)
     at_once = max(1, _CHUNK // calls)
@@ -103,9 +102,9 @@ def leads(
 
 
 def gumbel_of_bits(bits: Words) -> NDArray[np.float32]:
-    """`h` of the formula to its noise; `[K]` both."""
+    """The noise of `h` of the formula; both `[K]`."""
     upper = bits >= _HALF
-    distance = np.where(upper, ~bits, bits)  # to the nearer end of (0, 1)
+    distance = np.where(upper, ~bits, bits)  # distance to the nearer end of (0, 1)
     small = (distance.astype(np.float64) + 0.5) * 2.0**-64
     return (-np.log(-np.where(upper, np.log(small), np.log1p(-small)))).astype(np.float32)
 
@@ -117,9 +116,9 @@ def _key_words(seeds: NDArray[np.int64]) -> Words:
 
 
 def _philox(evens: Words, odds: Words, keys: Words, product: Words) -> None:
-    """Philox4x32-7. evens, odds: words 0 and 2, and words 1 and 3 of the counters; they become those of the results.
+    """Philox4x32-7. evens, odds: words 0 and 2, and words 1 and 3 of the counters; overwritten by the words of the results.
 
-    evens and odds `[2, ...]`; keys the same, or broadcast; product: memory in the shape of evens.
+    evens and odds `[2, ...]`; keys of the same shape, or broadcast; product: scratch memory in the shape of evens.
     """
     shape = (2,) + (1,) * (evens.ndim - 1)
     multipliers, crossed = _MULTIPLIERS.reshape(shape), product[::-1]

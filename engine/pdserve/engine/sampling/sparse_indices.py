@@ -20,7 +20,7 @@ class SparseIndices:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[int, NDArray[np.int64]]]) -> SparseIndices | None:
-        """(row, token ids) together; None without any."""
+        """Indices of all (row, token ids); None if there are none."""
         if not parts:
             return None
         counts = [len(token_ids) for _, token_ids in parts]

@@ -1,12 +1,12 @@
 """Draws one of the kept tokens: the highest sum `y + gumbel`, in float32; of equal sums the lowest id.
 
-`y` is the scaled logit (`kept_tokens.py`), `gumbel` the token's noise (`seeded_uniform.py`). The highest sum falls on each kept
-token with its probability among them.
+`y` is the scaled logit (`kept_tokens.py`), `gumbel` the token's noise (`seeded_uniform.py`). Each kept token has the highest sum
+with its probability among the kept tokens.
 
-Noise is drawn only where it can decide. The noise falls as `v` rises, so a token with lead 1 or more has less of it than
-any token with lead 0. Let z be the highest y among the kept tokens with lead 0: one of lead 1 or more with a lower y loses
-against that token. So two kinds of tokens get noise: those with lead 0, one in 256, and those with a y from z on, 256 in
-the mean. z is lowered by 0.001, a hundred times the rounding of the sums; the token is that of the rule, always.
+Noise is computed only for tokens that can win. The noise decreases as `v` grows, so a token with lead 1 or more has less noise than
+any token with lead 0. Let z be the highest y among the kept tokens with lead 0: a token with lead 1 or more and a lower y loses
+against that token. Noise is therefore computed for tokens with lead 0, 1 in 256, and for tokens with y of at least z, 256 on
+average. z is lowered by 0.001, a hundred times the rounding of the sums, so the result is always the token of the rule.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pdserve.engine.sampling.scratch import Scratch
 from pdserve.engine.sampling.seeded_uniform import gumbel, gumbel_of_leads, leads
 
 SLACK = 1e-3
-"""In y."""
+"""Amount by which z is lowered, in units of y."""
 _ROUNDING = 1e-6
-"""Relative; what rounding to float32 a few times changes."""
+"""Relative error of rounding to float32 a few times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class NoiseRows:
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """R rows of logits, and which of their tokens are kept."""
+    """R rows of logits, and their kept tokens."""
 
     logits: NDArray[np.float32]
     """`[R, V]`"""
@@ -65,7 +65,7 @@ class KeptRows:
             return (self.logits[rows, token_ids] - self.highest[rows]) / self.temperature[rows]
 
     def surely_below(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """`[R]` logits; a token below has a y that is less by more than the rounding of sums. logits `[R]`."""
+        """`[R]` logits; the y of any token below is lower by more than the rounding of sums. logits `[R]`."""
         highest = self.highest.astype(np.float64)
         lowered = logits - SLACK * self.temperature
         return (lowered - _ROUNDING * (np.abs(highest) + np.abs(lowered))).astype(np.float32)
@@ -77,7 +77,7 @@ def draw(kept: KeptRows, noise: NoiseRows, scratch: Scratch) -> NDArray[np.int64
     mask = scratch.array("mask", kept.logits.shape, np.bool_)
     np.greater_equal(kept.logits, kept.border.logit[:, None], out=mask)
     if np.count_nonzero(mask) * FEW <= mask.size:
-        # noise for all of them costs less than the leads of the vocabulary
+        # the noise of all kept tokens costs less than the leads of the vocabulary
         rows, token_ids = kept.listed(mask)
         own = noise.of(rows)
         drawn = gumbel(own.seeds, own.indexes, own.positions, token_ids)
@@ -96,7 +96,7 @@ def draw(kept: KeptRows, noise: NoiseRows, scratch: Scratch) -> NDArray[np.int64
 
 
 def highest_sums(sums: NDArray[np.float32], rows: NDArray[np.int64], num_rows: int) -> NDArray[np.int64]:
-    """`[R]` place of each row's highest sum, the first of equals. rows `[K]`, ascending: the sums'; none has no sum."""
+    """`[R]` index of each row's highest sum, the first of equal ones. sums, rows `[K]`, rows ascending; each row has a sum."""
     starts = np.searchsorted(rows, np.arange(num_rows))
     equal = np.flatnonzero(sums == np.maximum.reduceat(sums, starts)[rows])
     return equal[np.searchsorted(equal, starts)]

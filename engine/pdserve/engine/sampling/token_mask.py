@@ -1,7 +1,7 @@
-"""Rules about single tokens: allowed ones, forbidden ones, and biases.
+"""Rules about single tokens: allowed tokens, forbidden tokens, and biases.
 
-A sequence's parameters become arrays when it enters the batch; a step only gathers those of the rows that it samples.
-Everything here is sparse: a rule costs the number of tokens that it names, not the vocabulary.
+A sequence's parameters become arrays when it enters the batch; a step gathers the arrays of the rows that it samples. The cost of a
+rule is proportional to the number of tokens that it names, not to the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.sampling.sparse_indices import SparseIndices
 
 _ANY = -1
-"""Padding of a bad word's prefix that is shorter than the longest, and of positions before the first output token."""
+"""Padding of a bad word's prefix to the longest prefix, and of positions before the first output token."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """Token rules of one step's rows. None: no row has any."""
+    """Token rules of one step's rows. None: no row has such a rule."""
 
     allowed: SparseIndices | None = None
-    """In rows that are named here, only these tokens."""
+    """The only tokens allowed in the rows that have entries here."""
     forbidden: SparseIndices | None = None
     biased: SparseIndices | None = None
     biases: NDArray[np.float32] | None = None
@@ -47,7 +47,7 @@ class TokenMask:
 
 
 class BadWords:
-    """Token sequences whose last token is forbidden where the output ends with the others."""
+    """Token sequences whose last token is forbidden if the output ends with the tokens before it."""
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, sequences)) - 1
@@ -68,7 +68,7 @@ class BadWords:
 
 @dataclass(frozen=True, slots=True)
 class _RowRules:
-    """One sequence's rules, ready for use."""
+    """One sequence's rules as arrays."""
 
     allowed: NDArray[np.int64] | None
     bad_words: BadWords | None
@@ -80,7 +80,7 @@ class _RowRules:
 
 
 def _row_rules(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> _RowRules | None:
-    """The rules of a sequence; None without any."""
+    """The rules of a sequence; None if it has none."""
     if not (params.min_tokens or params.logit_bias or params.bad_words_token_ids or params.allowed_token_ids):
         return None
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
@@ -108,7 +108,7 @@ class TokenRuleTable:
             self._has_rules[row] = True
 
     def remove(self, row: int) -> None:
-        """Harmless when it has none."""
+        """Forget a row; no effect if it has no rules."""
         if self._rules.pop(row, None) is not None:
             self._has_rules[row] = False
 

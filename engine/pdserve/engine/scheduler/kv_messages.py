@@ -1,4 +1,4 @@
-"""Messages between engine and transfers, and `KvOutbox`, by which the scheduler sends them.
+"""Messages between engine and transfers, and `KvOutbox`, which sends them.
 
 Only the engine thread touches block tables and request states; only the transfer side touches sockets. They exchange
 these values over two queues and share nothing else. A late, repeated or unknown event is counted and dropped.
@@ -24,7 +24,7 @@ from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 
 @dataclass(frozen=True, slots=True)
 class ReceiveInto:
-    """Blocks `[first_index, first_index + len(hold))` of the prompt may be written into `hold`."""
+    """Receive blocks `[first_index, first_index + len(hold))` of the prompt into `hold`."""
 
     request_id: str
     first_index: int
@@ -33,7 +33,7 @@ class ReceiveInto:
 
 @dataclass(frozen=True, slots=True)
 class StopReceiving:
-    """The request has ended, or has no blocks: return every hold when it is safe."""
+    """The request has ended or lost its blocks: return every hold once no read can write it."""
 
     request_id: str
 
@@ -46,12 +46,12 @@ class Settled:
     first_index: int
     hold: PinnedBlocks
     device_event: object | None = None
-    """On a GPU: what must have completed before the bytes are read."""
+    """On a GPU, the event that must complete before the bytes are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Source side: `Want` came for a sequence that has ended and whose blocks were reused. It must be computed again."""
+    """Source side: `Want` arrived after the sequence ended and its blocks were reused. It must be computed again."""
 
     request_id: str
 
@@ -61,7 +61,7 @@ OutOfEngine = ReceiveInto | StopReceiving | Settled | Missed
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """The first `num_blocks` of the blocks received into are here and verified; grows."""
+    """The first `num_blocks` blocks of `ReceiveInto` have arrived and are verified; the number only grows."""
 
     request_id: str
     num_blocks: int
@@ -69,7 +69,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class SourceFinished:
-    """The source computed the whole prompt; the sender of this has compared count and request digest."""
+    """The source computed the whole prompt; the transfer side has compared block count and request digest."""
 
     request_id: str
     num_tokens: int
@@ -95,7 +95,7 @@ class HoldReturned:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Source side: the receiver has reserved room for the blocks from `first_index` on."""
+    """Source side: the receiver has reserved blocks for those from `first_index` on."""
 
     request_id: str
     first_index: int
@@ -103,7 +103,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Source side: the transfer ended before release; a request that still computes for it ends."""
+    """Source side: the transfer ended before release; its request ends if it still computes."""
 
     request_id: str
 
@@ -112,14 +112,14 @@ IntoEngine = Landed | SourceFinished | ReceiveFailed | HoldReturned | Want | Rev
 
 
 class KvOutbox(Protocol):
-    """Takes the scheduler's messages to the transfer side. Implemented by the worker's `KvTransferManager`."""
+    """Sends the scheduler's messages to the transfer side. Implemented by the worker's `KvTransferManager`."""
 
     def send(self, message: OutOfEngine) -> None:
         """Called by the engine thread; returns at once and raises nothing."""
 
 
 class NoTransfers:
-    """The `KvOutbox` of an engine without transfers: nothing is ever sent to it."""
+    """The `KvOutbox` of an engine without transfers. Raises: RuntimeError for any message."""
 
     def send(self, message: OutOfEngine) -> None:
         raise RuntimeError(f"an engine without transfers sent {type(message).__name__}")

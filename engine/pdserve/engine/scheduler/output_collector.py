@@ -8,7 +8,7 @@ from pdserve.engine.request import FINISH_REASONS, Request, RequestStatus
 
 
 class OutputCollector:
-    """Methods add one output per event of a sequence; `take` empties it."""
+    """Outputs of the engine. Each method adds one output per event of a sequence; `take` empties the list."""
 
     def __init__(self) -> None:
         self._outputs: list[EngineCoreOutput] = []
@@ -19,12 +19,12 @@ class OutputCollector:
         return outputs
 
     def prefills_locally(self, request: Request) -> None:
-        """Nothing is awaited from the source: its router may stop the prefill call."""
+        """Report that the prompt is prefilled here, so that the router can cancel the prefill call."""
         self._outputs.append(
             EngineCoreOutput(
                 request_id=request.core.request_id,
                 index=request.index,
-                # a reader who was busy gets it as one with the first token, and takes its position from here
+                # a busy reader gets this output merged with the first token, and reads the position from this one
                 first_position=request.num_output_tokens,
                 prefills_locally=True,
             )

@@ -1,4 +1,4 @@
-"""`Preemption`: room for those that need it, taken from those that lose least by it."""
+"""`Preemption`: frees blocks for a sequence, by taking those of the sequences that lose least work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 
 
 class Preemption:
-    """A preempted sequence loses its blocks and is computed again; an evicted one is placed anew by the router."""
+    """Preempts and evicts. A preempted sequence is computed again here; an evicted one is placed again by the router."""
 
     def __init__(
         self,
@@ -21,8 +21,8 @@ class Preemption:
         waiting: WaitingQueues,
         evict: Callable[[Request], bool],
     ) -> None:
-        """evict: ends a sequence that still waits for remote KV in favour of a running one, the argument; returns whether
-        blocks are about to be returned."""
+        """evict: ends a sequence that waits for remote KV in favour of its argument, a running sequence; returns True if blocks
+        will be returned."""
         self._kv = kv
         self._running = running
         self._waiting = waiting
@@ -30,10 +30,10 @@ class Preemption:
         self.num_preemptions = 0
 
     def make_room(self, step: BatchBuilder, request: Request, num_tokens: int) -> list[int] | None:
-        """Allocate for a running sequence, at the cost of others as needed.
+        """Allocate blocks for a running sequence, and preempt others as needed.
 
-        Transfers that run ahead lose their blocks first, then sequences that still wait for remote KV, then running
-        ones. None when the sequence was itself the victim, or when room is on its way back.
+        Sources that run ahead lose their blocks first, then sequences that wait for remote KV, then running ones. None if the
+        sequence itself was preempted, or if blocks of an evicted one will be returned.
         """
         while (added := self._kv.allocate_slots(request, num_tokens)) is None:
             victim = self._running.victim()
@@ -42,14 +42,14 @@ class Preemption:
                 step.preempted = True
                 return self._kv.allocate_slots(request, num_tokens)
             if victim is None:
-                return None  # only pinned sources run: it continues when one of them is done
+                return None  # only wanted sources run, and are never preempted: the sequence continues when one of them ends
             self._preempt(step, victim)
             if victim is request:
                 return None
         return added
 
     def give_way(self, step: BatchBuilder) -> bool:
-        """Preempt every running source without `Want`; returns whether there was one."""
+        """Preempt every running source without `Want`; returns True if there was one."""
         unwanted = self._running.unwanted_sources()
         for request in unwanted:
             self._preempt(step, request)
@@ -61,7 +61,7 @@ class Preemption:
         self.lose_blocks(request)
 
     def lose_blocks(self, request: Request) -> None:
-        """Preempt a running sequence without a part in the step: it waits for blocks, to be computed again."""
+        """Preempt a running sequence that is not scheduled in this step; it waits for blocks, to be computed again."""
         self.num_preemptions += 1
         request.num_preemptions += 1
         request.note(EngineCoreEventType.PREEMPTED)

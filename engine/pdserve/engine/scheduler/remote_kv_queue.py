@@ -4,7 +4,7 @@
         |                       |
         +------- stop ----------+------- fail
 
-Parked sequences cost a step nothing: only events change them.
+Sequences in this queue cost a step nothing, since only events change them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from pdserve.engine.scheduler.kv_messages import (
 from pdserve.engine.scheduler.starvation_guard import RequestQueue, StarvationGuard
 
 RETURNS_WITHIN_S = 1.5
-"""Room that a parked sequence gave back is waited for this long; reads that have not ended by then may never end."""
+"""Seconds for which a step waits for the blocks of an evicted sequence; reads that take longer may never end."""
 Ready = tuple[Request, tuple[int, ...]]
-"""A request that has everything it waited for, with the first token of each of its sequences, sampled at the source."""
+"""A request whose KV has landed, with the first token of each of its sequences, sampled at the source."""
 
 
 @dataclass(slots=True)
 class Receive:
-    """One sequence's blocks on their way in."""
+    """One sequence whose blocks are being received."""
 
     request: Request
     first_index: int
@@ -71,9 +71,9 @@ class RemoteKvQueue:
         self._unreserved = starvation.watch(RequestQueue())
         self._receiving: dict[str, Receive] = {}
         self.num_parked = 0
-        """Sequences of prompts that hold blocks; each will need further ones."""
+        """Number of sequences that hold blocks in this queue; each will need further blocks."""
         self._room_expected_until = 0.0
-        """`time.monotonic()` seconds."""
+        """Time until which blocks of an evicted sequence are expected, `time.monotonic()` seconds."""
 
     def __len__(self) -> int:
         return len(self._unreserved) + len(self._receiving)
@@ -86,15 +86,14 @@ class RemoteKvQueue:
         self._unreserved.append(request)
 
     def cancel_remote(self, request: Request) -> None:
-        """The sequence is computed here after all: end what was begun to receive it."""
+        """Stop receiving a sequence that is computed here instead."""
         self._connector.send(StopReceiving(request.request_id))
 
     def reserve(self, num_growing: int) -> None:
         """Reserve blocks in the queue's order, passing over at most `look_ahead` sequences that do not fit yet.
 
-        num_growing: other sequences that may need a further block. One block is kept free for each of them, and for each
-        parked one, so that blocks promised to them are not given away here. Beside others, a prompt that several sequences
-        will continue gets its blocks only with one for each further sequence.
+        num_growing: number of other sequences that may need a further block. One block is kept free for each of them, and for each
+        sequence that receives. If there are any, a prompt of n sequences gets its blocks only together with n - 1 further ones.
         """
         for request in self._unreserved.first(self._config.look_ahead + 1):
             if self._starvation.must_wait(request):
@@ -117,13 +116,13 @@ class RemoteKvQueue:
 
     @property
     def returns_room(self) -> bool:
-        """True if blocks of evicted sequences are on their way back: their reads have to end first."""
+        """True if blocks of evicted sequences will be returned after their reads end."""
         return self._holds.num_quarantined > 0 and time.monotonic() < self._room_expected_until
 
     def victim(self, taker: Request) -> Request | None:
-        """The parked sequence whose room a running one gets: the last in order of priority and arrival.
+        """The waiting sequence to evict in favour of a running one: the last in order of priority and arrival.
 
-        Never one with a higher priority than the taker's; None when there is none.
+        None if all have a higher priority than `taker`.
         """
         return max(
             (receive.request for receive in self._receiving.values() if receive.request.priority >= taker.priority),
@@ -132,11 +131,11 @@ class RemoteKvQueue:
         )
 
     def expect_room(self) -> None:
-        """A parked sequence is about to end in favour of a running one."""
+        """Note that a sequence is evicted, so that its blocks will be returned."""
         self._room_expected_until = time.monotonic() + RETURNS_WITHIN_S
 
     def expects(self, event: Landed | SourceFinished) -> bool:
-        """True if the event is new for a sequence that is being received."""
+        """True if the event concerns a sequence that is being received and is not a repetition."""
         receive = self._receiving.get(event.request_id)
         if receive is None:
             return False
@@ -145,7 +144,7 @@ class RemoteKvQueue:
         return receive.finished is None
 
     def landed(self, request_id: str, num_blocks: int) -> Ready | None:
-        """More is here; returns the request if that completes it."""
+        """Apply `Landed`; returns the request if that completes it."""
         receive = self._receiving.get(request_id)
         if receive is None:
             return None
@@ -154,7 +153,7 @@ class RemoteKvQueue:
         return self._ready(receive)
 
     def source_finished(self, event: SourceFinished) -> Ready | ReceiveFailed | None:
-        """The source is done; returns the request if that completes it, or a failure if the counts disagree."""
+        """Apply `SourceFinished`; returns the request if that completes it, or a failure if the counts disagree."""
         receive = self._receiving.get(event.request_id)
         if receive is None:
             return None
@@ -169,7 +168,7 @@ class RemoteKvQueue:
         return self._ready(receive)
 
     def returned(self, request_id: str, block_ids: tuple[int, ...]) -> Ready | None:
-        """Blocks were returned by the transfer; returns the request if that completes it."""
+        """Apply `HoldReturned`; returns the request if that completes it."""
         receive = self._receiving.get(request_id)
         if receive is None:
             return None
@@ -177,7 +176,7 @@ class RemoteKvQueue:
         return self._ready(receive)
 
     def stop(self, request: Request, cause: Exception | None = None) -> None:
-        """The request ends while it waits. Verified full blocks enter the cache unless the digests disagreed."""
+        """End a waiting request. Its verified full blocks enter the cache, unless the request digests differed."""
         receive = self._receiving.pop(request.request_id, None)
         if receive is None:
             self._unreserved.remove(request)

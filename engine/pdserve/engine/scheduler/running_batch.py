@@ -9,12 +9,12 @@ from pdserve.engine.scheduler_output import SchedulerOutput
 
 
 class RunningBatch(Mapping[str, Request]):
-    """request_id -> sequence; records which sequences left until the model runner is informed."""
+    """request_id -> sequence; also records sequences that left, until they are reported to the model runner."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
         self._forking: dict[str, Request] = {}
-        """Sequences whose prompt several sequences will continue here."""
+        """Sequences that will fork here after their prompt."""
         self._left: list[str] = []
 
     def __getitem__(self, request_id: str) -> Request:
@@ -32,7 +32,7 @@ class RunningBatch(Mapping[str, Request]):
             self._forking[request.request_id] = request
 
     def leave(self, request: Request) -> None:
-        """Harmless when it is not in the batch."""
+        """Remove a sequence; no effect if it is not in the batch."""
         self._forking.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None) is not None:
             self._left.append(request.request_id)
@@ -43,7 +43,7 @@ class RunningBatch(Mapping[str, Request]):
         return left
 
     def requeue_finished_ids(self, left: list[str]) -> None:
-        """Report these again with the next step: the runner has not seen them."""
+        """Report these ids with the next step, since the runner did not get this one."""
         self._left = left + self._left
 
     def decoding(self) -> list[Request]:
@@ -61,7 +61,7 @@ class RunningBatch(Mapping[str, Request]):
         return sorted(filling, key=lambda request: request.priority)
 
     def running_ahead(self) -> list[Request]:
-        """Sources without `Want`, with more than one token to compute."""
+        """Sources without `Want` that have more than one token to compute."""
         return [request for request in self.unwanted_sources() if request.num_uncomputed_tokens > 1]
 
     def unwanted_sources(self) -> list[Request]:
@@ -70,7 +70,7 @@ class RunningBatch(Mapping[str, Request]):
 
     @property
     def num_growing(self) -> int:
-        """Sequences that may each need a further block: those here, and those that prompts here will fork into."""
+        """Number of sequences that may each need a further block: the running ones and their future forks."""
         return len(self._requests) + sum(request.num_forks for request in self._forking.values())
 
     @property
@@ -78,9 +78,9 @@ class RunningBatch(Mapping[str, Request]):
         return sum(request.num_uncomputed_tokens for request in self._requests.values())
 
     def victim(self) -> Request | None:
-        """The sequence to preempt: first sources without `Want`, then by lowest priority, least lost work, latest arrival.
+        """The sequence to preempt: sources without `Want` first, then by lowest priority, least lost work, latest arrival.
 
-        Never a wanted source. None when nothing else runs.
+        Never a source with `Want`; None if no other sequence runs.
         """
         return min(
             (request for request in self._requests.values() if not request.is_pinned_source),
@@ -95,7 +95,7 @@ class RunningBatch(Mapping[str, Request]):
 
 
 class BatchBuilder:
-    """The tokens left in the budget, and the choices so far."""
+    """The scheduled sequences of one step, and its remaining token budget."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self.budget = max_num_batched_tokens
@@ -104,10 +104,10 @@ class BatchBuilder:
         self.new_requests: list[Request] = []
         """Sequences that enter the batch in this step."""
         self.preempted = False
-        """True if blocks have run out in this step."""
+        """True if a sequence was preempted in this step, since blocks ran out."""
 
     def put(self, request: Request, num_tokens: int) -> None:
-        """Compute its next `num_tokens` tokens."""
+        """Schedule the sequence's next `num_tokens` tokens."""
         self.output.num_scheduled_tokens[request.request_id] = num_tokens
         self.budget -= num_tokens
 
@@ -117,7 +117,7 @@ class BatchBuilder:
         self.put(request, num_tokens)
 
     def unschedule(self, request: Request) -> None:
-        """Remove a preempted sequence. Harmless when it had no part in the step."""
+        """Remove a preempted sequence; no effect if it is not scheduled."""
         self.preempted = True
         self.budget += self.output.num_scheduled_tokens.pop(request.request_id, 0)
         self.output.scheduled_cached_reqs.new_block_ids.pop(request.request_id, None)

@@ -1,4 +1,4 @@
-"""`Scheduler`: what runs in the next step. Its loop: apply events, reserve, run the running, admit the waiting."""
+"""`Scheduler`: chooses the work of each step: apply events, reserve blocks, schedule running sequences, admit waiting ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pdserve.engine.structured_outputs.structured_output_manager import Structur
 class Scheduler:
     """Continuous batching with chunked prefill, prefix caching, preemption by recompute, and remote KV.
 
-    Cost per step grows with what is scheduled, not with what waits (I10).
+    The cost of a step grows with the number of scheduled sequences, not with the number of waiting ones (I10).
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Scheduler:
         self.waiting = WaitingQueues(config, self.kv, self.starvation)
         self.outputs = OutputCollector()
         self.requests: dict[str, Request] = {}
-        """Living sequences, by their own ids."""
+        """Unfinished sequences, by `Request.request_id`."""
         self.running = RunningBatch()
         self.preemption = Preemption(self.kv, self.running, self.waiting, self._evict)
         self.group = SequenceGroup(config, self.requests, self.kv, self.waiting, self.preemption)
@@ -76,16 +76,16 @@ class Scheduler:
         )
         self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.waiting)
         self.prefill_s = 0.0
-        """Time of the steps that computed prompt tokens."""
+        """Seconds of the steps that computed prompt tokens."""
         self.num_added = 0
-        """Requests that came in, since start."""
+        """Requests added since the start."""
 
-    # ---- requests come and go
+    # ---- requests
 
     def add_request(self, core: EngineCoreRequest, refusal: InvalidRequest | None = None) -> None:
-        """Take a validated request in. A second one of the same id is dropped and counted.
+        """Add a validated request. A second one with the same id is dropped and counted.
 
-        refusal: ends it at once, before anything is computed.
+        refusal: error that ends it at once, before anything is computed.
         """
         self.num_added += 1
         if core.request_id in self.requests or self.group.of(core.request_id):
@@ -106,7 +106,8 @@ class Scheduler:
             self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
 
     def _goes_local(self, request: Request) -> bool:
-        """Decided on arrival, before any work: the source is told through the router that it is not needed."""
+        """True if a request with a remote source is prefilled here. Decided on arrival; the router then cancels the prefill
+        call."""
         if not self.waiting.prefers_local(request):
             return False
         request.settle_wait(Wait.REMOTE_KV)
@@ -115,9 +116,9 @@ class Scheduler:
         return True
 
     def resume_request(self, update: StreamingUpdate, refusal: InvalidRequest | None = None) -> None:
-        """A session's next turn. Late and unknown ones are counted and dropped; one that is too long ends the session.
+        """Begin a session's next turn. Late and unknown updates are counted and dropped; input that is too long ends the session.
 
-        refusal: ends the session at once.
+        refusal: error that ends the session at once.
         """
         request = self.requests.get(update.request_id)
         if request is None or request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
@@ -128,7 +129,7 @@ class Scheduler:
             self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
 
     def abort_request(self, request_id: str) -> Request | None:
-        """End a request in whatever state it is; returns one of its sequences, or None when all had ended."""
+        """End a request in any state; returns one of its sequences, None if all had ended."""
         self.sources.forget(request_id)
         living = self._living(request_id)
         for request in living:
@@ -136,7 +137,7 @@ class Scheduler:
         return living[0] if living else None
 
     def end_sequence(self, request_id: str, index: int) -> None:
-        """A sequence has ended where its text is made; the request's others go on. Harmless when it had ended here."""
+        """End one sequence, whose text is complete at the reader; other sequences continue. No effect if it has ended."""
         for request in self._living(request_id):
             if request.num_sequences > 1:
                 request.ended_elsewhere.add(index)
@@ -155,25 +156,25 @@ class Scheduler:
             self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
 
     def fail_idle_sessions(self, cause: PdServeError) -> None:
-        """End those that are between two turns with an error."""
+        """End sessions that are between two turns with an error."""
         for request in list(self.requests.values()):
             if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
                 self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step might do something, now or when a grammar has come. Remote KV comes as an event, not by steps."""
+        """True if a step may have work, now or after a grammar arrives. Remote KV arrives as an event, not by steps."""
         return self.has_tokens_to_compute or len(self.grammars) > 0
 
     @property
     def has_tokens_to_compute(self) -> bool:
-        """Whether a step might compute something now."""
+        """True if a step may compute something now."""
         return bool(self.running) or len(self.waiting) > 0 or self.receives.num_unreserved > 0
 
     # ---- events from the transfer side
 
     def apply(self, event: IntoEngine) -> None:
-        """One event. Late, repeated and unknown ones are counted and dropped (I9)."""
+        """Apply one event. Late, repeated and unknown events are counted and dropped (I9)."""
         outcome = self.events.apply(event)
         if isinstance(outcome, End):
             self.finisher.finish(outcome.request, outcome.status, cause=outcome.cause)
@@ -191,7 +192,7 @@ class Scheduler:
             self._start_decoding(request, first_tokens)
 
     def _start_decoding(self, request: Request, first_tokens: Sequence[int]) -> None:
-        """Its KV is here, and the first token of each of its sequences came with it."""
+        """Continue a request whose KV has landed, with the first token of each of its sequences."""
         sequences = self.group.fork(request, first_tokens)
         if sequences is None:
             failure = None if request.grammar is None else request.grammar.failure
@@ -221,7 +222,7 @@ class Scheduler:
                 self.waiting.add(request)
 
     def _look_at_grammars(self) -> None:
-        """Take in the masks that have come, and end the sequences whose grammars ended or failed."""
+        """Receive arrived masks, and end sequences whose grammar has ended or failed."""
         self.grammars.hosts.flush()
         self.grammars.hosts.receive()
         for request in list(self.running.values()):
@@ -242,7 +243,7 @@ class Scheduler:
         num_growing = self.running.num_growing + self.waiting.num_ready + self.grammars.num_landed
         self.receives.reserve(num_growing)
         ahead = self.running.running_ahead()
-        # sequences that decode come before those that still prefill: a long prompt must not stall every stream
+        # decoding sequences precede prefilling ones, so that a long prompt does not stall all streams
         self._schedule_running(step, [*self.running.decoding(), *self.running.prefilling()])
         self._schedule_waiting(step)
         self._schedule_running(step, ahead)
@@ -254,11 +255,12 @@ class Scheduler:
 
     @staticmethod
     def _takes_mask(request: Request, num_tokens: int) -> bool:
-        """Whether computing `num_tokens` completes a sequence whose next token a grammar restricts."""
+        """True if computing `num_tokens` completes a sequence whose next token needs a grammar mask."""
         return request.grammar is not None and request.num_uncomputed_tokens == num_tokens
 
     def get_grammar_bitmask(self, scheduled: SchedulerOutput) -> GrammarOutput | None:
-        """Masks for what a step samples, while it is being computed; None when it needs none. May wait `MASK_WAIT_S`."""
+        """Masks for the sequences that a step samples; None if it needs none. Called while the step computes; may wait
+        `MASK_WAIT_S`."""
         takers = [
             request
             for req_id, num_tokens in scheduled.num_scheduled_tokens.items()
@@ -287,7 +289,7 @@ class Scheduler:
             if num_tokens <= 0 or request.status is not RequestStatus.RUNNING:
                 continue
             if request.grammar is not None and not request.grammar.is_prompt:
-                continue  # it waits for its mask, and the others do not
+                continue  # this sequence waits for its mask; the others continue
             added = self.preemption.make_room(step, request, request.num_computed_tokens + num_tokens)
             if added is not None:
                 step.put(request, num_tokens)
@@ -295,9 +297,9 @@ class Scheduler:
                     step.output.scheduled_cached_reqs.new_block_ids[request.request_id] = added
 
     def _evict(self, taker: Request) -> bool:
-        """Make room for a running sequence at the cost of one that still waits for remote KV.
+        """Evict a sequence that waits for remote KV in favour of a running one.
 
-        Returns whether room is on its way back: the reads into it have to end first.
+        Returns True if blocks will be returned, after the reads into them end.
         """
         if self.receives.returns_room:
             return True
@@ -335,12 +337,12 @@ class Scheduler:
     def _is_full(self, step: BatchBuilder) -> bool:
         return step.budget <= 0 or len(self.running) >= self.config.max_num_seqs
 
-    # ---- what came of it
+    # ---- results
 
     def update_from_output(
         self, scheduled: SchedulerOutput, computed: ModelRunnerOutput, kv_written: object | None = None
     ) -> None:
-        """Take a step's result in: KV computed, blocks published, tokens appended, sequences ended.
+        """Apply a step's result: cache and publish KV, append tokens, end sequences.
 
         kv_written: on a GPU, the event after which the step's KV is in the pool.
         """
@@ -348,17 +350,17 @@ class Scheduler:
         self.results.update(scheduled, computed)
 
     def requeue_finished_ids(self, unused: SchedulerOutput) -> None:
-        """A step that computed nothing was not seen by the runner: what it was to be told is told next time."""
+        """Report the finished ids of an unused, empty step with the next one."""
         self.running.requeue_finished_ids(unused.finished_req_ids)
 
     def forget_history(self) -> None:
-        """Start the counters and the prefix cache anew."""
+        """Reset the counters and the prefix cache."""
         self.pool.forget_cached()
         self.prefill_s = 0.0
         self.num_added = 0
         self.results.num_computed_prompt_tokens = self.kv.num_queried_tokens = self.kv.num_hit_tokens = 0
 
-    # ---- how it does
+    # ---- statistics
 
     @property
     def num_preemptions(self) -> int:
@@ -373,7 +375,7 @@ class Scheduler:
         return self.events.num_dropped
 
     def stats(self) -> SchedulerStats:
-        """The state now; costs no more than what runs."""
+        """Current statistics; the cost is proportional to the running sequences."""
         return SchedulerStats(
             num_running_reqs=len(self.running),
             num_added_reqs=self.num_added,
@@ -393,7 +395,7 @@ class Scheduler:
         )
 
     def check(self, *, idle: bool = False) -> None:
-        """The pool check (I2). idle: nothing may be in use. Raises: PoolCorrupt."""
+        """Check the block pool (I2). idle: no block may be in use. Raises: PoolCorrupt."""
         references = self.kv.references()
         for block, count in self.holds.references().items():
             references[block] = references.get(block, 0) + count

@@ -1,4 +1,4 @@
-"""`SequenceGroup`: forks the sequences of a request once its prompt is computed, and tracks those that live."""
+"""`SequenceGroup`: forks the sequences of a request after its prompt, and tracks the unfinished ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 
 
 class SequenceGroup:
-    """Live sequences by the request's own id; requests with one sequence are not listed."""
+    """`core.request_id` -> unfinished sequences, for requests with several sequences."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class SequenceGroup:
         waiting: WaitingQueues,
         preemption: Preemption,
     ) -> None:
-        """requests: the scheduler's living sequences, which those that part are added to."""
+        """requests: the scheduler's unfinished sequences; forked ones are added."""
         self._config = config
         self._requests = requests
         self._kv = kv
@@ -31,14 +31,14 @@ class SequenceGroup:
         self._of: dict[str, dict[int, Request]] = {}
 
     def fork(self, request: Request, token_ids: Sequence[int]) -> list[tuple[Request, RequestStatus | None]] | None:
-        """Append a token to a sequence, or the first ones to all that continue its prompt.
+        """Append a token to a sequence, or at the end of a prompt the first token to each of its sequences.
 
-        Returns them in the order of their indexes, each with its final status or None; those that continue are queued or running.
-        None when a token does not fit the request's grammar: then nothing has changed.
+        Returns the sequences in the order of their indexes, each with its final status, None if it continues. None, with nothing
+        changed, if a token does not fit the request's grammar.
         """
         sequences = [request] if request.num_sequences == 1 else [request, *request.fork()]
         ends: list[RequestStatus | None] = []
-        # the request itself last: a token that does not fit leaves it unchanged, representing all of them
+        # the original request last: if a token does not fit, it is unchanged and still represents all sequences
         for sequence, token_id in reversed(list(zip(sequences, token_ids, strict=True))):
             ends.insert(0, sequence.append_output(token_id, self._config.max_model_len))
             if ends[0] is RequestStatus.FINISHED_ERROR:
@@ -54,7 +54,7 @@ class SequenceGroup:
                 if sequence is not request and ended_with is None:
                     self._enter(sequence, request)
         elif len(sequences) > 1:
-            _close_grammars(sequences[1:])  # they continue elsewhere
+            _close_grammars(sequences[1:])  # the sequences continue at another worker
         return list(zip(sequences, ends, strict=True))
 
     def _enter(self, sequence: Request, begins_as: Request) -> None:
@@ -62,19 +62,19 @@ class SequenceGroup:
         if self._kv.fork(begins_as, sequence):
             self._waiting.add_ready(sequence)
             return
-        # no block is left for it: as if it had run and lost its blocks
+        # no block is left: treat the sequence as preempted
         sequence.move_to(RequestStatus.RUNNING)
         self._preemption.lose_blocks(sequence)
 
     def remove(self, request: Request) -> None:
-        """A sequence has ended. Harmless when it was never here."""
+        """Remove an ended sequence; no effect if it is not tracked."""
         if (living := self._of.get(request.core.request_id)) is not None:
             living.pop(request.index, None)
             if not living:
                 del self._of[request.core.request_id]
 
     def of(self, request_id: str) -> list[Request]:
-        """Live sequences of a request; empty if it is unknown, has not forked, or has ended."""
+        """Unfinished sequences of a request; empty if it is unknown, has not forked, or has ended."""
         return list(self._of.get(request_id, {}).values())
 
 

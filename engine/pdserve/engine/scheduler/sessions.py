@@ -1,8 +1,8 @@
-"""`Sessions`: ends and begins the turns of a resumable sequence.
+"""`Sessions`: ends and begins turns of a session.
 
     RUNNING --end_turn--> WAITING_FOR_STREAMING_REQ --resume--> WAITING --> RUNNING
 
-Between turns a session costs a step nothing, and keeps its blocks until other sequences need them.
+Between turns a session costs a step nothing, and keeps its blocks until other sequences need blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 
 
 class Sessions:
-    """The scheduler's part in streaming sessions; it keeps nothing of them itself."""
+    """Transitions of streaming sessions in the scheduler. Has no state of its own."""
 
     def __init__(
         self,
@@ -37,14 +37,14 @@ class Sessions:
     def end_turn(
         self, request: Request, ended_with: RequestStatus, token_id: int, logprobs: LogprobsLists | None
     ) -> None:
-        """The last token ended the turn, not the session."""
+        """End a turn after its last token; the session continues."""
         self._outputs.tokens(request, [token_id], ended_with, logprobs, awaits_input=True)
         self._running.leave(request)
         self._kv.idle(request)
         request.move_to(RequestStatus.WAITING_FOR_STREAMING_REQ)
 
     def resume(self, request: Request, update: StreamingUpdate) -> PromptTooLong | None:
-        """Begin the next turn. Returns why the input cannot be taken; nothing has changed then."""
+        """Begin the next turn. Returns an error, with nothing changed, if the input is refused."""
         num_tokens = request.num_tokens + len(update.prompt_token_ids)
         limit = self._config.max_model_len - 1
         if num_tokens > limit:

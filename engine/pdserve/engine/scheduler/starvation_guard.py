@@ -1,10 +1,10 @@
 """`StarvationGuard`: bounds how often waiting sequences are passed by others in a `RequestQueue`.
 
-A sequence that does not fit is passed by others that do, with two limits. While a preempted sequence waits, no
-new work of its priority or a worse one gets blocks. And the first of a queue that later arrivals have passed `max_overtakes`
-times is *overdue*: nothing of its priority or a worse one gets new blocks until it has its own.
+Later sequences may pass one that does not fit, with two limits. While a preempted sequence waits, no new sequence of the same or a
+lower priority gets blocks. If later arrivals have passed the first of a queue `max_overtakes` times, it is *overdue*: no sequence
+of the same or a lower priority gets new blocks before it.
 
-Sequences that already hold blocks continue, end, and so free blocks.
+Sequences that already hold blocks continue; they end and free blocks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class RequestQueue:
         )
 
     def prepend(self, request: Request) -> None:
-        """Ahead of those of the same priority."""
+        """Insert before all requests of the same priority."""
         self._requests.prepend(request.request_id, request, request.priority)
 
     def remove(self, request: Request) -> bool:
-        """Take it out; False when it was not here."""
+        """Remove a request; False if it is not in the queue."""
         return self._requests.remove(request.request_id)
 
     def first(self, count: int) -> list[Request]:
-        """The first `count` requests: what one step looks at, however many wait behind them."""
+        """The first `count` requests, which bound the cost of a step."""
         return self._requests.first(count)
 
     def peek(self) -> Request | None:
@@ -51,23 +51,23 @@ class RequestQueue:
 
 
 class StarvationGuard:
-    """Shared by all who give out room: admission, and receives from other workers."""
+    """Shared by `WaitingQueues` and `RemoteKvQueue`, which both allocate blocks to waiting sequences."""
 
     def __init__(self, max_overtakes: int) -> None:
         self._max_overtakes = max_overtakes
         self._queues: list[RequestQueue] = []
         self.preempted = RequestQueue()
-        """Sequences that lost their blocks and precede all new work."""
+        """Preempted sequences, which precede all new ones."""
         self.overdue = RequestQueue()
-        """Sequences that nothing passes any more; each is also in its own queue."""
+        """Overdue sequences; each is also in its own queue."""
 
     def watch(self, queue: RequestQueue) -> RequestQueue:
-        """Count how often its head is passed."""
+        """Count how often the first request of a queue is passed."""
         self._queues.append(queue)
         return queue
 
     def placed(self, request: Request) -> None:
-        """The sequence got blocks: earlier arrivals at the heads of queues were passed."""
+        """Note that a sequence got blocks, and so passed earlier arrivals that are first in their queues."""
         self.overdue.remove(request)
         for queue in self._queues:
             head = queue.peek()
@@ -77,11 +77,11 @@ class StarvationGuard:
                     self.overdue.append(head)
 
     def ended(self, request: Request) -> None:
-        """The sequence no longer waits for blocks. Harmless when it did not."""
+        """Forget a sequence that no longer waits for blocks; no effect if it did not wait."""
         self.overdue.remove(request)
 
     def must_wait(self, request: Request) -> bool:
-        """True if this new work must wait for another sequence although it would fit."""
+        """True if a new sequence must wait for another one although it would fit."""
         return any(
             first is not None and first is not request and first.priority <= request.priority
             for first in (self.preempted.peek(), self.overdue.peek())

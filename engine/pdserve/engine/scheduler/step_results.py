@@ -21,7 +21,7 @@ from pdserve.engine.structured_outputs.structured_output_manager import Structur
 
 
 class FinishRequest:
-    """Ends sequences for any cause: last token, abort, error, or decoding elsewhere."""
+    """Ends sequences for any reason: last token, abort, error, or decoding at another worker."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class FinishRequest:
         group: SequenceGroup,
         outputs: OutputCollector,
     ) -> None:
-        """requests: the scheduler's living sequences, which those that end are taken from."""
+        """requests: the scheduler's unfinished sequences; ended ones are removed."""
         self._requests = requests
         self._kv = kv
         self._running = running
@@ -54,12 +54,12 @@ class FinishRequest:
         cause: PdServeError | None = None,
         pooling_output: list[float] | None = None,
     ) -> None:
-        """End a sequence in any state, or all that would have continued its prompt, and report that."""
+        """End a sequence in any state, or all sequences of an unfinished prompt, and report it."""
         self._outputs.tokens(request, new_token_ids or [], status, new_logprobs, cause, pooling_output=pooling_output)
         if request.num_sequences > 1:
             if request.grammar is not None:
                 request.grammar.close()
-            request.grammar = None  # no sequence continues its state
+            request.grammar = None  # no sequence continues from this state
             for sequence in request.fork():
                 self._outputs.tokens(sequence, [], status, cause=cause)
         if Wait.REMOTE_KV in request.waits_for:
@@ -67,7 +67,7 @@ class FinishRequest:
         self.forget(request, status)
 
     def forget(self, request: Request, status: RequestStatus) -> None:
-        """Remove a sequence whose end has been reported from every part."""
+        """Remove a sequence from every part, after its end was reported."""
         self._waiting.remove(request)
         self._grammars.forget(request)
         if request.grammar is not None:
@@ -81,7 +81,7 @@ class FinishRequest:
 
 
 class StepResults:
-    """The second half of a step, after the scheduler's choice has been computed."""
+    """Updates sequences, KV cache and outputs after a step was computed."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class StepResults:
         self.num_computed_prompt_tokens = 0
 
     def update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
-        """Called once per step, with its work and its result."""
+        """Apply one step's result."""
         self._book_computed(scheduled, computed)
         place = 0
         while place < len(computed.req_ids):
@@ -124,7 +124,7 @@ class StepResults:
             self._finisher.finish(self._requests[request_id], RequestStatus.FINISHED_STOPPED, pooling_output=values)
 
     def _book_computed(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
-        """The KV of the step's tokens exists: cache and publish it."""
+        """Count the step's tokens as computed; cache and publish their blocks."""
         computed_at = time.monotonic()
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             request = self._requests[request_id]
@@ -143,7 +143,7 @@ class StepResults:
                 self._sources.publish(request)
 
     def _append(self, request: Request, token_ids: list[int], logprobs: list[LogprobsLists | None]) -> None:
-        """Append a sequence's new token, or at the end of a prompt the first one of each sequence that continues it."""
+        """Append a sequence's new token, or at the end of a prompt the first token of each of its sequences."""
         if NO_TOKEN in token_ids:
             self._finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=_no_token_left(request))
             return
@@ -162,7 +162,7 @@ class StepResults:
             else:
                 self._finisher.finish(sequence, ended_with, new_token_ids=[token_id], new_logprobs=of_token)
         if request.core.transfer_source:
-            # the rest is decoded elsewhere: for this engine the sequences are done, though their texts are not
+            # another worker decodes the rest, so the sequences end in this engine
             statuses = [ended_with for _, ended_with in sequences]
             if None in statuses and request.is_unwanted_source:
                 self._sources.rest(request)

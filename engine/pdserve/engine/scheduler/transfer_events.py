@@ -30,7 +30,7 @@ from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The event ends this request."""
+    """Result of an event that ends this request."""
 
     request: Request
     status: RequestStatus
@@ -56,7 +56,7 @@ class TransferEvents:
         self.num_dropped = 0
 
     def apply(self, event: IntoEngine) -> Ready | End | None:
-        """One event; what the scheduler has to do about it, if anything."""
+        """Apply one event; returns the action that the scheduler must take, None if there is none."""
         if isinstance(event, HoldReturned):
             self._holds.back(event.hold)
             return self._receives.returned(event.request_id, event.hold.block_ids)
@@ -101,9 +101,9 @@ class TransferEvents:
 class KvSendTracker:
     """Publishes final blocks of wanted sequences, each once; no block is published before `Want`.
 
-    A prefill that ends before `Want` *rests*: its blocks are given up, first cached, then reused. `Want` mostly follows soon, so
-    the block table is remembered without references: if no block has been handed out since, everything is published without
-    computing anything again; otherwise `Missed` is sent.
+    A prefill that ends before `Want` *rests*: its blocks are released, so they are cached and later reused. `Want` usually follows
+    soon, so the block table is kept without references: if no block has been reused when it arrives, all blocks are published
+    without computing again; otherwise `Missed` is sent.
     """
 
     def __init__(self, kv: KVCacheManager, holds: PinTracker, connector: KvOutbox) -> None:
@@ -112,20 +112,21 @@ class KvSendTracker:
         self._connector = connector
         self._resting: dict[str, tuple[Request, RestingTable]] = {}
         self.device_event: object | None = None
-        """On a GPU: event of the last step; every final block was written before it."""
+        """On a GPU, the event of the last step; every final block was written before it."""
 
     def rest(self, request: Request) -> None:
-        """The sequence ended before `Want`: give up its blocks, but remember its table. `forget` follows when its transfer ends."""
+        """Release the blocks of a sequence that ended before `Want`, but keep its table. `forget` follows when its transfer
+        ends."""
         self._resting[request.request_id] = (request, self._kv.rest(request))
 
     def forget(self, request_id: str) -> None:
-        """The sequence's transfer has ended. Harmless when it is not resting."""
+        """Drop the table of a sequence whose transfer has ended; no effect if it is not resting."""
         self._resting.pop(request_id, None)
 
     def want_ended(self, request_id: str, first_index: int) -> bool:
-        """`Want` for a sequence that has ended: publish it if its blocks are unchanged, else send `Missed`.
+        """Handle `Want` for an ended sequence: publish it if its blocks are unchanged, else send `Missed`.
 
-        False when it is not resting: it was served before, or its transfer is over.
+        False if it is not resting: it was published before, or its transfer has ended.
         """
         if (resting := self._resting.pop(request_id, None)) is None:
             return False
@@ -138,12 +139,12 @@ class KvSendTracker:
         return True
 
     def want(self, request: Request, first_index: int) -> None:
-        """The receiver has room for the blocks from `first_index` on; what is final already goes out now."""
+        """Handle `Want`: the receiver has reserved blocks from `first_index` on. Publishes the blocks that are already final."""
         request.wanted_from = first_index
         self.publish(request)
 
     def publish(self, request: Request) -> None:
-        """Settle what has become final: full blocks as they fill, the partial last one with the prompt's end."""
+        """Send `Settled` for blocks that became final: full blocks, and the partial last one at the prompt's end."""
         if request.wanted_from is None:
             return
         computed = min(request.num_computed_tokens, request.num_given_tokens)

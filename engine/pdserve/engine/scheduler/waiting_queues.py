@@ -1,8 +1,8 @@
-"""`WaitingQueues`: sequences that wait to enter the batch, and the rule by which one is admitted.
+"""`WaitingQueues`: sequences that wait to enter the batch, and the rule that admits them.
 
-They are tried by priority, and among equals in this order: preempted (their work is half done), ready (their KV has landed in
-blocks that they hold), overdue (passed too often), wanted sources (another worker has reserved blocks for them), the
-others, and last sources without `Want`. `StarvationGuard` decides which of them block others; a ready one always passes.
+Sequences are tried by priority, and within a priority in this order: preempted, ready (KV has landed in their blocks), overdue
+(passed too often), sources with `Want` (another worker has reserved blocks for them), other sequences, and sources without `Want`.
+`StarvationGuard` decides which sequences block others; ready sequences are never blocked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Refusal(enum.Enum):
 
 
 class WaitingQueues:
-    """The waiting side of the scheduler."""
+    """The scheduler's queues of sequences that do not run."""
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager, starvation: StarvationGuard) -> None:
         self._config = config
@@ -38,7 +38,7 @@ class WaitingQueues:
         self._unwanted = RequestQueue()
         self._queues = (self._preempted, self._ready, self._wanted, self._waiting, self._unwanted)
         self._num_tokens: dict[str, int] = {}
-        """Tokens of each sequence within `num_waiting_tokens`."""
+        """Sequence id -> its tokens that are counted in `num_waiting_tokens`."""
         self.num_waiting_tokens = 0
 
     def __len__(self) -> int:
@@ -46,16 +46,16 @@ class WaitingQueues:
 
     @property
     def num_ready(self) -> int:
-        """Sequences that already hold blocks and will need further ones."""
+        """Number of ready sequences, which hold blocks and will need further ones."""
         return len(self._ready)
 
     @property
     def num_preempted(self) -> int:
-        """Sequences that lost their blocks and precede all new work."""
+        """Number of preempted sequences."""
         return len(self._preempted)
 
     def add(self, request: Request) -> None:
-        """Insert by arrival, although its grammar may have been compiled after later requests arrived."""
+        """Insert a sequence by arrival; later arrivals may be in the queue already if its grammar took long to compile."""
         self._count(request)
         if request.is_unwanted_source:
             self._unwanted.insert(request)
@@ -71,12 +71,12 @@ class WaitingQueues:
         (self._unwanted if request.is_unwanted_source else self._preempted).prepend(request)
 
     def wanted(self, request: Request) -> None:
-        """A waiting transfer has found its receiver: it moves ahead of those that have not."""
+        """Handle `Want` for a waiting source: move it to the queue of wanted sources."""
         if self._unwanted.remove(request):
             (self._wanted if request.status is RequestStatus.WAITING else self._preempted).append(request)
 
     def remove(self, request: Request) -> None:
-        """Take it out, wherever it is; harmless when it is not here."""
+        """Remove a sequence from its queue; no effect if it is in none."""
         if any(queue.remove(request) for queue in self._queues):
             self.num_waiting_tokens -= self._num_tokens.pop(request.request_id)
             self._starvation.ended(request)
@@ -86,9 +86,9 @@ class WaitingQueues:
         self.num_waiting_tokens += request.num_uncomputed_tokens
 
     def candidates(self, after_preemption: bool) -> list[Request]:
-        """Sequences that this step may try, in order: a bounded number, however many wait.
+        """Sequences that this step may try, in order; their number is bounded.
 
-        after_preemption: blocks have just run out, so only sequences that already hold theirs may enter.
+        after_preemption: True if this step preempted a sequence; then only sequences that hold blocks may enter.
         """
         limit = self._config.max_num_seqs + self._config.look_ahead
         ready = self._ready.first(limit)
@@ -102,11 +102,11 @@ class WaitingQueues:
     def try_admit(
         self, request: Request, budget: int, running: RunningBatch, num_growing: int
     ) -> int | Refusal | PdServeError:
-        """Give a sequence its blocks and take it off the queue.
+        """Allocate a sequence's blocks and remove it from its queue.
 
-        num_growing: sequences that run or are being received. One block stays free for each of them, and for each ready one;
-        beside others, a prompt that several sequences will continue is admitted only with one for each further sequence.
-        Returns the number of tokens that it computes in this step, or why it cannot enter, or the error that ends it.
+        num_growing: number of sequences that run or are being received. One block stays free for each of them, and for each ready
+        one; if there are any, a prompt of n sequences is admitted only together with n - 1 further blocks. Returns the number of
+        tokens to compute in this step, or the reason why it cannot enter, or the error that ends it.
         """
         if request in self._ready:
             return self._admit_ready(request, budget)
@@ -144,14 +144,14 @@ class WaitingQueues:
         return min(request.num_uncomputed_tokens, budget)
 
     def _cached(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        """Blocks to begin with, and the tokens that need no computing: a session may have kept its own blocks."""
+        """(blocks to share from the cache, tokens that are computed already); a session may have kept its own blocks."""
         if self._kv.num_blocks(request):
             return NO_BLOCKS, request.num_computed_tokens
         computed = self._kv.get_computed_blocks(request, request.num_tokens - 1)
         return computed, len(computed) * self._config.block_size
 
     def _kept_waiting_by_others(self, request: Request) -> bool:
-        """Wanted transfers go before all that has no receiver, unless that is overdue."""
+        """True if the sequence must wait for a preempted or overdue one, or for a source with `Want` of at least its priority."""
         if self._starvation.must_wait(request):
             return True
         if request.is_pinned_source or request in self._starvation.overdue:
@@ -164,7 +164,7 @@ class WaitingQueues:
             return False
         caps = [self._config.max_local_prefill_tokens]
         if request.status is RequestStatus.WAITING:
-            # an estimate for a new request; one that has streamed would not win by moving
+            # the limit is for new requests; a request that has streamed gains nothing from another worker
             caps.append(request.core.local_prefill_tokens)
         return any(cap is not None and uncached > cap for cap in caps)
 

@@ -1,4 +1,4 @@
-"""`Grammar`: one sequence's place in its grammar; `GrammarJob`: what one request needs of the compiler; `JobQueue`: their order."""
+"""`Grammar`: one sequence's state in its grammar; `GrammarJob`: one request for a compiled grammar; `JobQueue`: their order."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from pdserve.common.request.structured_outputs import StructuredOutputsParams
 
 
 class Grammar(Protocol):
-    """The engine thread alone calls it."""
+    """One sequence's state in its grammar. Only the engine thread calls it."""
 
     @property
     def has_ended(self) -> bool:
-        """True if nothing can follow. Without EOS tokens this may become true a step after the last token."""
+        """True if no token can follow. Without EOS tokens this may become true a step after the last token."""
 
     @property
     def failure(self) -> PdServeError | None:
-        """The error that ends the sequence: its grammar exceeds its budget, or its process has ended. None without one."""
+        """The error that ends the sequence, None if there is none: its grammar exceeded its budget, or its process ended."""
 
     @property
     def is_prompt(self) -> bool:
-        """True if the next mask is there, or the last one was so fast that a step may wait for it."""
+        """True if the next mask has arrived, or the last one was fast enough that a step may wait for the next."""
 
     def accept(self, token_id: int) -> bool:
-        """Advance by one token. False, with nothing changed, when the token is not allowed here."""
+        """Advance by one token. False, with nothing changed, if the token is not allowed."""
 
     def allowed(self, until: float) -> NDArray[np.uint8] | None:
-        """The tokens that may come next: `[W]` bytes, a bit per token, the lowest first; the caller must not change them.
+        """Mask of the next token: `[W]` bytes, one bit per token, lowest bit first; the caller must not change it.
 
-        until: `time.monotonic()` seconds at which to give up. None: the mask has not arrived by then.
+        until: `time.monotonic()` seconds. None if the mask has not arrived by then.
         """
 
     def fork(self) -> Grammar:
-        """Another sequence's place, the same as this one's now."""
+        """A copy of the current state, for another sequence."""
 
     def close(self) -> None:
-        """The sequence is over. May be called again."""
+        """Free the state after the sequence has ended. May be called again."""
 
 
 Deliver = Callable[[Grammar | PdServeError], None]
@@ -55,19 +55,19 @@ class GrammarJob:
     params: StructuredOutputsParams
     eos_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
-    """Output that the sequence already has: the grammar continues after it."""
+    """Output that the sequence already has; the grammar continues after it."""
     is_wanted: Callable[[], bool]
     """False once the request has ended. Any thread calls it."""
     begins: Callable[[], None]
-    """Called when compiling begins. From here on the grammar itself takes the time, not earlier jobs."""
+    """Called when compiling begins; the time before was spent on earlier jobs."""
     deliver: Deliver
-    """Takes the grammar, or why there is none. Called once, in the compiler's thread; never for a job not wanted."""
+    """Receives the grammar, or the error. Called once, in the compiler's thread; never for a job that is no longer wanted."""
     tenant: bytes = b""
-    """On whose behalf: tenants take turns, and share no process."""
+    """The tenant of the request. Tenants take turns, and share no process."""
 
 
 class JobQueue:
-    """Jobs of tenants in turn, and of each tenant in order of arrival."""
+    """Jobs in turns of tenants, and per tenant in order of arrival."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[bytes, deque[GrammarJob]] = OrderedDict()
@@ -79,7 +79,7 @@ class JobQueue:
         self._jobs.setdefault(job.tenant, deque()).append(job)
 
     def next(self) -> GrammarJob | None:
-        """The next job that is wanted, taken out; None when none is."""
+        """Remove and return the next wanted job; None if there is none."""
         while self._jobs:
             tenant, jobs = next(iter(self._jobs.items()))
             job = jobs.popleft()
@@ -91,7 +91,7 @@ class JobQueue:
         return None
 
     def take_all(self) -> list[GrammarJob]:
-        """All of them, taken out."""
+        """Remove and return all jobs."""
         jobs = [job for waiting in self._jobs.values() for job in waiting]
         self._jobs.clear()
         return jobs

@@ -1,9 +1,9 @@
-"""`GrammarCompiler`: has the grammars of requests compiled and held, each in a process of its own.
+"""`GrammarCompiler`: compiles and matches the grammars of requests, each in a process of its own.
 
-Grammars are clients' texts over which compiling and matching may take super-linear time, and neither can be stopped
-from within. So no grammar is in the worker's process: a fork server (`grammar_process`) makes a process per grammar,
-in which it is compiled and then matched; the process is killed when it takes too long, and nothing else is lost.
-One thread here starts them and opens sequences in them; the steps go directly between engine thread and process.
+Grammars are clients' texts; compiling and matching them may take super-linear time and cannot be interrupted. Therefore no grammar
+is in the worker's process: a fork server (`grammar_process`) makes a process per grammar, which compiles and matches it, and which
+is killed if it takes too long, without loss for other grammars. One thread here starts processes and opens sequences in them; the
+engine thread exchanges tokens and masks with a process directly.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from pdserve.engine.structured_outputs.grammar_messages import (
 log = logging.getLogger(__name__)
 
 NUM_COMPILING = 2
-"""Grammars that are compiled at a time."""
+"""Number of grammars that are compiled at the same time."""
 MAX_PROCESSES = 64
-"""Compiled grammars that are kept, by default; as many as sequences run in a step."""
+"""Default limit of compiled grammars; the default of `max_num_seqs`."""
 MAX_IDLE_PROCESSES = 16
-"""Processes kept though no sequence uses them: further requests often ask for the same form."""
+"""Limit of processes without sequences, kept because later requests often have the same grammar."""
 START_S = 60.0
-"""Seconds for the fork server to import what it needs and to read the vocabulary."""
+"""Seconds for the fork server to import its modules and read the vocabulary."""
 _NO_DESCRIPTOR = -1
 _LOOK_EVERY_S = 0.25
 _CLOSE_S = 5.0
 Key = tuple[bytes, bytes]
-"""A tenant, and what it asks for."""
+"""(tenant, encoded parameters of the grammar)."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """One process, and the jobs that wait for it."""
+    """One grammar's process, and the jobs that wait for it."""
 
     key: Key
     process: SpawnedProcess
@@ -86,7 +86,7 @@ class _Held:
 
 
 class GrammarCompiler:
-    """For one model folder. Nothing is read or started before the first job."""
+    """Compiles grammars for one model folder. Reads and starts nothing before the first job."""
 
     def __init__(
         self,
@@ -97,36 +97,36 @@ class GrammarCompiler:
         num_compiling: int = NUM_COMPILING,
         max_processes: int = MAX_PROCESSES,
     ) -> None:
-        """vocab_size: of the model's logits."""
+        """vocab_size: length of the model's logits."""
         self._folder = folder
         self._vocab_size = vocab_size
         self._limits = limits or GrammarLimits()
         self._num_compiling = num_compiling
         self._max_processes = max_processes
-        # threads and processes inherit the affinity of the thread that starts them, and the engine's may be pinned
+        # threads and processes inherit the CPU affinity of the thread that starts them, and the engine thread may be pinned
         self._cpus = os.sched_getaffinity(0)
         self.hosts = GrammarHosts()
-        """The engine thread's side."""
+        """The processes, for the engine thread."""
         self._submitted: queue.SimpleQueue[GrammarJob] = queue.SimpleQueue()
         self._jobs = JobQueue()
         self._held: dict[Key, _Held] = {}
-        """Longest unused first."""
+        """Least recently used first."""
         self._by_number: dict[int, _Held] = {}
-        """Processes that have not ended."""
+        """Number -> process that has not ended."""
         self._server: GrammarForkServer | None = None
         self.is_starting = False
-        """The fork server is not ready yet: seconds, on a busy machine more. Any thread may read it."""
+        """True until the fork server is ready, which takes seconds. Any thread may read it."""
         self._start_until = 0.0
         self._selector: selectors.BaseSelector = selectors.SelectSelector()
         self._wake = _NO_DESCRIPTOR
-        """An eventfd, from the first job on."""
+        """An eventfd that wakes the compiler's thread; made with the first job."""
         self._thread: threading.Thread | None = None
         self._is_closing = False
 
     # ---- any thread
 
     def submit(self, job: GrammarJob) -> None:
-        """Compile the grammar when it is its turn, or reuse a compiled one. The engine's thread calls this."""
+        """Queue a grammar for compilation, or reuse a compiled one. Called by the engine thread."""
         if self._is_closing:
             return
         if self._thread is None:
@@ -139,9 +139,9 @@ class GrammarCompiler:
         self._wake_up()
 
     def close(self) -> None:
-        """End the processes; waits. Jobs that have not been delivered are not delivered any more.
+        """End the processes, and wait for their end. Pending jobs are not delivered.
 
-        Called when the engine makes no step any more.
+        Called after the engine's last step.
         """
         if self._is_closing:
             return
@@ -151,7 +151,7 @@ class GrammarCompiler:
             self._thread.join(_CLOSE_S)
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # it ends by itself
+        with contextlib.suppress(OSError):  # the fork server may have ended
             os.eventfd_write(self._wake, 1)
 
     # ---- the compiler's thread
@@ -162,7 +162,7 @@ class GrammarCompiler:
             try:
                 self._turn()
             except Exception:
-                log.exception("the grammar compiler failed; what it had to do ends")
+                log.exception("the grammar compiler failed; all pending jobs end")
                 self._give_up(InternalError("the grammar could not be compiled; the worker's log has the details"))
         self._stop_server()
         self._selector.close()
@@ -188,7 +188,7 @@ class GrammarCompiler:
         if held is None or held.host.is_lost:
             self._jobs.add(job)
             return
-        self._held[held.key] = held  # the last used
+        self._held[held.key] = held  # now the most recently used
         self._put(held, job)
 
     def _put(self, held: _Held, job: GrammarJob) -> None:
@@ -205,7 +205,7 @@ class GrammarCompiler:
             self.is_starting, self._start_until = True, time.monotonic() + START_S
             self._selector.register(self._server, selectors.EVENT_READ)
         if self._server is None or not self._server.is_ready:
-            return  # the time that this takes is no grammar's
+            return  # the start of the fork server does not count towards a grammar's time
         while num_compiling < self._num_compiling and len(self._jobs):
             if len(self._by_number) >= self._max_processes and not self._end_idle(1):
                 return
@@ -239,7 +239,7 @@ class GrammarCompiler:
         except OSError:
             packet = b""
         if not packet:
-            # the cause is known when the fork server has reported the exit status
+            # the fork server will report the exit status
             self._selector.unregister(held.process.control)
             self._drop(held)
             return
@@ -273,11 +273,11 @@ class GrammarCompiler:
                 is_last = begin + REPLAY_TOKENS >= len(tokens)
                 held.process.control.send(encode(Open(slot, job.eos_token_ids, part, is_last)))
         except OSError:
-            self._drop(held)  # its jobs end when it has
+            self._drop(held)  # its jobs end when the process has ended
 
     def _deliver_opened(self, held: _Held, job: GrammarJob, message: Opened) -> None:
         if message.error:
-            # the output that the request begins with is what another worker has sampled
+            # another worker sampled the output that the request begins with
             reason = message.error
             job.deliver(InvalidRequest(reason, FIELD) if message.is_clients_fault else PeerError(reason))
             return
@@ -310,7 +310,7 @@ class GrammarCompiler:
         self._stop_server()
 
     def _ended(self, held: _Held, status: int) -> None:
-        """A process has ended, with its pending jobs."""
+        """End the pending jobs of an ended process."""
         self._drop(held)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(held.process.control)
@@ -329,7 +329,7 @@ class GrammarCompiler:
         if held.waiting or held.opening or not held.host.is_idle:
             log.warning("a process that held a grammar has ended with status %d", os.waitstatus_to_exitcode(status))
 
-    # ---- looking after them
+    # ---- deadlines and limits
 
     def _look_after(self) -> None:
         now = time.monotonic()
@@ -354,7 +354,7 @@ class GrammarCompiler:
             self._end_idle(num_idle - MAX_IDLE_PROCESSES)
 
     def _end_idle(self, count: int) -> bool:
-        """End `count` processes that no sequence uses, those longest unused first. False: there are none."""
+        """End `count` processes without sequences, the least recently used first. False if there are too few."""
         idle = [held for held in self._held.values() if held.is_idle][:count]
         for held in idle:
             self._drop(held)
@@ -365,12 +365,12 @@ class GrammarCompiler:
         return bool(idle)
 
     def _drop(self, held: _Held) -> None:
-        """Give no further job to it."""
+        """Stop assigning jobs to a process."""
         if self._held.get(held.key) is held:
             del self._held[held.key]
 
     def _give_up(self, error: PdServeError) -> None:
-        """End every job with an error."""
+        """End all jobs with an error."""
         for held in self._by_number.values():
             for job in held.take_jobs():
                 job.deliver(error)

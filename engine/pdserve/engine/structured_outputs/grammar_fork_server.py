@@ -1,4 +1,4 @@
-"""`GrammarForkServer`: the worker's end of the program that holds grammars."""
+"""`GrammarForkServer`: starts and controls the fork server for grammars (`grammar_process.py`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pdserve.engine.structured_outputs.grammar_messages import (
 )
 
 _END_S = 2.0
-"""Seconds for the program to end after its socket is closed."""
+"""Seconds for the fork server to end after its socket is closed."""
 _INHERITED = ("HOME", "LANG", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
 _INHERITED_BEGINNINGS = ("LC_", "LD_", "PYTHON")
 _ENVIRONMENT = {
@@ -43,7 +43,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class SpawnedProcess:
-    """A process that will hold a grammar."""
+    """A process for one grammar."""
 
     number: int
     control: socket.socket
@@ -53,14 +53,14 @@ class SpawnedProcess:
 
 
 class GrammarForkServer:
-    """Belongs to one thread. It ends with its socket: also when this process is killed."""
+    """A running fork server, used by one thread. It ends when its socket is closed, so also when this process is killed."""
 
     def __init__(self, folder: Path, vocab_size: int, limits: GrammarLimits) -> None:
-        """Start the program. Its imports and the vocabulary, about a second, do not delay the caller."""
+        """Start the program. It imports modules and reads the vocabulary, about 1 s, without blocking the caller."""
         self._limits = limits
         self._num_spawned = 0
         self.is_ready = False
-        """True once the program has read the vocabulary; processes spawned earlier wait for that."""
+        """True after the program has read the vocabulary; processes spawned earlier wait for it."""
         self._socket, theirs = packet_socket_pair()
         module = "pdserve.engine.structured_outputs.grammar_process"
         with theirs:
@@ -80,7 +80,7 @@ class GrammarForkServer:
         return self._program.pid
 
     def spawn(self, params: StructuredOutputsParams) -> SpawnedProcess:
-        """A new process that compiles a grammar. Raises: OSError when the fork server has ended."""
+        """A new process that compiles a grammar. Raises: OSError if the fork server has ended."""
         self._num_spawned += 1
         control, their_control = packet_socket_pair()
         steps, their_steps = packet_socket_pair()
@@ -104,7 +104,7 @@ class GrammarForkServer:
             self._socket.send(encode(Kill(number)))
 
     def receive(self) -> Ready | Exited | Broken | None:
-        """The next message, which must be there. None: the fork server has ended."""
+        """The next message, which must have arrived. None if the fork server has ended."""
         with contextlib.suppress(OSError):
             if packet := self._socket.recv(MAX_PACKET_BYTES):
                 message: Ready | Exited | Broken = decode(packet, Ready, Exited, Broken)
@@ -113,18 +113,18 @@ class GrammarForkServer:
         return None
 
     def close(self) -> None:
-        """End it and every process under it; waits until it has ended."""
+        """End the fork server and all its processes, and wait for its end."""
         self._socket.close()
         try:
             self._program.wait(_END_S)
         except subprocess.TimeoutExpired:
-            # it is still importing, or swapped out; processes under it end with it
+            # it is still importing, or swapped out; its processes end with it
             self._program.kill()
             self._program.wait()
 
 
 def _environment() -> dict[str, str]:
-    """The variables that the program needs of this process's environment: it works on clients' texts, and gets no secret."""
+    """The few environment variables that the program needs; it processes clients' texts, and must get no secret."""
     inherited = {
         name: value
         for name, value in os.environ.items()

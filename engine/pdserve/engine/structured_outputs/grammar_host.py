@@ -1,4 +1,4 @@
-"""`GrammarHost`: a process that holds a grammar, as the engine thread sees it; and `HostedGrammar`, a place in it."""
+"""`GrammarHost`: the engine thread's interface to a grammar's process; `HostedGrammar`: one sequence in it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pdserve.engine.structured_outputs.grammar_messages import (
 PROMPT_US = 5_000
 """Longest time for a sequence's last token, seconds, with which it is scheduled before its next mask has arrived."""
 NUM_PATIENT = 32
-"""Tokens for which a sequence whose mask was late is scheduled only when its mask has arrived."""
+"""Number of tokens after a late mask for which the sequence is scheduled only after its mask has arrived."""
 _OUTCOMES = frozenset(map(int, Outcome))
 _MAX_OPERATIONS = 4096
-"""In one packet."""
+"""Limit of operations in one packet."""
 
 
 class HostedGrammar:
-    """A `Grammar` in a process of its own: what may follow is found there while the model computes."""
+    """A `Grammar` in another process, which computes the next mask while the model computes."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class HostedGrammar:
         request: object,
         has_ended: bool = False,
     ) -> None:
-        """request: the same object for all sequences of a request."""
+        """request: an object that identifies the request of the sequence."""
         self._host = host
         self._slot = slot
         self._eos_token_ids = eos_token_ids
@@ -55,7 +55,7 @@ class HostedGrammar:
         self.failure: PdServeError | None = None
         self._is_closed = False
         self._num_patient = 0
-        """Tokens for which no step waits for this sequence."""
+        """Number of further tokens for which no step waits for this sequence."""
 
     @property
     def is_prompt(self) -> bool:
@@ -102,7 +102,7 @@ class HostedGrammar:
             self._host.remove(self._slot)
 
     def took(self, outcome: Outcome, spent_us: int, limits: GrammarLimits, allowed: NDArray[np.uint8]) -> None:
-        """Take in the record of its last token."""
+        """Apply the record of the sequence's last token."""
         self._num_patient = max(self._num_patient - 1, int(spent_us > PROMPT_US))
         match outcome:
             case Outcome.ACCEPTED:
@@ -118,7 +118,7 @@ class HostedGrammar:
 
 
 class GrammarHost:
-    """One process. Another thread opens sequences there; every other call is the engine thread's."""
+    """One grammar's process. The compiler's thread opens sequences in it; the engine thread makes all other calls."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class GrammarHost:
         limits: GrammarLimits,
         on_asked: Callable[[GrammarHost], None],
     ) -> None:
-        """on_asked: called with each operation that `flush` is to send."""
+        """on_asked: called for each operation that `flush` must send."""
         steps.setblocking(False)
         self._steps = steps
         self._poll = select.poll()
@@ -140,7 +140,7 @@ class GrammarHost:
         self._slots = itertools.count()
         self._grammars: dict[int, HostedGrammar] = {}
         self._known: set[int] = set()
-        """Slots that the process has."""
+        """Slots that are open in the process."""
         self._operations: list[tuple[int, int, int]] = []
         self._awaited: set[int] = set()
         self.is_lost = False
@@ -151,25 +151,25 @@ class GrammarHost:
 
     @property
     def is_idle(self) -> bool:
-        """Any thread may ask."""
+        """Any thread may call it."""
         return not self._grammars
 
     @property
     def is_awaited(self) -> bool:
-        """True if a record is awaited."""
+        """True if a record is outstanding."""
         return bool(self._awaited) and not self.is_lost
 
     def new_slot(self) -> int:
-        """Any thread may ask."""
+        """Any thread may call it."""
         return next(self._slots)
 
     def opened(self, grammar: HostedGrammar, slot: int) -> None:
-        """The process has a place for it. The other thread calls this."""
+        """Note that the process has opened the sequence. Called by the compiler's thread."""
         self._known.add(slot)
         self._grammars[slot] = grammar
 
     def add(self, grammar: HostedGrammar, slot: int) -> None:
-        """A fork."""
+        """Add a forked sequence."""
         self._grammars[slot] = grammar
 
     def remove(self, slot: int) -> None:
@@ -185,18 +185,18 @@ class GrammarHost:
             self._steps.close()
 
     def awaits(self, slot: int) -> bool:
-        """True if the record of this slot is awaited."""
+        """True if the record of this slot is outstanding."""
         return slot in self._awaited and not self.is_lost
 
     def ask(self, operation: Operation, slot: int, value: int) -> None:
-        """To be sent with the next `flush`."""
+        """Queue an operation for the next `flush`."""
         self._operations.append((operation, slot, value))
         if operation is Operation.ACCEPT:
             self._awaited.add(slot)
         self._on_asked(self)
 
     def flush(self) -> None:
-        """Send what was asked."""
+        """Send the queued operations."""
         operations, self._operations = self._operations, []
         for begin in range(0, len(operations), _MAX_OPERATIONS):
             part = operations[begin : begin + _MAX_OPERATIONS]
@@ -231,7 +231,7 @@ class GrammarHost:
                     grammar.took(known, int(record["spent_us"]), self._limits, record["allowed"])
 
     def _lose(self) -> None:
-        """The process has ended. The request that it worked for caused it; the others may continue elsewhere."""
+        """Fail all sequences after the process has ended: the one that it last worked for with its error, others as retryable."""
         self.is_lost = True
         self._steps.close()
         slot = int(self._progress[0])
@@ -249,9 +249,10 @@ class GrammarHost:
                 grammar.failure = Overloaded(f"the process that held the grammar of {FIELD} has ended")
 
     def process_ended(self, *, engine_ended: bool = False) -> None:
-        """Close the socket as soon as no sequence is left. The other thread calls this when the process has ended or is unused.
+        """Close the socket as soon as no sequence is left. The compiler's thread calls this after the process ended or became
+        unused.
 
-        engine_ended: no step follows, whatever sequences are left.
+        engine_ended: True to close although sequences are left, since no step follows.
         """
         self._has_ended = True
         if engine_ended or not self._grammars:
@@ -260,7 +261,7 @@ class GrammarHost:
 
 
 class GrammarHosts:
-    """All processes, for the engine thread's step."""
+    """All grammar processes, for the steps of the engine thread."""
 
     def __init__(self) -> None:
         self._asked: set[GrammarHost] = set()
@@ -271,7 +272,7 @@ class GrammarHosts:
         self._asked.add(host)
 
     def flush(self) -> None:
-        """Send what the step's tokens ask."""
+        """Send the operations of the step's tokens."""
         asked, self._asked = self._asked, set()
         for host in asked:
             host.flush()
@@ -284,7 +285,7 @@ class GrammarHosts:
         self._awaited = {host for host in self._awaited if host.is_awaited}
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a record arrives. Returns at once when none is awaited."""
+        """Wait until a record arrives. Returns at once if none is outstanding."""
         descriptors = [host.fileno() for host in self._awaited if host.is_awaited]
         if descriptors:
             poll = select.poll()

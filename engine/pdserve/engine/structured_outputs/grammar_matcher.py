@@ -1,7 +1,7 @@
-"""`GrammarMatcher`: one sequence's place in its grammar; and from `StructuredOutputsParams` to a compiled grammar.
+"""`compile_grammar`: a compiled grammar from `StructuredOutputsParams`; `GrammarMatcher`: one sequence's state in it.
 
-Importing this imports xgrammar and transformers, which takes a second: `grammar_process` alone does so, with the first
-request that asks for a form.
+Importing this module imports xgrammar and transformers, which takes about 1 s. Only `grammar_process` does so, after the first
+request with structured outputs.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _JSON_OBJECT = '{"type": "object"}'
 _NO_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]")
 _CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f\xc0\xc1\xf5-\xff]")
 _LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: .*? is false: )?")
-"""Time and source line, with which the library begins its messages."""
+"""Time and source line at the beginning of the library's messages."""
 
 
 class GrammarMatcher:
-    """A `Grammar` in this process. Its calls may take as long as the grammar likes: see `GrammarSequences`."""
+    """A `Grammar` in this process. The time of a call depends on the grammar; `GrammarSequences` limits it."""
 
     failure: PdServeError | None = None
     is_prompt = True
@@ -49,8 +49,8 @@ class GrammarMatcher:
     ) -> None:
         """State after `output_token_ids`, which a resumed sequence already has.
 
-        eos_token_ids: allowed where the grammar may end; without any, the grammar ends as soon as it can.
-        vocab_size: of the model's logits. Raises: PeerError when the tokens do not fit.
+        eos_token_ids: allowed where the grammar may end; if empty, the grammar ends as soon as it can.
+        vocab_size: length of the model's logits. Raises: PeerError if the tokens do not fit the grammar.
         """
         self._vocab_size = vocab_size
         self._matcher = xgrammar.GrammarMatcher(
@@ -62,7 +62,7 @@ class GrammarMatcher:
         self.replay(output_token_ids)
 
     def replay(self, output_token_ids: Sequence[int]) -> None:
-        """Advance by tokens of earlier attempts. Raises: PeerError when one does not fit."""
+        """Advance by tokens of earlier attempts. Raises: PeerError if one does not fit the grammar."""
         for token_id in output_token_ids:
             if not self.accept(token_id):
                 raise PeerError(
@@ -88,16 +88,16 @@ class GrammarMatcher:
         return bool(self._matcher.is_terminated())
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """No effect."""
 
 
 class Vocabulary:
     """The tokens of a model folder as bytes, and a compiler over them. Any thread may use it."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        """vocab_size: of the model's logits.
+        """vocab_size: length of the model's logits.
 
-        Special tokens have no text in a grammar: they must not be taken for the characters of their names.
+        Special tokens have no text in a grammar, so that they do not match the characters of their names.
         """
         self.size = vocab_size
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -112,14 +112,13 @@ class Vocabulary:
 
     @cached_property
     def plain(self) -> xgrammar.GrammarCompiler:
-        """Over all tokens, but single bytes that UTF-8 does not have: xgrammar takes them for parts of characters."""
+        """A compiler over all tokens except bytes that are invalid in UTF-8, which xgrammar would accept as parts of characters."""
         return self._compiler([b"" if _NO_UTF8.search(token) else token for token in self._tokens])
 
     @cached_property
     def without_controls(self) -> xgrammar.GrammarCompiler:
-        """Without tokens that hold a control character other than a line break: xgrammar lets them into JSON strings
-        whose length is bounded, where JSON does not have them.
-        """
+        """A compiler without tokens that contain control characters other than line breaks: xgrammar allows them in JSON strings of
+        bounded length, where JSON forbids them."""
         return self._compiler([b"" if _CONTROLS.search(token) else token for token in self._tokens])
 
     def _compiler(self, tokens: list[bytes]) -> xgrammar.GrammarCompiler:
@@ -134,20 +133,20 @@ class Vocabulary:
 
 
 def warm_up(vocabulary: Vocabulary) -> None:
-    """Make what most grammars need, so that processes that are forked from this one have it."""
+    """Compute the state that most grammars need, so that forked processes inherit it."""
     for compiler in (vocabulary.plain, vocabulary.without_controls):
         for any_whitespace in (True, False):
             compiler.compile_json_schema(_JSON_OBJECT, any_whitespace=any_whitespace)
 
 
 def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
-    """From the cache, or after milliseconds to seconds. Raises: InvalidRequest."""
+    """Compile a grammar, which takes milliseconds to seconds, or return it from the cache. Raises: InvalidRequest."""
     try:
         return _compiled(vocabulary, params)
     except PdServeError:
         raise
     except Exception as error:
-        # a program over the client's text: any error concerns this request
+        # the input is a client's text, so any exception is an error of this request
         reason = _LOCATION.sub("", str(error)).strip()[:_MAX_REASON_CHARS] or "xgrammar cannot deal with it"
         raise InvalidRequest(f"{FIELD} cannot be compiled: {reason}", FIELD) from error
 
@@ -195,7 +194,7 @@ def _schemas_in(tag: Any) -> Iterator[Any]:
 
 
 def _from_older_form(tag: dict[str, Any]) -> dict[str, Any]:
-    """The current form of `structures` and `triggers`, which vLLM accepts, too."""
+    """Convert `structures` and `triggers`, the older form that vLLM also accepts, to the current form."""
     tags = [
         {
             "type": "tag",

@@ -1,4 +1,4 @@
-"""Messages between a worker and the processes that hold its grammars, over sockets that keep packets apart.
+"""Messages between a worker and its grammar processes, over sockets that preserve packets.
 
 worker -> fork server   `Spawn` with the two sockets of a new process, `Kill`
 fork server -> worker   `Ready`, once; `Exited`, `Broken`
@@ -29,20 +29,20 @@ REPLAY_TOKENS = 8192
 
 
 class GrammarLimits(msgspec.Struct, frozen=True, array_like=True):
-    """Limits of one grammar; seconds of processor time, but for the first."""
+    """Limits of one grammar, in seconds of processor time except for `compile_s`."""
 
     compile_s: float = 10.0
     """Wall time from a grammar's turn until it is compiled, and processor time of its process until then."""
     token_s: float = 0.05
-    """To accept one token and to find what may follow it."""
+    """Limit for accepting one token and computing the next mask."""
     kill_s: float = 0.25
-    """The same; the process is killed then, if that has not ended by itself."""
+    """Limit for one token after which the process is killed."""
     request_s: float = 1.0
-    """Processor time of all sequences of a request together, seconds; `per_token_s` adds to it."""
+    """Limit of all sequences of a request together; `per_token_s` adds to it."""
     per_token_s: float = 0.005
-    """For each token of the request's sequences."""
+    """Addition to `request_s` for each token of the request's sequences."""
     memory_mib: int = 2048
-    """Address space of the process beyond what it begins with."""
+    """Address space of the process in addition to its initial one."""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
@@ -54,7 +54,7 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """Kill a process in any state. Harmless when it has ended."""
+    """Kill a process in any state; no effect if it has ended."""
 
     process: int
 
@@ -71,24 +71,24 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """The fork server cannot work, and ends."""
+    """The fork server failed, and ends."""
 
     reason: str
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """Begin a sequence, or send more of the output that it already has."""
+    """Open a sequence, or send more of its existing output."""
 
     slot: int
     eos_token_ids: tuple[int, ...]
     output_token_ids: bytes
     """int32 each; at most `REPLAY_TOKENS`."""
     is_last: bool
-    """True: no more output follows; the answer is `Opened`."""
+    """True if no more output follows; the answer is `Opened`."""
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """First message of a process. error: for the client; empty: it is compiled."""
+    """First message of a process. error: for the client; empty if the grammar is compiled."""
 
     error: str = ""
     is_clients_fault: bool = True
@@ -99,7 +99,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 
     slot: int
     allowed: bytes
-    """`Grammar.allowed` of it; empty with an error."""
+    """The first mask, as from `Grammar.allowed`; empty with an error."""
     has_ended: bool = False
     error: str = ""
     is_clients_fault: bool = True
@@ -123,7 +123,7 @@ class Operation(enum.IntEnum):
     ACCEPT = 0
     """value: the sequence's next token; answered with a `Record`."""
     FORK = 1
-    """value: the slot of the sequence whose place the new one takes."""
+    """value: slot of the sequence whose state the new one copies."""
     CLOSE = 2
 
 
@@ -132,9 +132,9 @@ class Outcome(enum.IntEnum):
 
     ACCEPTED = 0
     ENDED = 1
-    """Accepted, and nothing can follow."""
+    """Accepted, and no token can follow."""
     REFUSED = 2
-    """Not accepted, though the mask allowed it."""
+    """Not accepted, although the mask allowed it."""
     TOKEN_TOO_SLOW = 3
     REQUEST_TOO_SLOW = 4
 
@@ -161,7 +161,7 @@ def operations(packet: bytes) -> NDArray[np.int32]:
 
 
 def packet_socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends that keep packets apart; reading gives nothing once the other end is closed."""
+    """Two ends that preserve packets; reading returns nothing after the other end was closed."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -187,13 +187,13 @@ NOBODY = -1
 def map_progress(descriptor: int) -> NDArray[np.int32]:
     """`[1]`, in memory that worker and process share: the slot that is or was matched last; initially `NOBODY`.
 
-    A killed process cannot report the sequence for which it worked.
+    The worker reads it after a process was killed, to find the sequence that caused it.
     """
     return np.frombuffer(mmap.mmap(descriptor, mmap.PAGESIZE), np.int32, 1)
 
 
 def make_progress() -> tuple[int, NDArray[np.int32]]:
-    """A descriptor to pass on and to close, and the worker's view."""
+    """A descriptor to pass to the process and close, and the worker's view of the memory."""
     descriptor = os.memfd_create("grammar-progress", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, mmap.PAGESIZE)
     progress = map_progress(descriptor)

@@ -1,10 +1,10 @@
-"""The program that holds grammars: a fork server over one vocabulary, and under it a process per grammar.
+"""A program that compiles and matches grammars: a fork server with one vocabulary, and one child process per grammar.
 
-Usage, by `GrammarForkServer` alone: python -m pdserve.engine.structured_outputs.grammar_process DESCRIPTOR MODEL_FOLDER VOCAB_SIZE
+Started by `GrammarForkServer`: python -m pdserve.engine.structured_outputs.grammar_process DESCRIPTOR MODEL_FOLDER VOCAB_SIZE
 
-Grammars are clients' text, and both compiling and matching may take super-linear time. A process of its own can be
-killed without anything else being lost: the kernel does so, by a timer over its processor time. A process ends with its
-socket, with the fork server, and so with the worker.
+Grammars are clients' texts, and compiling and matching them may take super-linear time. The kernel kills a grammar's process by a
+timer over its processor time, without loss for other grammars. A process ends when its socket is closed or the fork server ends,
+and so with the worker.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from pdserve.engine.structured_outputs.grammar_sequences import GrammarSequences
 
 _PR_SET_PDEATHSIG = 1
 _COMPILING_NICENESS = 10
-"""More than what the worker was started with; of the thread that compiles."""
+"""Added to the worker's niceness for the thread that compiles."""
 _LOWEST_PRIORITY = 19
 _PAGE_BYTES = resource.getpagesize()
 
 
 def main() -> None:
     descriptor, folder, vocab_size = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    # Ctrl-C goes to the whole process group; the worker decides when this process ends
+    # Ctrl-C signals the whole process group; the worker decides when this process ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=descriptor)
     try:
@@ -58,25 +58,25 @@ def main() -> None:
         control.send(encode(Broken(f"{type(error).__name__}: {error}"[:500])))
         raise
     gc.collect()
-    gc.freeze()  # a collection in a child would copy every page that holds an object
-    # a worker that was killed meanwhile has closed its end
+    gc.freeze()  # garbage collection in a child would copy every page that contains an object
+    # the worker may have been killed and its end closed
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         control.send(encode(Ready()))
         ForkServer(control, vocabulary).run()
 
 
 class ForkServer:
-    """Single-threaded, so that it may fork at any time."""
+    """Forks one process per grammar. Single-threaded, so that it may fork at any time."""
 
     def __init__(self, control: socket.socket, vocabulary: Vocabulary) -> None:
         self._control = control
         self._vocabulary = vocabulary
         self._process_ids: dict[int, int] = {}
-        """Process id -> the worker's number for it."""
+        """Process id -> the worker's number of the process."""
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
-        """Until the worker closes its end."""
+        """Serve messages until the worker closes its end."""
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         poll = select.poll()
@@ -94,7 +94,7 @@ class ForkServer:
                 os.kill(process_id, signal.SIGKILL)
 
     def _serve_message(self) -> bool:
-        """Handle one message. False: the worker has ended."""
+        """Handle one message. False if the worker has ended."""
         packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 3)
         if not packet:
             return False
@@ -132,7 +132,7 @@ class ForkServer:
 
 
 def run_child(life: Callable[[], None]) -> None:
-    """Run `life`, then end this process without the parent's clean-up."""
+    """Run `life`, then exit without the clean-up of the parent process."""
     parent = os.getppid()
     try:
         signal.set_wakeup_fd(-1)
@@ -155,7 +155,7 @@ def hold_grammar(vocabulary: Vocabulary, spawn: Spawn, worker: WorkerEnds) -> No
     most = begins_with + (limits.memory_mib << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # the kernel ends a process that overruns it: no other process has to look
+    # the kernel kills a process that exceeds the limit, so no other process has to watch it
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.compile_s)
     compiled, error = _at_low_priority(lambda: compile_grammar(vocabulary, spawn.params))
@@ -185,13 +185,13 @@ T = TypeVar("T")
 
 
 def _at_low_priority(compile: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """In a thread: its priority is its own, and this thread's could not be raised again."""
+    """Run `compile` in a thread of low priority; the priority of this thread could not be raised again."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 
     def run() -> None:
         thread_id = threading.get_native_id()
-        # never below what the worker was started with: that takes rights which it may not have
+        # not below the worker's niceness, which may need privileges
         mine = os.getpriority(os.PRIO_PROCESS, thread_id)
         os.setpriority(os.PRIO_PROCESS, thread_id, min(mine + _COMPILING_NICENESS, _LOWEST_PRIORITY))
         try:

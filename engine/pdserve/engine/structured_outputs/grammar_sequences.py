@@ -1,4 +1,4 @@
-"""`GrammarSequences`: the sequences that follow one grammar, in the process that holds it."""
+"""`GrammarSequences`: the sequences of one grammar, in the grammar's process."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from pdserve.engine.structured_outputs.grammar_messages import (
 )
 
 _IDLE_AFTER_S = 0.02
-"""Seconds for a token after which a process runs only on processors that are otherwise idle."""
+"""Seconds for one token after which the process runs only on otherwise idle processors."""
 _FLUSH_AFTER_S = 0.001
-"""Records of one packet are sent together, unless the next takes longer than this."""
+"""Seconds after which computed records are sent; faster records of one packet are sent together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class WorkerEnds:
 
 @dataclass(slots=True)
 class _Budget:
-    """A request's use of processor time by all its sequences together."""
+    """Processor time used by all sequences of a request."""
 
     spent_s: float = 0.0
     first_mask_s: float = 0.0
@@ -67,7 +67,7 @@ class _Sequence:
 
 
 class GrammarSequences:
-    """Each has a slot, a number that the worker chose."""
+    """Sequences by slot, a number chosen by the worker."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class GrammarSequences:
     # ---- opening
 
     def open(self) -> bool:
-        """Handle one message of the control socket. False: the worker has ended."""
+        """Handle one message of the control socket. False if the worker has ended."""
         packet = self._control.recv(MAX_PACKET_BYTES)
         if not packet:
             return False
@@ -116,7 +116,7 @@ class GrammarSequences:
         return True
 
     def _replay(self, sequence: _Sequence, message: Open) -> bytes:
-        """Accept the output; returns the mask of the next token, b"" for a part of the output.
+        """Accept existing output; returns the mask of the next token, b"" if more output follows.
 
         Raises: PeerError for a token that does not fit.
         """
@@ -148,10 +148,10 @@ class GrammarSequences:
             return f"{request_too_slow(self._limits)}; it begins with {budget.num_tokens} tokens of output"
         return None
 
-    # ---- going on
+    # ---- tokens
 
     def go_on(self) -> bool:
-        """Handle one packet of the steps socket. False: the worker has ended."""
+        """Handle one packet of the steps socket. False if the worker has ended."""
         packet = self._steps.recv(MAX_PACKET_BYTES)
         if not packet:
             return False
@@ -181,11 +181,11 @@ class GrammarSequences:
 
     @property
     def has_unsent(self) -> bool:
-        """True while records wait until the worker has read others: it reads when its step needs them."""
+        """True if records wait for space in the socket; the worker reads when a step needs them."""
         return bool(self._unsent)
 
     def send_more(self) -> None:
-        """Send as much as the socket accepts. Raises: OSError when the worker has ended."""
+        """Send as much as the socket accepts. Raises: OSError if the worker has ended."""
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
                 self._steps.send(self._unsent[0], socket.MSG_DONTWAIT)
@@ -213,7 +213,7 @@ class GrammarSequences:
         record["slot"], record["outcome"], record["spent_us"] = slot, outcome, min(int(spent_s * 1e6), 2**31 - 1)
 
     def _yield_processors(self, spent_s: float) -> None:
-        """A grammar that has taken long may not take processors from others; there is no way back."""
+        """Lower the priority of this process for good if its grammar is slow."""
         if spent_s > _IDLE_AFTER_S and not self._runs_idle:
             self._runs_idle = True
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Which JSON schemas are enforced whole. What the grammar would leave out silently is refused instead, by name."""
+"""`verify_enforced`: refuses JSON schemas with keywords that the grammar would silently ignore."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ANNOTATIONS = frozenset(
 )
 _LOOK_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 _ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-"""Beside one of these xgrammar ignores other constraints, except `type` beside the last two."""
+"""Keywords beside which xgrammar ignores other constraints, except `type` beside the last two."""
 _NEED_TYPE = frozenset(
     ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "pattern")
 )
@@ -57,7 +57,7 @@ _SCHEMAS = (
 )
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NEVER_EMPTY = ("anyOf", "oneOf", "allOf", "enum", "type")
-"""Without an entry no value would be valid, and the grammar would let the empty text pass."""
+"""Keywords whose list must not be empty: no value would be valid, but the grammar would accept the empty text."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,
@@ -77,7 +77,7 @@ def verify_enforced(schema: Any) -> None:
 
 
 def _parts(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema in a schema, with its place."""
+    """Every schema in a schema, with its path."""
     if not isinstance(schema, dict):
         return
     yield path, schema

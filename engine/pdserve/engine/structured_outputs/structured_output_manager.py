@@ -1,7 +1,7 @@
-"""`StructuredOutputManager`: sequences whose grammar is being compiled.
+"""`StructuredOutputManager`: sequences that wait for their grammar to be compiled.
 
-Parked sequences cost a step little: it checks whether a result has arrived, the oldest one's deadline, and the
-few that waited long for their turn.
+A step costs little for them: it checks whether a result has arrived, the deadline of the oldest, and the few that have waited long
+for compilation to begin.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_host import GrammarHosts
 
 MASK_WAIT_S = 0.02
-"""Seconds that a step waits for masks; sequences without one by then get their token in a later step."""
+"""Seconds for which a step waits for masks; sequences without a mask by then get their token in a later step."""
 Arrived = tuple[Request, Grammar | PdServeError]
 
 
 @dataclass(slots=True)
 class _Compilation:
-    """One grammar's way through the compiler; `time.monotonic()` seconds."""
+    """Times of one grammar's compilation, `time.monotonic()` seconds."""
 
     turn_by: float
     began_at: float | None = None
@@ -41,45 +41,45 @@ class _Compilation:
 class StructuredOutputManager:
     """The scheduler's side of `GrammarCompiler`.
 
-    A grammar that takes longer than the timeout is the request's own fault. One that waits too long for its turn is not: then
-    other grammars occupy the compiler, and another worker may be faster.
+    A request whose grammar takes longer to compile than the timeout ends with `InvalidRequest`. If compilation does not begin
+    within the timeout, other grammars occupy the compiler, and the error allows another worker to be tried.
     """
 
     def __init__(self, compiler: GrammarCompiler | None, timeout_s: float) -> None:
-        """compiler: None where there is no tokenizer, and `verify` lets no grammar in.
+        """compiler: None without a tokenizer; `EngineCore.verify` then refuses grammars.
 
-        timeout_s: for one grammar to get its turn, and again for it to be compiled.
+        timeout_s: limit until compilation begins, and again until it ends.
         """
         self._compiler = compiler
         self.hosts = GrammarHosts() if compiler is None else compiler.hosts
-        """The processes in which compiled grammars are."""
+        """The processes of compiled grammars."""
         self._timeout_s = timeout_s
         self._waiting: OrderedDict[Request, _Compilation] = OrderedDict()
-        """Waiting for their turn, in order of arrival, which is that of their deadlines."""
+        """Requests whose compilation has not begun, in order of arrival and so of deadlines."""
         self._compiling: dict[Request, _Compilation] = {}
-        """Those whose turn came before that deadline."""
+        """Requests whose compilation has begun."""
         self._first_tokens: dict[Request, Sequence[int]] = {}
-        """First tokens of those whose KV landed before their grammar was compiled."""
+        """First tokens of requests whose KV landed before their grammar was compiled."""
         self.num_landed = 0
-        """Sequences of these: they hold blocks and will need further ones."""
+        """Number of sequences of those requests; they hold blocks and will need further ones."""
         self._arrived: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
         self._something_arrived = threading.Event()
         self.on_arrival: Callable[[], None] | None = None
-        """Called by another thread when there is something to `take`."""
+        """Called by another thread when there is a result to `take`."""
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._compiling)
 
     @property
     def is_possible(self) -> bool:
-        """True if grammars can be compiled here at all."""
+        """True if there is a compiler."""
         return self._compiler is not None
 
     def start(self, request: Request) -> None:
         """Compile the grammar of a sequence that has just arrived."""
         params = request.sampling_params.structured_outputs
         if params is None or self._compiler is None:
-            raise RuntimeError(f"{request.request_id} waits for a grammar that nobody can make")
+            raise RuntimeError(f"{request.request_id} waits for a grammar, but there is no compiler")
         compilation = self._waiting[request] = _Compilation(time.monotonic() + self._timeout_s)
         self._compiler.submit(
             GrammarJob(
@@ -100,7 +100,7 @@ class StructuredOutputManager:
             self.on_arrival()
 
     def grammar_output(self, requests: Iterable[Request]) -> GrammarOutput:
-        """Masks of the next token of sequences that have a grammar, after a wait of at most `MASK_WAIT_S` for all together."""
+        """Masks of the next token of sequences with a grammar; waits at most `MASK_WAIT_S` for all together."""
         output, until = GrammarOutput(), time.monotonic() + MASK_WAIT_S
         for request in requests:
             mask = None if request.grammar is None else request.grammar.allowed(until)
@@ -112,12 +112,12 @@ class StructuredOutputManager:
         return output
 
     def close(self) -> None:
-        """End what compiles and holds grammars; waits."""
+        """End the compiler and its processes, and wait for their end."""
         if self._compiler is not None:
             self._compiler.close()
 
     def take(self) -> list[Arrived]:
-        """Results since the last call for sequences that still wait, and the failure of those that waited too long."""
+        """Results since the last call for sequences that still wait, and errors for sequences that waited too long."""
         if not self and self._arrived.empty():
             return []
         self._something_arrived.clear()
@@ -133,7 +133,7 @@ class StructuredOutputManager:
     def _overdue(self, now: float) -> list[Arrived]:
         overdue: list[Arrived] = []
         if self._compiler is not None and self._compiler.is_starting:
-            # compiling cannot begin yet, and another worker would not be faster
+            # the fork server is starting; another worker would not be faster
             for compilation in self._waiting.values():
                 compilation.turn_by = now + self._timeout_s
         while self._waiting and next(iter(self._waiting.values())).turn_by <= now:
@@ -151,16 +151,16 @@ class StructuredOutputManager:
         return overdue
 
     def _stop_waiting(self, request: Request) -> bool:
-        """True if it waited."""
+        """Remove a request; True if it waited."""
         waiting = self._waiting.pop(request, None)
         return (self._compiling.pop(request, None) or waiting) is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Block until a result arrives, for a caller without other work."""
+        """Block until a result arrives, for callers without other work."""
         self._something_arrived.wait(timeout_s)
 
     def hold(self, request: Request, first_tokens: Sequence[int]) -> None:
-        """The KV has landed; keep the source's first tokens until the grammar is compiled."""
+        """Keep the source's first tokens of a request whose KV has landed, until its grammar is compiled."""
         self._first_tokens[request] = first_tokens
         self.num_landed += request.num_sequences
 
@@ -172,6 +172,6 @@ class StructuredOutputManager:
         return first_tokens
 
     def forget(self, request: Request) -> None:
-        """The sequence has ended. Harmless when it is not here."""
+        """Remove an ended sequence; no effect if it does not wait."""
         self._stop_waiting(request)
         self.first_tokens(request)
