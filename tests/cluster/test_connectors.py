@@ -83,7 +83,7 @@ async def test_i1_texts_are_equal_over_every_connector(
         cluster.check_pools()
         cluster.check_logs()
         log = cluster.services["decode"].read_log()
-        assert "going on over" not in log, log
+        assert "continuing over" not in log, log
         if wanted == "auto" and used == "tcp":
             assert "not nixl: NIXL cannot start UCX" in log
 
@@ -108,4 +108,4 @@ async def test_workers_whose_nixl_cannot_reach_each_other_go_on_over_tcp(
         cluster.check_pools()
         cluster.check_logs()
         log = cluster.services["decode"].read_log()
-        assert log.count("over nixl failed, going on over tcp") == 1, log
+        assert log.count("over nixl failed, continuing over tcp") == 1, log

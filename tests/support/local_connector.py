@@ -1,4 +1,4 @@
-"""`LocalConnector`: moves blocks within one process, with faults on demand."""
+"""`LocalConnector`: moves blocks within one process, with simulated faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FENCE_AFTER_S = 1.0
 
 
 class LocalSource:
-    """A connector's source side in its network, with its simulated faults. Fields change under `LocalNetwork.changed`."""
+    """The source side of a `LocalConnector`, with its simulated faults. Fields change under `LocalNetwork.changed`."""
 
     def __init__(self, pool: PoolMemory, grants: ReadGrants) -> None:
         self.pool = pool
@@ -33,7 +33,7 @@ class LocalSource:
 
 
 class LocalNetwork:
-    """The connectors that reach each other; those of another network are not there. Thread-safe."""
+    """Connectors that can reach each other. Thread-safe."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -42,14 +42,14 @@ class LocalNetwork:
         self._numbers = itertools.count()
 
     def join(self, source: LocalSource) -> str:
-        """Make a source reachable under the address that is returned."""
+        """Make a source reachable; returns its address."""
         with self.changed:
             address = f"local:{next(self._numbers)}"
             self._sources[address] = source
             return address
 
     def leave(self, address: str) -> None:
-        """End a source: what is being read from it breaks. Idempotent."""
+        """End a source and break its reads. Idempotent."""
         with self.changed:
             source = self._sources.pop(address, None)
             if source is not None:
@@ -57,18 +57,18 @@ class LocalNetwork:
                 self.changed.notify_all()
 
     def find(self, address: str) -> LocalSource:
-        """Raises TransferFailed when no source has this address."""
+        """The source at this address. Raises: TransferFailed if there is none."""
         with self.changed:
             source = self._sources.get(address)
         if source is None:
-            raise TransferFailed(f"nobody serves at {address!r} in this process")
+            raise TransferFailed(f"there is no source at {address!r} in this process")
         return source
 
 
 class LocalConnector:
     """A `BlockConnector` whose peers are the members of one `LocalNetwork`. The receiver's thread copies the bytes.
 
-    read_stall_s: a read that gets no block for so many seconds fails. request_bytes: most bytes copied before another read from the
+    read_stall_s: seconds without a block after which a read fails. request_bytes: most bytes copied before another read from the
     same source has its turn.
     """
 
@@ -134,11 +134,11 @@ class LocalConnector:
         self._events.close()
 
     def pause(self) -> None:
-        """As a source, stop responding, like a stopped process; readers' deadlines continue."""
+        """As a source, stop responding like a stopped process; deadlines of readers continue."""
         self.serve_only(0)
 
     def serve_only(self, num_blocks: int) -> None:
-        """As a source, serve so many more blocks, then stop responding."""
+        """As a source, serve `num_blocks` more blocks, then stop responding."""
         self._set_blocks_to_serve(num_blocks)
 
     def resume(self) -> None:
@@ -146,7 +146,7 @@ class LocalConnector:
         self._set_blocks_to_serve(None)
 
     def flip_bits(self, num_blocks: int) -> None:
-        """As a source, turn one bit over in each of the next blocks, on their way."""
+        """As a source, change one bit in each of the next blocks that are sent."""
         with self._network.changed:
             self._require_started()[1].blocks_to_flip = num_blocks
 
@@ -190,7 +190,7 @@ class _LocalWire:
             self._source.grants.end(sending)
 
     def interrupt(self) -> bool:
-        """As `Connection.interrupt`; for both sides."""
+        """As `Connection.interrupt`; called by both sides."""
         # the flag is read before each block; a reader that waits for a stopped source is woken
         self._is_interrupted = True
         with self._network.changed:
@@ -206,7 +206,7 @@ class _LocalWire:
         return self._source.grants.begin(token, blocks[0].index, len(blocks), self.interrupt)
 
     def _wait_for_block(self, index: int) -> int:
-        """Wait until the source serves one more block; the bits to turn over in its first byte."""
+        """Wait until the source serves one more block; returns a mask of the bits to change in its first byte."""
         source = self._source
         with self._network.changed:
             if not self._network.changed.wait_for(self._may_go_on, self._read_stall_s):

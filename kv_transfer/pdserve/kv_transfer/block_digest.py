@@ -1,6 +1,6 @@
 """Algorithms for the digest of one block's bytes: a checksum, and a message authentication code.
 
-    xxh3_64   detects damage; an attacker who can change bytes can also make bytes with a given digest
+    xxh3_64   detects damage; an attacker can make other bytes with the same digest
     gmac      also detects forgery: without the transfer's key, bytes and a matching digest cannot be made
 
 Both give 64 bits. `gmac` is GMAC (the authentication of AES-128-GCM) over the bytes, then keyed BLAKE2b over its 128-bit tag
@@ -19,32 +19,32 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 XXH3_64 = "xxh3_64"
 GMAC = "gmac"
-"""Names, as `Open.digest_algorithms` and `Accepted.digest_algorithm` carry them."""
+"""Names of the algorithms in `Open.digest_algorithms` and `Accepted.digest_algorithm`."""
 ALGORITHMS = (XXH3_64, GMAC)
 KEY_BYTES = 32
 
 _DIGEST_BYTES = 8
 _AES_KEY_BYTES = 16
 _NONCE = bytes(12)
-"""Constant: no tag of GMAC leaves `Gmac.of`, and BLAKE2b hides what equal nonces would reveal."""
+"""A constant nonce: no GMAC tag is published, and BLAKE2b hides what equal nonces would reveal."""
 
 
 class BlockDigest(Protocol):
-    """One algorithm, and its key where it has one. Thread-safe."""
+    """One algorithm, with its key if it has one. Thread-safe."""
 
     @property
     def name(self) -> str:
         """One of `ALGORITHMS`."""
 
     def of(self, view: memoryview, index: int) -> int:
-        """The digest of a block's bytes as an unsigned 64-bit number. index: of the block in its transfer, from 0.
+        """The digest of a block's bytes as an unsigned 64-bit number. index: the block's index in its transfer, from 0.
 
         Releases the GIL while it reads large blocks.
         """
 
 
 class Xxh3:
-    """`xxh3_64`; the index does not count."""
+    """`xxh3_64`; ignores the index."""
 
     name = XXH3_64
 

@@ -1,4 +1,4 @@
-"""`BlockConnector`, the interface of data planes: it knows block numbers and peers, never requests.
+"""`BlockConnector`, the interface of data planes: in terms of block numbers and peers, without requests.
 
     source                                     receiver
     ------                                     --------
@@ -30,7 +30,7 @@ class PoolMemory:
     """The bytes of a KV pool: block b is `view[b * block_bytes : (b + 1) * block_bytes]`."""
 
     view: memoryview
-    """Writable, contiguous, one byte an item, `num_blocks * block_bytes` long."""
+    """Writable, contiguous, 1 byte per item, `num_blocks * block_bytes` long."""
     block_bytes: int
     num_blocks: int
 
@@ -65,48 +65,49 @@ class ReadListener(Protocol):
     """Called by a read, on a transport thread; returns quickly and raises nothing."""
 
     def landed(self, first: int, count: int) -> None:
-        """`blocks[first : first + count]` of the read are here and verified. Each block once, in any order of ranges."""
+        """`blocks[first : first + count]` of the read have arrived and are verified. Each block is reported once; ranges in any
+        order."""
 
     def ended(self, outcome: ReadOutcome, cause: TransferFailed | None) -> None:
-        """Called exactly once, last: from now on this read writes no byte into the pool. `cause` is given with FAILED."""
+        """Called exactly once, last: this read writes no byte into the pool any more. cause: set with FAILED."""
 
 
 class BlockRead(Protocol):
-    """A read under way."""
+    """A read that has begun."""
 
     def cancel(self) -> None:
-        """Stop as soon as it is safe; `ended` follows, unless it was called already. May be called again; never blocks."""
+        """Stop the read as soon as it is safe; `ended` follows, unless it was called before. Never blocks; may be called again."""
 
 
 class Grant(Protocol):
-    """Leave for one token's bearer to read the published blocks of one transfer. Held by the source."""
+    """Permission to read the published blocks of one transfer, for the holder of one token. Kept by the source."""
 
     def publish(self, first_index: int, blocks: Sequence[int]) -> None:
-        """Index `first_index + i` is the source's block `blocks[i]` from now on. The blocks remain unchanged until fenced."""
+        """Publish the source's block `blocks[i]` as index `first_index + i`. The blocks must not change until fenced."""
 
     def close(self, on_fenced: Callable[[], None]) -> None:
-        """End it: no new read begins; `on_fenced` is called once, from any thread, when no byte of it leaves any more."""
+        """Begin no new read; `on_fenced` is called once, from any thread, when no byte of the blocks is sent any more."""
 
 
 class BlockConnector(Protocol):
-    """One way of moving blocks between two processes. Thread-safe."""
+    """A method of moving blocks between two processes. Thread-safe."""
 
     name: str
 
     def serve(self, pool: PoolMemory) -> None:
-        """Register the pool and begin to answer peers. Called once, before anything else.
+        """Register the pool and serve peers. Called once, before all other methods.
 
-        Raises: ConfigError when an address cannot be had.
+        Raises: ConfigError if an address is not available.
         """
 
     @property
     def metadata(self) -> bytes:
-        """The metadata that a peer needs in order to read from here; at most 64 KiB."""
+        """The metadata that a peer needs to read from this process; at most 64 KiB."""
 
     def grant(self, token: bytes) -> Grant:
         """A new grant. token: 16 random bytes that the source drew for this transfer.
 
-        Raises: ValueError when the token is already granted.
+        Raises: ValueError if the token is already granted.
         """
 
     def read(
@@ -117,10 +118,10 @@ class BlockConnector(Protocol):
         listener: ReadListener,
         digest: BlockDigest,
     ) -> BlockRead:
-        """Begin to pull blocks from the peer that `metadata` describes; returns at once. digest: verifies them.
+        """Start to read blocks from the peer that `metadata` describes; returns at once. digest: verifies the blocks.
 
         Every error, malformed metadata included, is reported through `listener.ended`.
         """
 
     def close(self) -> None:
-        """End all reads (with CANCELLED to their listeners), all grants and all threads; leave no port open. Idempotent."""
+        """End all reads (listeners get CANCELLED), grants and threads, and close all ports. Idempotent."""

@@ -1,7 +1,7 @@
 """`ConnectorSet`: the connectors of one worker, best first, and the choice of one for a transfer.
 
-The receiver lists its connectors, the source picks the first that both have. When a read fails, the receiver
-continues over the next that both have, and avoids the failed one with that peer for a while.
+The receiver lists its connectors, and the source chooses the first that both have. If a read fails, the receiver continues with the
+next one that both have, and avoids the failed one with that peer for `AVOID_S`.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ class GrantsReads(Protocol):
 
 @runtime_checkable
 class SupportsPeerWarmup(Protocol):
-    """A connector that gains by knowing its peers before the first read."""
+    """A connector that prepares for peers before the first read."""
 
     def meet(self, worker_id: str, epoch: int) -> None:
-        """A peer has started. Returns at once; may be repeated."""
+        """Prepare for a peer that has started. Returns at once; may be repeated."""
 
 
 @runtime_checkable
 class SupportsPeerEviction(Protocol):
-    """A connector that keeps something for each peer."""
+    """A connector that keeps resources per peer."""
 
     def forget(self, metadata: bytes) -> None:
-        """The peer with this metadata has ended: drop what is kept for it. Returns at once; harmless when it is still alive."""
+        """Free the resources of an ended peer. Returns at once; if the peer still runs, later reads make them again."""
 
 
 class ConnectorSet:
-    """Thread-safe.
+    """The connectors of one worker. Thread-safe.
 
-    connectors: best first, at least one, with names of their own. optional: names of those that a worker can do without.
+    connectors: best first, at least one, with distinct names. optional: names of connectors that may fail to start.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ConnectorSet:
         self._avoided: dict[tuple[str, str], float] = {}
         self._lives = PeerEndpoints()
         self.num_fallbacks = 0
-        """Transfers that went on over another connector; counted up."""
+        """Number of transfers that continued over another connector."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class ConnectorSet:
         return next((self._connectors[name] for name in wanted if name in self._connectors), None)
 
     def serve(self, pool: PoolMemory) -> None:
-        """As `BlockConnector.serve`, for all; an optional one that cannot is left out. Raises: ConfigError."""
+        """As `BlockConnector.serve`, for all; an optional connector that fails is removed. Raises: ConfigError."""
         for name, connector in list(self._connectors.items()):
             try:
                 connector.serve(pool)
@@ -95,7 +95,7 @@ class ConnectorSet:
                 connector.close()
 
     def meet(self, worker_id: str, epoch: int) -> None:
-        """A peer has started that may be read from; earlier epochs of it are over. Returns at once."""
+        """Prepare for a started peer; free the resources of its earlier epochs. Returns at once."""
         with self._lock:
             ended = self._lives.begun(worker_id, epoch)
         self._forget(ended)
@@ -104,20 +104,20 @@ class ConnectorSet:
                 connector.meet(worker_id, epoch)
 
     def grant(self, token: bytes) -> Grant:
-        """A grant on every connector: which of them the receiver will use is known only when it attaches, and may change.
+        """A grant on every connector, since the receiver's connector is known only when it attaches, and may change.
 
-        Raises: ValueError when the token is already granted.
+        Raises: ValueError if the token is already granted.
         """
         return _Grants([connector.grant(token) for connector in self._connectors.values()])
 
     def reached(self, worker_id: str, epoch: int, name: str, metadata: bytes) -> None:
-        """This epoch of a worker is read from over the connector `name`; another epoch of it is over."""
+        """Record that this epoch of a worker is read over the connector `name`; its other epochs have ended."""
         with self._lock:
             ended = self._lives.reached(worker_id, epoch, name, metadata)
         self._forget(ended)
 
     def lost(self, worker_id: str, epoch: int) -> None:
-        """This epoch of a worker no longer responds."""
+        """Free the resources of an epoch of a worker that no longer responds."""
         with self._lock:
             ended = self._lives.lost(worker_id, epoch)
         self._forget(ended)
@@ -129,7 +129,7 @@ class ConnectorSet:
                 connector.forget(metadata)
 
     def failed(self, peer: str, name: str) -> None:
-        """A read from this peer failed over this connector, and its transfer continues over another."""
+        """Record that a read from this peer failed over this connector and its transfer continues over another."""
         with self._lock:
             self.num_fallbacks += 1
             if len(self._avoided) >= MAX_AVOIDED:
@@ -137,7 +137,7 @@ class ConnectorSet:
             self._avoided[peer, name] = self._now() + AVOID_S
 
     def avoided(self, peer: str) -> set[str]:
-        """Connectors to avoid with this peer for now; never all of this side's."""
+        """Connectors to avoid with this peer for now; never all connectors of this side."""
         with self._lock:
             now = self._now()
             avoided = {name for name in self._connectors if self._avoided.get((peer, name), now) > now}
@@ -161,7 +161,7 @@ class _Grants:
             grant.publish(first_index, blocks)
 
     def close(self, on_fenced: Callable[[], None]) -> None:
-        """As `Grant.close`; fenced when every connector's is."""
+        """As `Grant.close`; fenced when the grants of all connectors are."""
         countdown = _Countdown(len(self._grants), on_fenced)
         for grant in self._grants:
             grant.close(countdown.one_less)
@@ -191,16 +191,16 @@ class _Life:
 
 
 class PeerEndpoints:
-    """The endpoints of each worker's current epoch, so that what is kept for them can be dropped when it is over.
+    """Endpoints of each worker's current epoch, so that their resources can be freed after it.
 
-    The worker that was read from longest ago is forgotten when there are too many. Not thread-safe.
+    Above a limit, the least recently read worker is forgotten. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self._lives: OrderedDict[str, _Life] = OrderedDict()
 
     def reached(self, worker_id: str, epoch: int, connector: str, metadata: bytes) -> dict[str, bytes]:
-        """This epoch is read from at this endpoint. Returns the endpoints, by connector, of another epoch that it ends."""
+        """Record that an epoch is read at an endpoint. Returns connector -> endpoint of another epoch, which has ended."""
         ended = self.begun(worker_id, epoch)
         life = self._lives.setdefault(worker_id, _Life(epoch))
         life.ways[connector] = metadata
@@ -210,11 +210,11 @@ class PeerEndpoints:
         return ended
 
     def begun(self, worker_id: str, epoch: int) -> dict[str, bytes]:
-        """This epoch has started: any other of this worker is over. Returns that one's endpoints."""
+        """Record that an epoch has started. Returns the endpoints of another epoch of the worker, which has ended."""
         life = self._lives.get(worker_id)
         return {} if life is None or life.epoch == epoch else self._lives.pop(worker_id).ways
 
     def lost(self, worker_id: str, epoch: int) -> dict[str, bytes]:
-        """The peer no longer responds. Returns its endpoints."""
+        """Remove a peer that no longer responds. Returns its endpoints."""
         life = self._lives.get(worker_id)
         return self._lives.pop(worker_id).ways if life is not None and life.epoch == epoch else {}

@@ -1,6 +1,6 @@
-"""One thread that makes a connector's callbacks and runs its timers.
+"""`EventThread`: one thread for a connector's callbacks and timers.
 
-A callback made inside `cancel`, `close` or `read` would run under the caller's locks; from this thread it cannot.
+A callback within `cancel`, `close` or `read` would run under the caller's locks; on this thread it does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class EventThread:
-    """Runs calls in the order in which they fall due. Thread-safe; starts its thread with the first call."""
+    """Runs calls in order of their due times. Thread-safe; starts its thread with the first call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -27,16 +27,16 @@ class EventThread:
         self._closed = False
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Run `call` on the thread, or here and now when the thread has been closed."""
+        """Run `call` on the thread, or in the caller's thread if it is closed."""
         if not self._put(time.monotonic(), call):
             run_guarded(call)
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Run `call` after the delay, or never if the thread is closed before."""
+        """Run `call` after the delay, unless the thread is closed before."""
         self._put(time.monotonic() + delay_s, call)
 
     def close(self) -> None:
-        """Run what is due, drop what is not, end the thread. Idempotent."""
+        """Run due calls, drop others, and end the thread. Idempotent."""
         with self._changed:
             self._closed = True
             thread = self._thread
@@ -72,8 +72,8 @@ class EventThread:
 
 
 def run_guarded(call: Callable[[], None]) -> None:
-    """Run a call-back; what it raises is logged, for no caller could do anything about it on a transport thread."""
+    """Run a callback and log its exceptions, since no caller on a transport thread could handle them."""
     try:
         call()
     except Exception:
-        logger.exception("a call-back of a connector raised")
+        logger.exception("a callback of a connector raised")

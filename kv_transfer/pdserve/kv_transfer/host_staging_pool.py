@@ -1,4 +1,4 @@
-"""`HostStagingPool`: the twin of a device's pool in host memory, block for block.
+"""`HostStagingPool`: a copy of a device's KV pool in host memory, block for block.
 
     source    device block --to_host-->   host block --connector-->                            (digested on the host)
     receiver                              host block <--connector--   host block --to_device--> device block
@@ -19,32 +19,29 @@ from pdserve.kv_transfer.connector import PoolMemory
 
 
 class HostStagingPool:
-    """Copies block contents between a pool and its twin. One thread calls the copies, whichever it is.
-
-    Host memory as large as the pool, pinned where the device asks for it.
-    """
+    """Copies blocks between a device pool and host memory of the same size, pinned for CUDA. Only one thread calls the copies."""
 
     def __init__(self, kv_cache: Tensor) -> None:
         """kv_cache: `[num_blocks, ...]`, contiguous, on any device."""
         self._device_blocks = kv_cache.view(kv_cache.shape[0], -1)
         self._host_blocks = torch.zeros_like(self._device_blocks, device="cpu", pin_memory=kv_cache.is_cuda)
-        # a stream of its own: copies neither wait for later steps nor delay them
+        # a separate stream, so that copies neither wait for later steps nor delay them
         self._stream = torch.cuda.Stream(kv_cache.device) if kv_cache.is_cuda else None  # type: ignore[no-untyped-call]
 
     @property
     def memory(self) -> PoolMemory:
-        """The memory that connectors serve."""
+        """The host memory that connectors serve."""
         return host_memory(self._host_blocks)
 
     def to_host(self, block_ids: Sequence[int], written: object | None = None) -> None:
-        """Copy blocks out; they are in host memory when this returns.
+        """Copy blocks to host memory; complete when this returns.
 
         written: the event of the step that wrote them last; the copy waits for it.
         """
         self._copy(self._host_blocks, self._device_blocks, block_ids, written)
 
     def to_device(self, block_ids: Sequence[int]) -> None:
-        """Copy blocks in; every kernel launched after this returns sees them."""
+        """Copy blocks to the device; complete for every kernel launched after this returns."""
         self._copy(self._device_blocks, self._host_blocks, block_ids, None)
 
     def _copy(self, target: Tensor, origin: Tensor, block_ids: Sequence[int], after: object | None) -> None:

@@ -1,4 +1,4 @@
-"""`make_connectors`: the connectors that a worker's settings and its machine allow."""
+"""`make_connectors`: the connectors that a worker's settings and machine allow."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ log = logging.getLogger(__name__)
 def make_connectors(
     settings: WorkerSettings, why_not: Callable[[], str | None] = why_no_nixl, *, tls: TlsIdentity | None = None
 ) -> ConnectorSet:
-    """TCP always, and NIXL before it if it is allowed and starts. why_not: reason why NIXL cannot be used here, or None.
+    """TCP always, and NIXL before it if it is allowed and starts. why_not: function that returns the reason why NIXL cannot be used
+    here, or None.
 
-    tls: for TCP; NIXL, which has none, is then used only with `nixl_plaintext`.
-    Raises: ConfigError when `connector` is `nixl` and it cannot start.
+    tls: for TCP. NIXL has no encryption, so with TLS it is used only with `nixl_plaintext`.
+    Raises: ConfigError if `connector` is `nixl` and NIXL cannot start.
     """
     tcp = TcpConnector(
         TcpSettings(host=settings.host, port=settings.data_port, advertise_host=settings.peers_host, tls=tls)

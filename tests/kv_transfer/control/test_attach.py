@@ -107,7 +107,7 @@ async def test_unequal_layouts_are_refused_at_once_and_printed_field_by_field(ri
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"epoch": 8}, "another life"),
+        ({"epoch": 8}, "another epoch"),
         ({"request_digest": b"x" * 16}, "another request"),
         ({"identity": PeerId("decode-1", 12)}, "another receiver"),
         ({"identity": PeerId("decode-9", 11)}, "another receiver"),
@@ -153,7 +153,7 @@ async def test_i8_a_released_transfer_is_never_served_again(
     [
         (kv_source_pb2.AttachRequest(), "not Open"),
         (kv_source_pb2.AttachRequest(want=kv_source_pb2.Want(first_index=1)), "not Open"),
-        (kv_source_pb2.AttachRequest(open=kv_source_pb2.Open()), "another life"),
+        (kv_source_pb2.AttachRequest(open=kv_source_pb2.Open()), "another epoch"),
         (None, "no Open"),
     ],
 )

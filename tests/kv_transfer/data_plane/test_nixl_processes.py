@@ -157,7 +157,7 @@ LIES: list[tuple[dict[str, object], str]] = [
     ({"agent_metadata": b""}, "cannot be reached"),
     ({"agent_metadata": b"nixlSerDes|Agent"}, "cannot be reached"),
     ({"hello": b"short"}, "names no agent"),
-    ({"hello": b"h" * 16}, "another life"),
+    ({"hello": b"h" * 16}, "another epoch"),
     ({"version": 2}, "version 2"),
 ]
 

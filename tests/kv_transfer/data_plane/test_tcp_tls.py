@@ -126,7 +126,7 @@ def test_i8_a_token_opens_nothing_without_a_certificate_of_the_ca(
         assert says_nothing_more(secured)
     assert still_serves(source, transfer, identity)
     assert (source.source_counters["failed_handshakes"], source.source_counters["malformed_frames"]) == (1, 0)
-    assert f"{HOST} did not shake hands (TLS: " in caplog.text
+    assert f"{HOST} failed the TLS handshake (TLS: " in caplog.text
 
 
 def test_an_older_tls_is_refused(source: TcpConnector, authority: Authority) -> None:

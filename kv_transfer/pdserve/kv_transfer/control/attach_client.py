@@ -1,4 +1,4 @@
-"""The control stream at the receiver, over gRPC: opened when the request arrives, opened again when it breaks."""
+"""The control stream at the receiver, over gRPC: opened when the request arrives, and again after a break."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ _warnings = RateLimitedLog(log)
 
 REATTACH_EVERY_S = 0.2
 _FINAL = (KeyMismatch, PeerError, ProtocolMismatch, WrongWorker)
-"""Errors after which another stream to the same source would end equally."""
+"""Errors that another stream to the same source would repeat."""
 _Message = kv_source_pb2.AttachRequest | bytes
-"""The first is serialized already: its bytes are signed."""
+"""A message, or the serialized first message, whose bytes are signed."""
 ANSWER_MARGIN_S = 1.0
-"""The source waits as long for its prefill call as the receiver for the source, so its answer must still be received."""
+"""Added to the receiver's time limit: the source waits equally long for its prefill call, and its answer takes time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverInfo:
-    """The values that every attach of this worker sends."""
+    """The worker's values that are the same for every attach."""
 
     identity: PeerId
     layout: KvLayout
@@ -67,12 +67,12 @@ class ReceiverInfo:
     attach_timeout_s: float
     """Seconds for the source to accept."""
     grace_s: float
-    """Seconds for which a broken stream is opened again."""
+    """Seconds after a break in which the stream is opened again."""
     digests: DigestRule
 
 
 class _Requests:
-    """A `ControlStream`: messages go into a queue that gRPC reads."""
+    """A `ControlStream` that puts messages into a queue for gRPC."""
 
     def __init__(self, engine_tick: Callable[[], int]) -> None:
         self._engine_tick = engine_tick
@@ -104,12 +104,12 @@ class _Requests:
 
 
 async def attach(transfer: ReceiverTransfer, receiving: ReceiverInfo, channel: ServiceChannel) -> None:
-    """Carry a transfer's control stream until the transfer has ended. Never raises for what a peer does."""
+    """Run a transfer's control stream until the transfer has ended. A peer's behaviour raises nothing."""
     try:
         await _attach(transfer, receiving, channel)
     except Exception:
         log.exception("the control stream to source %s failed", transfer.source.worker_id)
-        # without this the request would wait until its deadline
+        # otherwise the request would wait until its deadline
         transfer.fail(InternalError("internal error; the worker's log has the details"))
 
 
@@ -142,7 +142,7 @@ async def _attach(transfer: ReceiverTransfer, receiving: ReceiverInfo, channel: 
                 transfer.fail(cause)
             return
         if ticks.tick != before[0] and receiving.engine_tick() != before[1]:
-            broken_since = None  # both engines ran meanwhile, so this is another break, with a grace of its own
+            broken_since = None  # both engines ran meanwhile, so this is a new break with its own grace
         is_new = broken_since is None
         broken_since = broken_since or loop.time()
         if loop.time() - broken_since > receiving.grace_s:
@@ -159,17 +159,17 @@ async def _one_stream(
     channel: ServiceChannel,
     ticks: TickWatch,
 ) -> None:
-    """One stream from Open until the transfer has ended, or needs another over another connector.
+    """Run one stream from Open until the transfer ends, or needs a new stream for another connector.
 
-    Raises: WorkerLost when the source hangs up or stalls, PeerError for a message that cannot be read, AioRpcError when
-    the channel breaks.
+    Raises: WorkerLost if the source closes the stream or stalls, PeerError for an invalid message, AioRpcError if the channel
+    breaks.
     """
     loop = asyncio.get_running_loop()
     requests = _Requests(receiving.engine_tick)
     opening = _open(transfer, receiving)
     first = kv_source_pb2.AttachRequest(open=opening).SerializeToString()
     requests.say(first)
-    # a source that has never accepted may still be waiting for its prefill call
+    # a source that has not accepted yet may wait for its prefill call
     is_new = transfer.state is ReceiverState.ATTACHING
     patience_s = receiving.attach_timeout_s + ANSWER_MARGIN_S if is_new else TICK_STALLED_S
     limit = loop.time() + patience_s
@@ -181,7 +181,7 @@ async def _one_stream(
                 async with asyncio.timeout_at(limit):
                     message = await call.read()
             except TimeoutError:
-                raise WorkerLost(f"the source has said nothing for {patience_s:.0f} s") from None
+                raise WorkerLost(f"the source has sent nothing for {patience_s:.0f} s") from None
             if message is grpc.aio.EOF:
                 if transfer.is_ending or (accepted and transfer.wants_attach):
                     return
@@ -226,8 +226,8 @@ async def _one_stream(
                     source_id = transfer.source.worker_id
                     _warnings.warning(source_id, "an unexpected %s came from %s: dropped", other, source_id)
             if accepted and ticks.stalled:
-                raise WorkerLost(f"the source's engine has stood still for {TICK_STALLED_S:.0f} s")
-            if accepted and not transfer.is_ending:  # its last words have one limit together
+                raise WorkerLost(f"the source's engine has made no progress for {TICK_STALLED_S:.0f} s")
+            if accepted and not transfer.is_ending:  # one limit for all remaining messages of an ending transfer
                 patience_s = TICK_STALLED_S
                 limit = loop.time() + patience_s
     finally:
@@ -248,11 +248,11 @@ def _finish(transfer: ReceiverTransfer, finished: kv_source_pb2.Finished) -> Non
 
 
 def _failure(error: request_pb2.Error) -> PdServeError:
-    """The source's error, for logs, the router and the client."""
+    """The source's error as one of this worker, for logs, the router and the client."""
     cause = errors.from_code(error.code, error.message[:MAX_CAUSE_CHARS])
     if isinstance(
         cause, NeedsPrefill | Evicted
-    ):  # only the receiver may raise these about itself: the router then avoids this worker
+    ):  # only the receiver itself may raise these, since the router then avoids this worker
         return TransferFailed(f"the source failed with {cause.code}: {cause.message}")
     return cause
 

@@ -33,16 +33,16 @@ TICK_STALLED_S = 3.0
 OPEN_TIMEOUT_S = 5.0
 MAX_DIGESTS_A_MESSAGE = 65_536
 MAX_NAMES = 16
-"""Entries of digest algorithms, and of connectors, in an `Open`."""
+"""Limit of digest algorithms and of connectors in an `Open`."""
 MAX_CAUSE_CHARS = 2000
-"""Characters of a failure's text, by a peer or caused by one."""
+"""Limit of characters of the text of a peer's failure."""
 
 
 Message = TypeVar("Message")
 
 
 class Heartbeat(Generic[Message]):
-    """Inserts an `Alive` between other messages whenever one is due by the clock, however many others there are."""
+    """Inserts an `Alive` between other messages whenever one is due, so that frequent messages do not delay it."""
 
     def __init__(self, make_alive: Callable[[], Message]) -> None:
         self._make_alive = make_alive
@@ -64,7 +64,7 @@ class TickWatch:
 
     def __init__(self) -> None:
         self.tick = -1
-        """The last one seen."""
+        """The last tick received; -1 before the first."""
         self._since = time.monotonic()
 
     def saw(self, tick: int) -> None:
@@ -72,7 +72,7 @@ class TickWatch:
             self.tick, self._since = tick, time.monotonic()
 
     def start(self) -> None:
-        """Count from now on: only from here can ticks be expected."""
+        """Start the clock; ticks cannot be expected earlier."""
         self._since = time.monotonic()
 
     @property
@@ -86,7 +86,7 @@ class _EventQueue:
     def __init__(self) -> None:
         self.messages: asyncio.Queue[kv_source_pb2.AttachEvent | None] = asyncio.Queue()
         self._last_published: kv_source_pb2.AttachEvent | None = None
-        """The blocks that were put last; while they wait to be sent, the transfer's end may go with them."""
+        """The last message of blocks; while it is queued, the transfer's end may be added to it."""
 
     def published(self, blocks: PublishedRange) -> None:
         for start in range(0, len(blocks.digests), MAX_DIGESTS_A_MESSAGE):
@@ -105,7 +105,7 @@ class _EventQueue:
             num_tokens=result.num_tokens, request_digest=request_digest, first_outputs=outputs
         )
         if self._last_published is not None and not self.messages.empty():
-            # it waits there still; a message of its own would reach the receiver when the blocks have been read
+            # the message is still queued; a separate one would arrive after the receiver has read the blocks
             self._last_published.published.finished.CopyFrom(message)
         else:
             self.messages.put_nowait(kv_source_pb2.AttachEvent(finished=message))
@@ -129,7 +129,7 @@ def failed_event(error: PdServeError) -> kv_source_pb2.AttachEvent:
 
 
 def _verify_open(request: kv_source_pb2.Open) -> None:
-    """Counts, and who attaches. Raises: InvalidRequest."""
+    """Check the counts and the receiver's identity. Raises: InvalidRequest."""
     for field in ("digest_algorithms", "connectors"):
         if (num := len(getattr(request, field))) > MAX_NAMES:
             raise InvalidRequest(f"open.{field} has {num} names, at most {MAX_NAMES} are read", field)
@@ -193,21 +193,21 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
     async def _open(
         self, requests: AsyncIterator[kv_source_pb2.AttachRequest], stream: _EventQueue, context: Context
     ) -> tuple[SourceTransfer, BlockConnector]:
-        """Check the first message, find its transfer, choose its connector. Raises: PdServeError."""
+        """Check the first message, find its transfer, and choose the connector. Raises: PdServeError."""
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 first = await anext(requests)
         except StopAsyncIteration:
-            # decode does this when it has so much of the prompt that it needs no transfer
-            raise AttachedTooLate("no Open came: the receiver left") from None
+            # decode closes the stream if its cache has enough of the prompt
+            raise AttachedTooLate("no Open arrived: the receiver closed the stream") from None
         except TimeoutError:
-            raise TransferFailed("no Open came") from None
+            raise TransferFailed("no Open arrived") from None
         if first.WhichOneof("message") != "open":
             raise TransferFailed("the first message is not Open")
         request = first.open
         self._callers.verify(context, (ServiceRole.DECODE,), request.receiver.worker_id)
         if request.source_epoch != self._epoch:
-            raise TransferFailed("the transfer belongs to another life of this worker")
+            raise TransferFailed("the transfer belongs to another epoch of this worker")
         _verify_open(request)
         if differences := self._layout.differences(layout_from_wire(request.layout)):
             raise LayoutMismatch(f"KV layouts differ (source != receiver): {'; '.join(differences)}")
@@ -226,7 +226,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
     def _agree_on_digest(
         self, transfer: SourceTransfer, algorithm: str, request: kv_source_pb2.Open, stream: _EventQueue
     ) -> None:
-        """Published blocks keep their digests, so the first stream's algorithm remains. Raises: TransferFailed."""
+        """Keep the first stream's algorithm, since published blocks have its digests. Raises: TransferFailed."""
         if transfer.digest is None:
             transfer.digest = self._digests.make(algorithm, request.transfer_id, transfer.token)
         elif transfer.digest.name not in request.digest_algorithms:
@@ -272,12 +272,12 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
                         receiver = transfer.expected.receiver
                         self._warnings.warning(str(receiver), "an unexpected %s came from %s: dropped", other, receiver)
                 if ticks.stalled:
-                    why = f"the receiver's engine has stood still for {TICK_STALLED_S:.0f} s"
+                    why = f"the receiver's engine has made no progress for {TICK_STALLED_S:.0f} s"
                     break
         except StopAsyncIteration:
             pass
         except TimeoutError:
-            why = f"nothing came for {TICK_STALLED_S:.0f} s"
+            why = f"nothing arrived for {TICK_STALLED_S:.0f} s"
         except Exception as error:  # gRPC raises various errors when the peer disconnects; they end only this stream
             why = f"it broke: {type(error).__name__}"
         transfer.detach(stream, why)

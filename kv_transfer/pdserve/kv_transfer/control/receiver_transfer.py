@@ -1,7 +1,7 @@
 """`ReceiverTransfer`: one transfer at the worker that decodes. Runs in the asyncio thread.
 
-It opens the control stream when the request arrives, sends `Want` when the engine has reserved blocks, pulls published
-blocks while later chunks still compute, and reports landed blocks to the engine side.
+The control stream opens when the request arrives. The transfer sends `Want` when the engine has reserved blocks, reads published
+blocks while the source computes later chunks, and reports landed blocks to the engine.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pdserve.kv_transfer.control.transfer_state import RECEIVER_MOVES, ReceiverS
 log = logging.getLogger(__name__)
 
 TELL_EVERY_S = 0.005
-"""Seconds between reports to the engine and the source while blocks land: each report costs both more than a block does."""
+"""Seconds between reports to engine and source while blocks land; a report costs more than a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRef:
-    """The location of the blocks; single use, bound to one epoch of the source."""
+    """The source of one transfer: one epoch of a worker, and the transfer's id, which is used once."""
 
     worker_id: str
     epoch: int
@@ -37,19 +37,20 @@ class SourceRef:
 
 
 class ReceiverEvents(Protocol):
-    """Events for the owner of the blocks; all in the asyncio thread."""
+    """Events for the owner of the blocks, called in the asyncio thread."""
 
     def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
-        """The first `num_blocks` wanted blocks are here, verified; grows. All landed blocks are reported before `failed`."""
+        """The first `num_blocks` wanted blocks are here and verified; the number only grows. Called for all of them before
+        `failed`."""
 
     def source_finished(self, transfer: ReceiverTransfer, num_tokens: int, token_ids: tuple[int, ...]) -> None:
-        """Count and digest agree with what was asked for."""
+        """The source has computed the whole prompt; count and request digest agree."""
 
     def failed(self, transfer: ReceiverTransfer, cause: PdServeError) -> None:
         """No more blocks will arrive; `fenced` follows."""
 
     def fenced(self, transfer: ReceiverTransfer) -> None:
-        """No read of this transfer writes any more: all blocks may go back. Called once, if there was room."""
+        """No read of this transfer writes any more, so all blocks may be returned. Called once, if blocks were reserved."""
 
 
 class ControlStream(Protocol):
@@ -60,27 +61,27 @@ class ControlStream(Protocol):
     def landed(self, num_blocks: int) -> None: ...
 
     def release(self) -> None:
-        """The last word."""
+        """Send `Release`, the last message."""
 
     def close(self) -> None:
-        """Leave without a word: the source's grace or cancellation ends it there."""
+        """Close the stream without a message; grace or cancellation ends the transfer at the source."""
 
 
 class ReceiverTransfer:
-    """One transfer: landed blocks, reads under way, and their reports."""
+    """One transfer: landed blocks, active reads, and reports."""
 
     def __init__(self, request_id: str, source: SourceRef, connectors: ConnectorSet, events: ReceiverEvents) -> None:
         self.request_id = request_id
         self.source = source
         self.state = ReceiverState.ATTACHING
         self.num_landed = 0
-        """Wanted blocks here without a gap from the first."""
+        """Number of landed wanted blocks, without a gap from the first."""
         self.given_up = connectors.avoided(self._peer)
-        """Connectors that this transfer does not use: they failed with this source, in it or shortly before."""
+        """Connectors that this transfer does not use, since they failed with this source, now or shortly before."""
         self.fell_back_from: list[str] = []
-        """Connectors that failed in it, in order."""
+        """Connectors that failed in this transfer, in order."""
         self.cause: PdServeError | None = None
-        """Why it failed."""
+        """The error with which it failed."""
         self.began_at = time.monotonic()
         self._falls_back = False
         self._connectors = connectors
@@ -113,7 +114,7 @@ class ReceiverTransfer:
 
     @property
     def is_cut_short(self) -> bool:
-        """True if it ended, or is ending, before everything had landed."""
+        """True if it ended, or is ending, before all blocks had landed."""
         return self._ends_as is not None
 
     @property
@@ -122,22 +123,22 @@ class ReceiverTransfer:
 
     @property
     def wants_attach(self) -> bool:
-        """True if it waits for a new stream, over another connector: every read over the old one has ended."""
+        """True if all reads over a failed connector have ended and a new stream for another connector is needed."""
         return self._falls_back and not self._reads and not self.is_ending
 
     @property
     def connector_name(self) -> str:
-        """The connector in use, the last if there were several; empty before the source has accepted."""
+        """The current connector; empty before the source has accepted."""
         return "" if self._connector is None else self._connector.name
 
     @property
     def num_blocks(self) -> int:
-        """Blocks wanted; 0 until the engine has reserved room."""
+        """Number of wanted blocks; 0 until the engine has reserved blocks."""
         return len(self._local_blocks or ())
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks that must not be reused before abandoned reads have ended."""
+        """Number of blocks that must not be reused before abandoned reads have ended."""
         if not self._reads:
             return 0
         if self._ends_as is not None:
@@ -149,7 +150,7 @@ class ReceiverTransfer:
     # ---- the engine side
 
     def room(self, first_index: int, local_blocks: Sequence[int]) -> None:
-        """The engine has reserved room: blocks from `first_index` on go into `local_blocks`."""
+        """Receive blocks from `first_index` on into `local_blocks`, which the engine has reserved."""
         if self.is_ending:
             self._events.fenced(self)
             return
@@ -160,7 +161,7 @@ class ReceiverTransfer:
         self._want()
 
     def stop(self) -> None:
-        """The request has ended: read no more."""
+        """End the transfer, because the request has ended."""
         self._end(ReceiverState.CANCELLED)
 
     # ---- the control stream
@@ -168,13 +169,14 @@ class ReceiverTransfer:
     def attached(
         self, stream: ControlStream, connector: str, metadata: bytes, token: bytes, digest: BlockDigest
     ) -> None:
-        """The source has accepted, for the first time or again after a break, and has chosen connector and digest."""
+        """Handle `Accepted`, also after a break: the source has chosen connector and digest."""
         if self.is_ending:
             stream.close()
             return
         chosen = self._connectors.get(connector)
         if connector in self.given_up and self._falls_back:
-            # asked for before it failed: this stream only carries words until the next, which asks for another
+            # this connector has failed since `Open`: use this stream only for messages until the next stream, with another
+            # connector
             self._stream = stream
             if self.wants_attach:
                 stream.close()
@@ -193,7 +195,7 @@ class ReceiverTransfer:
         self._want()
 
     def detached(self, stream: ControlStream) -> None:
-        """The stream broke; reads under way continue, and a re-attach changes no state."""
+        """Handle a broken stream: active reads continue, and a re-attach changes no state."""
         if self._stream is stream:
             self._stream = None
 
@@ -206,16 +208,16 @@ class ReceiverTransfer:
         self._finish_if_done()
 
     def published(self, first_index: int, digests: Sequence[int], locations: Sequence[int]) -> None:
-        """The source has final blocks: pull those that are wanted and were not asked for yet."""
+        """Start reading the published blocks that are wanted and not requested yet."""
         if self.state is not ReceiverState.RECEIVING or self._local_blocks is None or self._connector is None:
             return
         if self._falls_back:
-            return  # the source repeats it on the next stream
+            return  # the source publishes it again on the next stream
         if len(locations) not in (0, len(digests)):
             self.fail(TransferFailed(f"{len(digests)} digests came with {len(locations)} locations"))
             return
         blocks = []
-        # a source may publish more than was wanted: only wanted blocks are read
+        # a source may publish more blocks than wanted
         begin = max(0, self._first_index - first_index)
         end = min(len(digests), self._first_index + len(self._asked) - first_index)
         for offset in range(begin, end):
@@ -231,7 +233,7 @@ class ReceiverTransfer:
             self._reads[number] = self._connector.read(self._metadata, self._token, blocks, listener, self._digest)
 
     def finished(self, num_tokens: int, request_digest: bytes, token_ids: tuple[int, ...]) -> None:
-        """The source is done."""
+        """Handle the end of the source's prefill; compares count and request digest."""
         if self._source_finished or self.is_ending:
             return
         if self._local_blocks is None:
@@ -245,7 +247,7 @@ class ReceiverTransfer:
         self._finish_if_done()
 
     def fail(self, cause: PdServeError) -> None:
-        """End it with an error. Harmless when it has ended."""
+        """End the transfer with an error; no effect if it has ended."""
         if not self.is_ending:
             self.cause = cause
             if self.num_landed > self._num_told:
@@ -254,7 +256,7 @@ class ReceiverTransfer:
             self._end(ReceiverState.FAILED)
 
     def source_lost(self, cause: PdServeError) -> None:
-        """The source no longer responds: no transfer will be read from this epoch of it."""
+        """End the transfer, because this epoch of the source no longer responds."""
         self._connectors.lost(self.source.worker_id, self.source.epoch)
         self.fail(cause)
 
@@ -270,7 +272,9 @@ class ReceiverTransfer:
             has_all = self.num_landed == self.num_blocks
             if has_all or self._loop.time() - self._told_at >= TELL_EVERY_S:
                 self._tell_landed()
-                if self._stream is not None and not (has_all and self._source_finished):  # then `Release` reports it
+                if self._stream is not None and not (
+                    has_all and self._source_finished
+                ):  # otherwise `Release` reports it
                     self._stream.landed(self.num_landed)
 
     def _tell_landed(self) -> None:
@@ -288,13 +292,13 @@ class ReceiverTransfer:
         self._finish_if_done()
 
     def _fall_back(self, cause: TransferFailed) -> bool:
-        """Continue over the next connector, if there is one. It reads into no block that other reads may still write."""
+        """Continue over the next connector, if there is one. It does not read into blocks that other reads may still write."""
         name = self.connector_name
         rest = [other for other in self._connectors.names if other not in self.given_up and other != name]
         if not rest:
             return False
         log.warning(
-            "reading from %s over %s failed, going on over %s: %s",
+            "reading from %s over %s failed, continuing over %s: %s",
             self.source.worker_id, name, " or ".join(rest), cause.message,
         )  # fmt: skip
         self.given_up.add(name)
@@ -306,13 +310,13 @@ class ReceiverTransfer:
         return True
 
     def _attach_again(self) -> None:
-        """Every read over the old connector has ended, so all blocks that did not land may be written once more."""
+        """Attach again after all reads over the old connector have ended; blocks that did not land may then be written again."""
         self._asked = list(self._landed)
         if self._stream is not None:
             self._stream.close()
 
     def _finish_if_done(self) -> None:
-        """Everything here: release. Ending, and the last read over: fenced."""
+        """Send `Release` if all blocks have landed; report `fenced` if the transfer ends and its last read has ended."""
         if self._ends_as is not None:
             self._fence_if_quiet()
             return
@@ -345,7 +349,7 @@ class ReceiverTransfer:
                 self._events.fenced(self)
 
     def call_soon(self, callback: object, *args: object) -> None:
-        """Call in the asyncio thread, from a transport thread; nothing happens when the loop is closed."""
+        """Call in the asyncio thread, from a transport thread; no effect if the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(callback, *args)  # type: ignore[arg-type]
         except RuntimeError:

@@ -1,7 +1,7 @@
 """`SourceTransfer`: one transfer at the worker that computed the blocks. Runs in the asyncio thread.
 
-It expires by itself: without an attach in time, when the control stream is broken for longer than the grace, or at the lease's
-own end. In every case the grant is fenced first, and only then are the blocks returned.
+It expires if no receiver attaches in time, if the control stream is broken for longer than the grace, or when the lease ends. In
+every case the grant is fenced before the blocks are returned.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PeerId:
 
 @dataclass(frozen=True, slots=True)
 class LeaseLimits:
-    """Times for which blocks wait for a peer, seconds."""
+    """Seconds for which blocks are kept for a peer."""
 
     attach_timeout_s: float
     grace_s: float
@@ -56,12 +56,12 @@ class ExpectedTransfer:
 
     transfer_id: bytes
     request_id: str
-    """The engine's name for the sequence that computes it."""
+    """The engine's id of the sequence that computes the blocks."""
     receiver: PeerId
     request_digest: bytes
     lease_s: float
     num_blocks: int
-    """Blocks of the request's prompt, the last of which may be partial: a `Want` beyond is refused."""
+    """Blocks of the request's prompt, the last of which may be partial; a `Want` beyond them is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class PublishedRange:
 
 @dataclass(frozen=True, slots=True)
 class SourceResult:
-    """The source's result when the prompt is computed."""
+    """The result of the prefill."""
 
     num_tokens: int
     token_ids: tuple[int, ...]
@@ -83,14 +83,14 @@ class SourceResult:
 
 
 class SourceStream(Protocol):
-    """The control stream to the receiver, as the transfer sees it."""
+    """The transfer's interface to the control stream."""
 
     def published(self, blocks: PublishedRange) -> None: ...
 
     def finished(self, result: SourceResult, request_digest: bytes) -> None: ...
 
     def replaced(self) -> None:
-        """Another stream of the receiver replaces this one; a receiver that still reads this one attaches again. The last call."""
+        """End this stream, because another stream of the receiver replaces it. The last call."""
 
     def ended(self, state: SourceState, cause: PdServeError | None) -> None:
         """The transfer has ended. The last call."""
@@ -100,14 +100,14 @@ class SourceEvents(Protocol):
     """Events for the owner of the blocks."""
 
     def wanted(self, transfer: SourceTransfer, first_index: int) -> None:
-        """The receiver has room; called once."""
+        """The receiver has reserved blocks from `first_index` on; called once."""
 
     def ended(self, transfer: SourceTransfer) -> None:
-        """The transfer is over and fenced: its blocks are the engine's alone again; called once."""
+        """The transfer has ended and is fenced, so its blocks may be reused; called once."""
 
 
 class SourceTransfer:
-    """Owned by `SourceTransfers`."""
+    """One transfer at the source. Owned by `SourceTransfers`."""
 
     def __init__(
         self, expected: ExpectedTransfer, connectors: GrantsReads, limits: LeaseLimits, events: SourceEvents
@@ -119,9 +119,9 @@ class SourceTransfer:
         self.over: asyncio.Future[SourceState] = asyncio.get_running_loop().create_future()
         self.num_landed = 0
         self.connector_name = ""
-        """The connector that the receiver was told to use, the last if there were several."""
+        """The connector of the last `Accepted`."""
         self.digest: BlockDigest | None = None
-        """Algorithm of the blocks' digests; agreed upon with the first stream, and kept."""
+        """Algorithm of the blocks' digests, fixed with the first stream."""
         self.began_at = time.monotonic()
         self._limits = limits
         self._events = events
@@ -146,13 +146,13 @@ class SourceTransfer:
 
     @property
     def num_wanted(self) -> int:
-        """Blocks; 0 until the receiver has room."""
+        """Number of wanted blocks; 0 before `Want`."""
         return 0 if self._wanted is None else self._wanted[1]
 
     # ---- the control stream
 
     def attach(self, stream: SourceStream, have: int) -> None:
-        """A stream of the right receiver: it replaces an older one and continues after `have` landed blocks."""
+        """Attach the receiver's stream; it replaces an older one and continues after `have` landed blocks."""
         if self._stream is not None:
             self._stream.replaced()
         self._stream = stream
@@ -166,7 +166,7 @@ class SourceTransfer:
         self._tell_finished()
 
     def detach(self, stream: SourceStream, why: str) -> None:
-        """The stream broke: the receiver has `grace_s` to attach again."""
+        """Handle a broken stream: the receiver has `grace_s` to attach again."""
         if self._stream is stream and not self.has_ended:
             self._stream = None
             self._patience.cancel()
@@ -175,9 +175,9 @@ class SourceTransfer:
             )
 
     def want(self, first_index: int, num_blocks: int) -> None:
-        """The receiver has room for these. A repeated or changed `Want` is dropped: the first one counts.
+        """Handle `Want`. Only the first one counts; later ones are dropped.
 
-        One that goes beyond the prompt ends the transfer: no block that it names would ever come.
+        A `Want` beyond the prompt ends the transfer, since those blocks will never exist.
         """
         if self._wanted is None and not self.has_ended:
             if first_index + num_blocks > self.expected.num_blocks:
@@ -194,7 +194,7 @@ class SourceTransfer:
         self.num_landed = max(self.num_landed, num_blocks)
 
     def release(self) -> None:
-        """The receiver has everything. Before the source is done this is a receiver that gave up."""
+        """Handle `Release`: the receiver has all blocks, or has given up if the prefill has not ended."""
         if self.has_ended:
             return
         if self.state is SourceState.COMPLETE:
@@ -206,7 +206,7 @@ class SourceTransfer:
     # ---- the engine
 
     def settled(self, first_index: int, block_ids: Sequence[int], digests: Sequence[int]) -> None:
-        """Final blocks: let the receiver have them."""
+        """Publish final blocks to the receiver."""
         blocks = PublishedRange(first_index, tuple(digests), tuple(block_ids))
         self._grant.publish(first_index, block_ids)
         self._published.append(blocks)
@@ -215,7 +215,7 @@ class SourceTransfer:
         self._complete_if_done()
 
     def computed(self, result: SourceResult) -> None:
-        """The prompt is done and its first token known; a second result, of a repeated prefill, is dropped."""
+        """Send the result of the prefill; a second result, of a repeated prefill, is dropped."""
         if self._result is None and not self.has_ended:
             self._result = result
             self._complete_if_done()
@@ -235,17 +235,17 @@ class SourceTransfer:
     # ---- the end
 
     def cancel(self) -> None:
-        """The prefill call has ended: the router has given the attempt up."""
+        """End the transfer, because the prefill call ended: the router has given up the attempt."""
         if not self.has_ended:
             self._end(SourceState.CANCELLED, None)
 
     def revoke(self, cause: PdServeError) -> None:
-        """The source gives it up: it drains."""
+        """End the transfer, because the source drains."""
         if not self.has_ended:
             self._end(SourceState.REVOKED, cause)
 
     def fail(self, cause: PdServeError) -> None:
-        """The engine could not compute it."""
+        """End the transfer, because the engine could not compute the prompt."""
         if not self.has_ended:
             self._end(SourceState.FAILED, cause)
 
@@ -271,7 +271,7 @@ class SourceTransfer:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """Call in the asyncio thread, from any thread; nothing happens when the loop is closed."""
+    """Call in the asyncio thread, from any thread; no effect if the loop is closed."""
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""`SourceTransfers`: all transfers of one source, and the ids of those that have ended."""
+"""`SourceTransfers`: all transfers of one source, and the ids of ended ones."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from pdserve.kv_transfer.control.source_transfer import (
 
 TRANSFER_ID_BYTES = 16
 MAX_WAITING = 4096
-"""Attaches that may wait for their prefill calls, in all."""
+"""Limit of attaches that wait for their prefill calls."""
 MAX_WAITING_PER_PEER = 1024
 MAX_TOMBSTONES = 1 << 16
-"""Ids of ended transfers; beyond them the oldest is forgotten. Ids are random, and no call is taken twice anyway."""
+"""Limit of remembered ids of ended transfers; then the oldest is forgotten. Ids are random, and call proofs prevent replays."""
 
 
 class AttachedTooLate(TransferFailed):
-    """No error: the client left meanwhile, or the end of the transfer has been reported elsewhere."""
+    """The transfer has ended already. Logged at a low level: the client left, or the end was reported elsewhere."""
 
 
 class SourceTransfers:
-    """Runs in the asyncio thread. Attach may arrive before or after the prefill call: each waits for the other."""
+    """All transfers of one source. Runs in the asyncio thread. Attach and prefill call may arrive in either order."""
 
     def __init__(self, connectors: GrantsReads, limits: LeaseLimits, events: SourceEvents) -> None:
         self._connectors = connectors
@@ -38,18 +38,18 @@ class SourceTransfers:
         self._events = events
         self._transfers: dict[bytes, SourceTransfer] = {}
         self._awaited: dict[bytes, dict[asyncio.Future[SourceTransfer], None]] = {}
-        """In order of arrival: the newest stream remains."""
+        """Transfer id -> attaches that wait for the prefill call, in order of arrival; the newest is kept."""
         self._num_waiting: Counter[str] = Counter()
-        """Receiver's id -> attaches of it that wait."""
+        """Receiver's id -> number of its waiting attaches."""
         self._num_waiting_in_all = 0
-        # an id is used once: tombstones outlive every attach that may still be under way
+        # an id is used once; it is remembered longer than any attach for it can take
         self._tombstones: OrderedDict[bytes, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._transfers)
 
     def expect(self, expected: ExpectedTransfer) -> SourceTransfer:
-        """The prefill call is here. Raises: TransferFailed when the id was used before."""
+        """Register the transfer of a prefill call. Raises: TransferFailed if the id was used before."""
         self._drop_old_tombstones()
         if expected.transfer_id in self._transfers or expected.transfer_id in self._tombstones:
             raise TransferFailed("the transfer id was used before")
@@ -66,8 +66,8 @@ class SourceTransfers:
     ) -> SourceTransfer:
         """Attach a receiver's control stream; waits for the prefill call if necessary.
 
-        Raises: TransferFailed when the reference is stale, forged, of another receiver or another request (I8), or when
-        no prefill call arrives within `attach_timeout_s`.
+        Raises: TransferFailed if the reference is stale, forged, of another receiver or another request (I8), or if no prefill call
+        arrives within `attach_timeout_s`.
         """
         self._drop_old_tombstones()
         if len(transfer_id) != TRANSFER_ID_BYTES:
@@ -93,7 +93,7 @@ class SourceTransfers:
         self._num_waiting[worker_id] += 1
         self._num_waiting_in_all += 1
         awaited: asyncio.Future[SourceTransfer] = asyncio.get_running_loop().create_future()
-        # several streams of one receiver may wait: an older one that breaks must not take the wait of a newer along
+        # several streams of one receiver may wait; the end of an older one must not end the wait of a newer one
         together = self._awaited.setdefault(transfer_id, {})
         together[awaited] = None
         try:
@@ -111,7 +111,7 @@ class SourceTransfers:
                 del self._awaited[transfer_id]
 
     def revoke_all(self, cause: PdServeError) -> None:
-        """The source is leaving."""
+        """End all transfers, because the source shuts down."""
         for transfer in list(self._transfers.values()):
             transfer.revoke(cause)
 

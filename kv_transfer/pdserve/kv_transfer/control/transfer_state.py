@@ -1,4 +1,4 @@
-"""The states of a transfer on either side, which may follow which, and the one function that moves them.
+"""The states of a transfer on both sides, the legal moves, and the function that checks a move.
 
 Source:   OPEN -> COMPLETE -> RELEASED, and from OPEN or COMPLETE to EXPIRED, CANCELLED, REVOKED, FAILED
 Receiver: ATTACHING -> ATTACHED -> RECEIVING -> LANDED; ATTACHED -> LANDED when there is nothing to fetch;
@@ -18,7 +18,7 @@ class SourceState(enum.Enum):
     OPEN = enum.auto()
     """Computing, or waiting for the receiver."""
     COMPLETE = enum.auto()
-    """Everything is published and the first token is known."""
+    """All blocks are published and the first token is known."""
     RELEASED = enum.auto()
     EXPIRED = enum.auto()
     CANCELLED = enum.auto()
@@ -58,16 +58,16 @@ State = TypeVar("State", SourceState, ReceiverState)
 
 
 class IllegalTransferMove(RuntimeError):
-    """A move that is not in the table: a bug here, never a peer's doing."""
+    """A move that is not in the table; a bug in this process, not caused by a peer."""
 
 
 def move(moves: Mapping[State, frozenset[State]], current: State, to: State) -> State:
-    """The new state. Raises: IllegalTransferMove."""
+    """Return the new state. Raises: IllegalTransferMove."""
     if to not in moves[current]:
         raise IllegalTransferMove(f"{current.name} -> {to.name}")
     return to
 
 
 def has_ended(moves: Mapping[State, frozenset[State]], state: State) -> bool:
-    """True if nothing can follow."""
+    """True if no move leaves the state."""
     return not moves[state]

@@ -1,6 +1,6 @@
-"""`TransferView`: one transfer as `/debug/transfers` shows it, and `TransferLog`: those under way and the last ended ones.
+"""`TransferView`: one transfer in `/debug/transfers`; `TransferLog`: the last ended transfers.
 
-It names workers, never their addresses, and no token.
+Views contain workers' ids, but neither addresses nor tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pdserve.kv_transfer.control.transfer_state import (
 NUM_ENDED = 128
 _MAX_CAUSE = 300
 _ADDRESS = re.compile(
-    # each way to begin is tried once for a run of characters, so that a long text costs no more than its length
+    # each alternative is tried once per run of characters, so that the time is linear in the text's length
     r"(?:ipv[46]:)?(?:\[[0-9A-F:.]+\]|%5B(?:[^%]|%25)*%5D|\b\d{1,3}(?:\.\d{1,3}){3})(?::\d{1,5}\b)?"
     r"|(?<![\w.-])[\w.-]+:\d{1,5}\b",
     re.IGNORECASE,
@@ -35,30 +35,30 @@ _ADDRESS = re.compile(
 
 
 class TransferView(msgspec.Struct, frozen=True, kw_only=True):
-    """One side's view of one transfer."""
+    """One transfer at one side."""
 
     role: Literal["source", "receiver"]
     request_id: str
-    """The engine's: it ends with the attempt and the index of the sequence."""
+    """The engine's id: `request.attempt.index`."""
     peer: str
     """The other side's worker id."""
     connector: str
     """The last connector agreed upon; empty before the first attach."""
     state: str
     num_blocks_wanted: int
-    """By the receiver; 0 until it has room."""
+    """Blocks that the receiver requests; 0 until it has reserved blocks."""
     num_blocks_landed: int
     num_blocks_pinned: int
-    """Blocks of a source's pool, kept unchanged for the receiver."""
+    """Blocks of the source's pool that are kept for the receiver."""
     num_blocks_quarantined: int
-    """Blocks of a receiver's pool, which an abandoned read may still write."""
+    """Blocks of the receiver's pool that an abandoned read may still write."""
     fallbacks: list[str]
-    """Connectors that failed in it, in order; a source does not know them."""
+    """Connectors that failed in this transfer, in order; empty at the source."""
     age_s: float
-    """Since it began; of one that has ended, how long it took."""
+    """Seconds since it began, or its duration if it has ended."""
     ended_s_ago: float | None = None
     cause: str | None = None
-    """Why it ended early."""
+    """The error with which it ended early."""
 
 
 class TransfersPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ class TransfersPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def source_view(transfer: SourceTransfer, num_pinned: int) -> TransferView:
-    """num_pinned: blocks that are held for it."""
+    """A source's view. num_pinned: blocks that are kept for the receiver."""
     return TransferView(
         role="source",
         request_id=transfer.expected.request_id,
@@ -119,7 +119,7 @@ class TransferLog:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._ended: deque[tuple[float, TransferView]] = deque(maxlen=NUM_ENDED)
         self.num_ended: dict[tuple[str, str], int] = dict.fromkeys(_ENDS, 0)
-        """Transfers since start by (role, outcome); each pair that can occur has an entry."""
+        """(role, outcome) -> transfers since start, with an entry for each possible pair."""
         self._now = now
 
     def add(self, view: TransferView) -> None:
@@ -138,7 +138,7 @@ class TransferLog:
 
 
 def without_addresses(text: str) -> str:
-    """The text with every `host:port` and every IP address left out."""
+    """The text without `host:port` pairs and IP addresses."""
     return _ADDRESS.sub("<address>", text)
 
 

@@ -1,4 +1,4 @@
-"""`AgentPool`: agents made ahead of time, in the background, for announced peers that are not yet read from."""
+"""`AgentPool`: makes agents in the background for announced peers, before the first read from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_KNOWN = 1024
 
 
 class AgentPool:
-    """Thread-safe. A thread runs while agents are to be made, and at no other time."""
+    """Spare agents. Thread-safe. A thread runs only while agents are being made."""
 
     def __init__(self, make: Callable[[], NixlPeer], closing: threading.Event, close_wait_s: float) -> None:
         self._make = make
@@ -30,7 +30,7 @@ class AgentPool:
         self._thread: threading.Thread | None = None
 
     def expect(self, peer: Hashable) -> None:
-        """Have one agent more, unless this peer was announced before. Returns at once."""
+        """Make one more agent, unless this peer was announced before. Returns at once."""
         with self._lock:
             if peer in self._known or self._closing.is_set():
                 return
@@ -43,7 +43,7 @@ class AgentPool:
                 self._thread.start()
 
     def take(self) -> NixlPeer:
-        """An agent without a source: a spare one, or one that is made now. Raises TransferFailed."""
+        """An agent without a source: a spare agent, or a new one. Raises: TransferFailed."""
         with self._lock:
             if self._spares:
                 self._num_wanted -= 1
@@ -51,7 +51,7 @@ class AgentPool:
         return self._make()
 
     def close(self) -> None:
-        """Destroy what is left. After `closing` was set; idempotent."""
+        """Destroy the remaining agents, after `closing` was set. Idempotent."""
         with self._lock:
             thread = self._thread
         if thread is not None:

@@ -1,13 +1,13 @@
-"""Blocks over NIXL: one-sided reads of the source's memory by RDMA, shared memory or whatever else UCX finds.
+"""Blocks over NIXL: one-sided reads of the source's memory by RDMA, shared memory or another transport of UCX.
 
 nixl.py             NixlConnector: one agent that serves, two for each peer that is read from
 nixl_connection.py  reads windows, condemns agents     nixl_peer.py   an agent and its source; the fence
 agent_pool.py       agents made ahead of time          nixl_agent.py  NIXL behind types
 nixl_settings.py    settings, metadata                 pull/          block reader, peer connections and read queue, as with TCP
 
-A source cannot refuse a read here: it takes no part in it, so a token grants nothing and a closed grant stops no read. The
-digest of each block, which the control stream carries, protects the receiver. Nothing protects the source: NIXL registers memory
-for writing as well, and a peer keeps the metadata that it needs for that (docs/protocol.md).
+A source does not take part in a read and cannot refuse it: a token grants nothing, and a closed grant stops no read. The digest of
+each block, sent on the control stream, protects the receiver. Nothing protects the source: NIXL registers memory for writing as
+well, and a peer keeps the metadata for that (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdserve.kv_transfer.totals import Totals
 class _Started:
     agent: Agent
     hello: bytearray
-    """Registered, so it lives as long as the agent."""
+    """Registered memory, which must live as long as the agent."""
     address: NixlAddress
     grants: ReadGrants
     spares: AgentPool
@@ -46,9 +46,9 @@ class _Started:
 
 
 class NixlConnector:
-    """A `BlockConnector` over NIXL. See `NixlSettings` for every number.
+    """A `BlockConnector` over NIXL. `NixlSettings` has all limits.
 
-    make_agent: makes the agents; a test's may have faults.
+    make_agent: makes agents; tests inject faults with it.
     """
 
     name = "nixl"
@@ -85,7 +85,7 @@ class NixlConnector:
             memory=region.kind,
             device_id=region.device_id,
         )
-        # each with its own agent, which moves one window: a read that hangs takes no other with it when its agent goes
+        # one agent per connection, which reads one window at a time: destroying the agent of a hanging read ends no other read
         limits = settings.limits(pool.block_bytes, settings.agents_per_peer)
         spares = AgentPool(lambda: NixlPeer(pool, self._make_agent), self._closing, settings.close_wait_s)
 
@@ -107,17 +107,17 @@ class NixlConnector:
         return self._require_started().reads.counters
 
     def meet(self, worker_id: str, epoch: int) -> None:
-        """A peer has started that may be read from: prepare an agent for it. Returns at once; may be repeated."""
+        """Prepare an agent for a peer that has started. Returns at once; may be repeated."""
         self._require_started().spares.expect((worker_id, epoch))
 
     def forget(self, metadata: bytes) -> None:
-        """As `SupportsPeerEviction.forget`: its agent goes when no read of it is under way."""
+        """As `SupportsPeerEviction.forget`; destroys the peer's agents after their reads have ended."""
         started = self._require_started()
         with contextlib.suppress(TransferFailed):
             started.reads.close_idle(NixlAddress.from_metadata(metadata, started.address.block_bytes))
 
     def grant(self, token: bytes) -> Grant:
-        """As `BlockConnector.grant`; it is fenced as soon as it is closed, see the head of this file."""
+        """As `BlockConnector.grant`; fenced as soon as it is closed, see the module's docstring."""
         return self._require_started().grants.open(token)
 
     def read(
@@ -135,7 +135,7 @@ class NixlConnector:
         )
 
     def close(self) -> None:
-        """As `BlockConnector.close`. May take `connect_timeout_s` while a connection is being made."""
+        """As `BlockConnector.close`. Takes up to `connect_timeout_s` while a connection is being made."""
         self._closing.set()
         if self._started is not None:
             self._started.reads.close()

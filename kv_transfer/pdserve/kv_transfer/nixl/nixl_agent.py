@@ -1,12 +1,12 @@
-"""NIXL behind types: the only file that touches its bindings, which have none.
+"""Typed interface to NIXL; the only file that uses NIXL's untyped bindings.
 
-Two defaults of NIXL's own Python class do not fit, so the bindings are used: its progress thread spins (half a core for
-each idle agent), and its UCX endpoints watch their peers, for which UCX gives up shared memory. Handles are plain numbers
-here, so an agent has one reference in all, and dropping it destroys the agent.
+Two defaults of NIXL's Python class do not fit, so the bindings are used directly: its progress thread spins (half a core per idle
+agent), and its UCX endpoints monitor their peers, for which UCX disables shared memory. Handles are plain numbers here, so that an
+agent has a single reference, and dropping it destroys the agent.
 
-UCX does not use TCP unless `UCX_TLS` allows it. Over TCP a read needs the source's participation, and a source that was stopped
-while its reader gave up aborts in UCX when it continues ("unexpected error: Endpoint timeout"): a reader could end a prefill
-worker. The TCP connector does not have this problem, and is faster.
+UCX uses TCP only if `UCX_TLS` allows it. Over TCP a read needs the source's participation, and a source that was stopped while its
+reader gave up aborts in UCX when it continues ("unexpected error: Endpoint timeout"): a reader could end a prefill worker. The TCP
+connector does not have this problem, and is faster.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import numpy as np
 from pdserve.common.errors import TransferFailed
 
 PROGRESS_WAKE_US = 1000
-"""The progress thread sleeps until its transport has work, or for so many microseconds."""
+"""Microseconds after which the progress thread wakes without work of its transport."""
 _BACKEND = "UCX"
 _BACKEND_OPTIONS = {"ucx_error_handling_mode": "none"}
-"""Not `peer`: see above. A peer that is gone shows as a read that fails or makes no progress, and that has a deadline."""
+"""`none` and not `peer`, which disables shared memory. An ended peer is detected by the deadline of a read."""
 _ENVIRONMENT = {
     "UCX_TLS": "^tcp",
-    # UCX warns of each read that an agent takes along when it is destroyed, which is what destroying it is for
+    # UCX warns of each unfinished read of a destroyed agent, although ending such reads is the purpose
     "UCX_LOG_LEVEL": "error",
 }
-"""UCX's environment where the user has set nothing else."""
+"""Default environment variables of UCX."""
 
 
 class MemoryKind(enum.Enum):
@@ -45,7 +45,7 @@ class MemoryKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory of one process as `count` pieces of `piece_bytes` bytes, one after the other."""
+    """Contiguous memory of one process: `count` pieces of `piece_bytes` bytes."""
 
     address: int
     piece_bytes: int
@@ -65,27 +65,27 @@ class ReadStatus(enum.Enum):
 
 
 class AgentRead(Protocol):
-    """A posted read. It cannot be cancelled: until it is terminal, or its agent is destroyed, it may write."""
+    """A posted read. It cannot be cancelled: it may write until it is DONE or its agent is destroyed."""
 
     def status(self) -> ReadStatus:
         """State of the read. A failed read may still write until its agent is destroyed."""
 
     def release(self) -> None:
-        """Forget it. Only when it is DONE."""
+        """Free the handle. Only if the read is DONE."""
 
 
 class Agent(Protocol):
-    """One NIXL agent; used by one thread at a time. What goes wrong raises TransferFailed."""
+    """One NIXL agent, used by one thread at a time. All methods may raise TransferFailed."""
 
     def register(self, region: Region) -> None:
-        """Let the region be read from and written into. The memory must outlive the agent."""
+        """Register a region for reads and writes. The memory must outlive the agent."""
 
     @property
     def metadata(self) -> bytes:
-        """Metadata that another agent must load in order to read the registered memory."""
+        """Metadata that another agent loads to read the registered memory."""
 
     def load(self, name: str, metadata: bytes) -> None:
-        """Make the peer of that name known. At most once."""
+        """Load the metadata of the peer with that name. At most once."""
 
     def pair(self, local: Region, remote: Region) -> int:
         """Prepare reads from the loaded peer's region into a registered one; returns the pair's number."""
@@ -94,17 +94,17 @@ class Agent(Protocol):
         """Post a read of these pieces of the remote region into those of the local one."""
 
     def destroy(self) -> None:
-        """End it: when this returns, nothing that it was asked to read is written any more."""
+        """Destroy the agent; none of its reads writes after this returns."""
 
 
 class AgentMaker(Protocol):
-    """Makes agents: `UcxAgent`, or a test's with faults."""
+    """Makes agents: `UcxAgent`, or a fake with faults in tests."""
 
     def __call__(self, name: str) -> Agent: ...
 
 
 class UcxAgent:
-    """The `Agent` of the installed NIXL, over UCX. Raises TransferFailed when it cannot be made."""
+    """The `Agent` of the installed NIXL, over UCX. Raises: TransferFailed if it cannot be made."""
 
     def __init__(self, name: str) -> None:
         self._nixl = _bindings()
@@ -142,7 +142,7 @@ class UcxAgent:
         except Exception as error:
             raise TransferFailed(f"the agent {name} cannot be reached: {_reason(error)}") from error
         if loaded != name.encode():
-            raise TransferFailed(f"the metadata that came for the agent {name} is another's")
+            raise TransferFailed(f"the metadata for the agent {name} belongs to another agent")
         self._peer = name
 
     def pair(self, local: Region, remote: Region) -> int:
@@ -177,11 +177,11 @@ class UcxAgent:
         return _UcxRead(self, handle)
 
     def destroy(self) -> None:
-        """As `Agent.destroy`. May take a few tenths of a second; call it in a thread that may block."""
+        """As `Agent.destroy`. Takes up to some 100 ms; call it in a thread that may block."""
         self._agent = None
 
     def _list(self, owner: str, region: Region) -> int:
-        # one strided row stands for all pieces: nothing is built a block, and nothing of a peer's is deserialized
+        # one strided row describes all pieces, so nothing is built per block, and nothing from a peer is deserialized
         row = [[region.address, region.piece_bytes, region.device_id, region.piece_bytes, region.count]]
         strided = np.array(row, dtype=np.uint64)
         return int(self._agent.prepXferDlist(owner, self._kind(region), strided, [self._backend]))
@@ -191,7 +191,7 @@ class UcxAgent:
 
 
 class _UcxRead:
-    """Holds no reference to the bindings' agent, so that destroying it waits for no other reference."""
+    """A read without a reference to the agent, so that dropping the agent's reference destroys it."""
 
     def __init__(self, owner: UcxAgent, handle: int) -> None:
         self._owner = owner
@@ -222,7 +222,7 @@ _probed: list[str | None] = []
 
 
 def why_no_nixl() -> str | None:
-    """Why NIXL cannot be used in this process, or None when it can. Tries once, which takes about a second."""
+    """The reason why NIXL cannot be used in this process; None if it can. Tries once, which takes about 1 s."""
     with _probe_lock:
         if not _probed:
             _probed.append(_probe())

@@ -1,8 +1,8 @@
 """The reader's side of one NIXL agent: reads blocks from the source's memory straight into the pool.
 
-A posted read cannot be cancelled. So `interrupt` only sets a deadline, and a read that passes a deadline condemns the agent:
-`fetch` raises ConnectionBroken, the reader closes the connection, and closing destroys the agent *before* the reader reports
-the end of any read. The end of a read therefore always proves that nothing writes its blocks any more.
+A posted read cannot be cancelled. `interrupt` therefore only sets a deadline, and a read that exceeds a deadline ends the agent:
+`fetch` raises ConnectionBroken, the reader closes the connection, and closing destroys the agent before the reader reports the end
+of any read. After the reported end of a read, nothing writes its blocks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pdserve.kv_transfer.nixl.nixl_settings import NixlAddress, NixlSettings
 from pdserve.kv_transfer.pull.connection import ConnectionBroken
 
 _PIECE_BYTES = 512 << 10
-"""In one read; digested while the next is on its way."""
+"""Bytes of one NIXL read; it is digested while the next one transfers."""
 
 
 class NixlConnection:
-    """A `Connection`. Raises TransferFailed from construction when the source cannot be read."""
+    """A `Connection`. Construction raises TransferFailed if the source cannot be read."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class NixlConnection:
             raise
 
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
-        """As `Connection.fetch`. The token opens nothing here: memory is read without its owner's doing."""
+        """As `Connection.fetch`. The token has no effect, since the source does not take part in a read."""
         self._drain_until = None
         return self._read(blocks)
 
@@ -65,29 +65,29 @@ class NixlConnection:
         for number, piece in enumerate(pieces):
             travels = self._wait(read or self._post(piece), piece)
             num_received += len(piece)
-            # Ahead only where it travels by itself: where a processor copies, this one has just done it, and would throw
-            # out of its cache what is to be digested.
+            # Post the next read early only if hardware transfers it. If a processor copies, it is this one, and the copy would #
+            # displace the bytes to digest from its cache.
             read = self._post(pieces[number + 1]) if travels and number + 1 < len(pieces) else None
             yield num_received
 
     def interrupt(self) -> bool:
-        """As `Connection.interrupt`: what is under way has a little time to end by itself, and the wire with it to live on."""
+        """As `Connection.interrupt`. The active read has `cancel_drain_s` to end by itself; the connection then stays usable."""
         self._drain_until = time.monotonic() + self._settings.cancel_drain_s
         return False
 
     def close(self) -> None:
-        """Destroy the agent; returns when it is destroyed."""
+        """Destroy the agent; returns after it is destroyed."""
         self._peer.destroy(self._closing, self._settings.close_wait_s)
 
     def _post(self, piece: Sequence[BlockToRead]) -> AgentRead:
-        # One at a time, the next before this one is digested: a read that hangs has then the least of the pool in hand.
+        # One read at a time, the next one posted before this one is digested, so that a hanging read affects the fewest blocks.
         try:
             return self._peer.read([block.local_block for block in piece], [block.location for block in piece])
         except TransferFailed as error:
             raise ConnectionBroken(error.message) from error
 
     def _wait(self, read: AgentRead, blocks: Sequence[BlockToRead]) -> bool:
-        """Until the read is done; whether it was under way still. Raises WireBroken."""
+        """Wait until the read is done; True if it was still active at first. Raises: ConnectionBroken."""
         status = read.status()
         travels = status is ReadStatus.UNDER_WAY
         stalled_at = time.monotonic() + self._settings.read_stall_s
@@ -100,7 +100,7 @@ class NixlConnection:
                 raise ConnectionBroken(f"reading {where}: nothing for {self._settings.read_stall_s:g} s")
             if drain_until is not None and now > drain_until:
                 self._on_condemned()
-                raise ConnectionBroken(f"reading {where}: cancelled, and not over")
+                raise ConnectionBroken(f"reading {where}: cancelled, and not ended in time")
             backoff.wait()
             status = read.status()
         if status is ReadStatus.FAILED:

@@ -1,4 +1,4 @@
-"""`NixlPeer`: one agent of the receiver, its pool registered, and the one source that it reads from."""
+"""`NixlPeer`: one agent of the receiver, with its registered pool and its one source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_SLEEP_S = 1e-3
 
 
 def pool_region(pool: PoolMemory) -> Region:
-    """The pool as NIXL sees it: one piece per block."""
+    """The pool as a region with one piece per block."""
     return Region(buffer_address(pool.view), pool.block_bytes, pool.num_blocks)
 
 
@@ -32,12 +32,12 @@ def buffer_address(buffer: memoryview | bytearray) -> int:
 
 
 def new_name() -> str:
-    """A name that no other agent has: peers distinguish agents by it."""
+    """A unique name, by which peers distinguish agents."""
     return f"pdserve-{secrets.token_hex(8)}"
 
 
 class PollBackoff:
-    """Waits between two looks at a read: briefly at first, longer while nothing happens; never spins."""
+    """Waits between two polls of a read: briefly at first, longer while nothing happens; never spins."""
 
     def __init__(self) -> None:
         self._sleep_s = _FIRST_SLEEP_S
@@ -48,9 +48,9 @@ class PollBackoff:
 
 
 class NixlPeer:
-    """Made without a source, ahead of time, since the first agent of a process takes half a second; then `connect`ed.
+    """An agent for one source. Made before its source is known, because the first agent of a process takes 0.5 s; then `connect`.
 
-    Raises TransferFailed from construction. Used by one thread at a time.
+    Construction raises TransferFailed. Used by one thread at a time.
     """
 
     def __init__(self, pool: PoolMemory, make_agent: AgentMaker) -> None:
@@ -67,7 +67,7 @@ class NixlPeer:
             raise
 
     def connect(self, source: NixlAddress, timeout_s: float) -> None:
-        """Load the source and read its first bytes, into no block. Raises TransferFailed; then destroy this."""
+        """Load the source's metadata and read a test value from it. Raises: TransferFailed; `destroy` must follow."""
         agent = self._agent
         agent.load(source.agent, source.agent_metadata)
         hello = agent.pair(self._hello_region, source.hello_region)
@@ -77,22 +77,22 @@ class NixlPeer:
         deadline = time.monotonic() + timeout_s
         while (status := read.status()) is ReadStatus.UNDER_WAY:
             if time.monotonic() > deadline:
-                raise TransferFailed(f"no connection to {source}: nothing came for {timeout_s:g} s")
+                raise TransferFailed(f"no connection to {source}: nothing arrived within {timeout_s:g} s")
             backoff.wait()
         if status is ReadStatus.FAILED:
             raise TransferFailed(f"no connection to {source}: its memory cannot be read")
         read.release()
         if bytes(self._hello) != source.hello:
-            raise TransferFailed(f"no connection to {source}: another life of it is there")
+            raise TransferFailed(f"no connection to {source}: another epoch of it is there")
 
     def read(self, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> AgentRead:
-        """Post a read; the caller has checked every number. Raises TransferFailed."""
+        """Post a read; the caller has checked the block numbers. Raises: TransferFailed."""
         return self._agent.read(self._blocks, local_blocks, remote_blocks)
 
     def destroy(self, give_up: threading.Event, give_up_after_s: float) -> None:
-        """The fence: when this returns, no read of this agent writes any more.
+        """The fence: no read of this agent writes after this returns.
 
-        If destroying never ends it returns only when `give_up` was set `give_up_after_s` ago: the process is leaving.
+        If the agent cannot be destroyed, returns `give_up_after_s` after `give_up` was set, at the end of the process.
         """
         gone = threading.Event()
 
@@ -100,10 +100,10 @@ class NixlPeer:
             self._agent.destroy()
             gone.set()
 
-        # in a thread of its own: what hangs in there must not keep a connector from closing
+        # in a separate thread, so that a hanging agent does not prevent the connector from closing
         threading.Thread(target=end, name="nixl-destroy", daemon=True).start()
         while not gone.wait(give_up_after_s):
             if give_up.is_set():
                 log.error("an agent could not be destroyed within %g s; it ends with the process", give_up_after_s)
                 return
-            log.error("an agent has not let itself be destroyed for %g s: its blocks stay unused", give_up_after_s)
+            log.error("an agent could not be destroyed for %g s: its blocks remain unused", give_up_after_s)

@@ -1,9 +1,9 @@
-"""`python -m pdserve.kv_transfer.nixl.nixl_probe source|reader`: whether NIXL works between two processes of this machine.
+"""`python -m pdserve.kv_transfer.nixl.nixl_probe source|reader`: tests whether NIXL works between two processes of this machine.
 
 source   prints a `NixlView`, then the metadata of a connector that serves a small pool, and serves until its input ends
 reader   reads that metadata from its input, pulls the pool over NIXL, checks every block, and prints a `ReadView`
 
-Processes of their own, since a UCX that does not fit the machine may abort whoever starts it.
+Separate processes, since a UCX that does not fit the machine may abort its process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
 
 _FIELD_FEATURES, _FEATURE_RMA = 1, 2
 _PARAMS_WORDS = 64
-"""More than the structure has: UCX reads the fields that are named in its first word, and no others."""
+"""More words than the structure has; UCX reads only the fields that its first word names."""
 _RESOURCE = re.compile(r"resource\s+\d+\s*:.*?(\w+)/(\S+)\s*$", re.MULTILINE)
 _SHARED_MEMORY = frozenset({"sysv", "posix", "cma", "xpmem", "knem"})
 _RDMA = ("rc", "dc", "ud", "ib", "gga", "srd")
@@ -43,7 +43,7 @@ _READ_S = 20.0
 
 
 class UcxTransport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One way that UCX has to move bytes: `rc_mlx5` over `mlx5_0:1`, `cma` over `memory`."""
+    """A transport of UCX and its device: `rc_mlx5` over `mlx5_0:1`, `cma` over `memory`."""
 
     name: str
     device: str
@@ -63,33 +63,33 @@ class UcxTransport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NixlView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """NIXL and UCX as a worker of this machine would find them."""
+    """NIXL and UCX as found by a worker on this machine."""
 
     why_not: str | None
-    """Why there can be no agent here; None when one was made."""
+    """Reason why no agent could be made; None if one was made."""
     nixl: str
-    """The package's version; empty when it is not installed."""
+    """Version of the package; empty if it is not installed."""
     ucx: str = ""
     tls: str = ""
-    """`UCX_TLS` as a worker has it."""
+    """`UCX_TLS` in a worker's environment."""
     tls_is_given: bool = False
-    """True if the environment says so; else it is our default."""
+    """True if the environment sets `UCX_TLS`; False if it is the default."""
     found: list[UcxTransport] = []
-    """Everything that UCX finds here."""
+    """All transports that UCX finds."""
     used: list[UcxTransport] = []
     """The transports that `tls` allows."""
 
 
 class ReadView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the read between two processes went."""
+    """Result of the read between two processes."""
 
     why_not: str | None
     seconds: float = 0.0
-    """Connecting included."""
+    """Duration, including the connection."""
 
 
 class _Ucx:
-    """UCX as it is loaded in this process. Raises: OSError when there is none, AttributeError for one too old.
+    """The UCX library that is loaded in this process. Raises: OSError if there is none, AttributeError if it is too old.
 
     NIXL does not report its transports, so they are read from what UCX's own library prints.
     """
@@ -112,7 +112,7 @@ class _Ucx:
         self.version: tuple[int, ...] = tuple(version)
 
     def transports(self, tls: str | None = None) -> list[UcxTransport]:
-        """Transports that UCX would use. tls: instead of `UCX_TLS`; `all` excludes none. Raises: OSError without any."""
+        """Transports that UCX would use. tls: replaces `UCX_TLS`; `all` for all transports. Raises: OSError if there are none."""
         config, context = ctypes.c_void_p(), ctypes.c_void_p()
         _done(self._ucp.ucp_config_read(None, None, ctypes.byref(config)))
         try:
@@ -139,7 +139,7 @@ def _done(status: int) -> None:
 
 
 def nixl_view() -> NixlView:
-    """Look at what is here. UCX may abort this process."""
+    """Examine NIXL and UCX. UCX may abort this process."""
     try:
         version = metadata.version("nixl")
     except metadata.PackageNotFoundError:
@@ -149,7 +149,7 @@ def nixl_view() -> NixlView:
     view = NixlView(why_not=reason, nixl=version, tls=os.environ.get("UCX_TLS", ""), tls_is_given=tls_is_given)
     if reason is not None:
         return view
-    # UCX's own report is only for people: a library with another format costs us the list, not NIXL
+    # UCX's report has no fixed format; with an unknown one only the list is missing
     with contextlib.suppress(OSError, AttributeError):
         ucx = _Ucx()
         view = msgspec.structs.replace(

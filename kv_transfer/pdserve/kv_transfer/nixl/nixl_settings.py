@@ -22,17 +22,17 @@ _ADDRESS_LIMIT = 1 << 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NixlSettings(ReadSettings):
-    """A read without progress condemns its agent. The first bytes of a new peer must be here within `connect_timeout_s`."""
+    """The agent of a read without progress is destroyed. The first bytes of a new peer must arrive within `connect_timeout_s`."""
 
     cancel_drain_s: float = 0.5
-    """A cancelled read that is not over after this time condemns its agent: NIXL cannot cancel it."""
+    """Seconds after which a cancelled read that has not ended has its agent destroyed, since NIXL cannot cancel reads."""
     agents_per_peer: int = 2
-    """Most agents that reads from one peer use at once. Where a processor moves the bytes (shared memory) one copies while
-    another's are digested."""
+    """Most agents that reads from one peer use at once. If a processor moves the bytes (shared memory), one agent copies while the
+    blocks of another are digested."""
     idle_close_s: float = 300.0
-    """An agent without reads is destroyed after this time."""
+    """Seconds without reads after which an agent is destroyed."""
     max_resting_peers: int = 32
-    """Agents without reads, at most: the one that has rested longest is destroyed. Each holds threads and file handles."""
+    """Most peers whose idle agents are kept; the longest idle are destroyed first. An agent has threads and file descriptors."""
     close_wait_s: float = 5.0
     """Seconds that `close` waits for an agent that cannot be destroyed."""
 
@@ -47,10 +47,10 @@ class NixlSettings(ReadSettings):
 
 
 class NixlAddress(msgspec.Struct, frozen=True):
-    """One epoch of a source, as msgpack: the address of its pool, and its agent's own metadata."""
+    """The address of one epoch of a source, sent as msgpack: its pool, and its agent's metadata."""
 
     agent: str
-    """The agent's name: new at each start, so it names an epoch."""
+    """The agent's name, which is new in each epoch."""
     agent_metadata: bytes
     address: int
     """Address of block 0, in the source's memory."""
@@ -59,7 +59,7 @@ class NixlAddress(msgspec.Struct, frozen=True):
     hello_address: int
     """Address of `hello` in the source's memory."""
     hello: bytes
-    """The bytes that a first read must find: proof that reads work, and that they reach this epoch of the source."""
+    """Bytes that a first read must return, to check that reads work and reach this epoch of the source."""
     memory: MemoryKind = MemoryKind.DRAM
     device_id: int = 0
     version: int = METADATA_VERSION
@@ -80,7 +80,7 @@ class NixlAddress(msgspec.Struct, frozen=True):
 
     @staticmethod
     def from_metadata(metadata: bytes, block_bytes: int) -> NixlAddress:
-        """Read what a peer sent. Raises TransferFailed for anything that cannot be a source of such blocks."""
+        """Decode and check a peer's metadata. Raises: TransferFailed if it is invalid or does not fit `block_bytes`."""
         if len(metadata) > MAX_METADATA_BYTES:
             raise TransferFailed(f"the source's NIXL metadata has {len(metadata)} bytes, of {MAX_METADATA_BYTES}")
         try:

@@ -1,4 +1,4 @@
-"""`BlockReader`: the receiver's side that connectors share: finds the peer's connections, refuses reads that cannot begin."""
+"""`BlockReader`: the receiver's side of connectors: finds a peer's connections, and refuses invalid reads."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ReadSettings:
     read_stall_s: float = 3.0
     """Seconds without progress after which a read fails."""
     request_bytes: int = 1 << 20
-    """Most bytes in one window, at least one block: what a short read may wait for on each connection."""
+    """Most bytes in one window, at least one block; a short read may wait for one window per connection."""
     longest_request_bytes: int = 8 << 20
-    """The same while windows come within milliseconds (`ReadQueue`)."""
+    """Most bytes in one window while windows arrive within milliseconds (`ReadQueue`)."""
     read_window_bytes: int = 16 << 20
     """Most bytes in flight for one read."""
     idle_close_s: float
@@ -58,10 +58,10 @@ class ReadSettings:
 
 
 class CompletedRead:
-    """A read that never began."""
+    """A read that failed before it began."""
 
     def cancel(self) -> None:
-        """Does nothing: the read has ended."""
+        """No effect, since the read has ended."""
 
 
 class BlockReader(Generic[Address]):
@@ -69,8 +69,8 @@ class BlockReader(Generic[Address]):
 
     connect: makes a connection to an address within a bounded time, or raises TransferFailed.
     name: prefix of the reader threads' names.
-    max_resting: most peers whose idle connections are kept, beside the one that is read from; None keeps all until they
-        close by themselves.
+    max_resting: most peers whose idle connections are kept, beside the last one used; None: no limit, they close after their idle
+    time.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class BlockReader(Generic[Address]):
     def _connections(self, address: Address) -> PeerConnections:
         connections = self._peers.get(address)
         if connections is None:
-            # workers come and go with new ports: drop what is idle, so that entries of gone workers do not pile up
+            # restarted workers have new ports; drop idle entries, so that those of ended workers do not accumulate
             self._peers = {known: old for known, old in self._peers.items() if not old.is_idle}
             connections = self._peers[address] = PeerConnections(
                 str(address),

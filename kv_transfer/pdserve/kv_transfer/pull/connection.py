@@ -1,4 +1,4 @@
-"""`Connection`: a connection to one peer, as a reader thread uses it. Each connector has its own kind."""
+"""`Connection`: the interface of a connection to one peer, implemented by each connector."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.kv_transfer.connector import BlockToRead
 
 
 class ConnectionBroken(TransferFailed):
-    """The connection cannot be used again. `stale`: it had served before, and broke before a byte of this answer arrived."""
+    """The connection cannot be used again. stale: it worked before, and broke before a byte of this answer arrived."""
 
     def __init__(self, message: str, stale: bool = False) -> None:
         super().__init__(message)
@@ -23,15 +23,15 @@ class Connection(Protocol):
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
         """Read blocks of consecutive indexes into their local blocks; yields the number read so far, while they are in cache.
 
-        Called under the queue's lock: it only notes that an `interrupt` from now on applies to it. The iterator raises
-        ConnectionBroken, or another TransferFailed when the peer refuses and the connection remains usable.
+        The call is made under the queue's lock and only registers the fetch for `interrupt`. The iterator raises ConnectionBroken,
+        or another TransferFailed if the peer refuses and the connection remains usable.
         """
 
     def interrupt(self) -> bool:
-        """Make a fetch under way end soon, with ConnectionBroken or because it is complete. From any thread; never blocks.
+        """Make an active fetch end soon, complete or with ConnectionBroken. From any thread; never blocks.
 
-        Returns whether this breaks the connection.
+        Returns True if this breaks the connection.
         """
 
     def close(self) -> None:
-        """Release what the connection holds. When it returns, no read of this connection writes to the pool any more."""
+        """Free the connection's resources. No read of it writes to the pool after this returns."""

@@ -1,4 +1,4 @@
-"""Digests of blocks in host memory: what a source publishes and a receiver checks."""
+"""Digests of blocks in host memory, which a source publishes and a receiver checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def block_digests(
 
 
 def matching(pool: PoolMemory, blocks: Sequence[BlockToRead], digest: BlockDigest = XXH3) -> list[bool]:
-    """True if the bytes in each `local_block`, a number within the pool, are those that were published."""
+    """Per block, True if the bytes of `local_block`, a number within the pool, have the published digest."""
     view, size = pool.view, pool.block_bytes
     return [
         digest.of(view[block.local_block * size : (block.local_block + 1) * size], block.index) == block.digest

@@ -1,8 +1,8 @@
-"""`DigestRule`: the digest of a worker's transfers, by `kv_digest` and the address of the peer.
+"""`DigestRule`: the digest of a worker's transfers, by the setting `kv_digest` and the peer's address.
 
-`auto` requires a message authentication code if a third party could change bytes: if they may travel
-without TLS, and the peer is beyond loopback. Each side has its own rule and accepts nothing weaker, so an attacker who changes the
-messages of the negotiation can end a transfer, but not weaken it.
+`auto` requires a message authentication code if a third party could change bytes: if blocks may be sent without TLS to a peer
+beyond loopback. Each side applies its own rule and accepts nothing weaker, so an attacker that changes negotiation messages can end
+a transfer, but not weaken its digests.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ _SHOWN_CHARS = 32
 
 
 class DigestRule:
-    """One worker's."""
+    """The rule of one worker."""
 
     def __init__(self, setting: KvDigestName, derive: Callable[[bytes], bytes], *, clear: bool) -> None:
-        """setting: `kv_digest`. derive: a key of 32 bytes for a context, equal on both sides, known to no other.
+        """setting: `kv_digest`. derive: returns a key of 32 bytes for a context, which only workers with the deployment key can
+        derive.
 
-        clear: whether blocks may travel without TLS, over any of the worker's connectors.
+        clear: True if any of the worker's connectors may send blocks without TLS.
         """
         self._setting = setting
         self._derive = derive
         self._clear = clear
 
     def allowed(self, peer: str) -> tuple[str, ...]:
-        """The algorithms that count with a peer at this host, or host:port; best first."""
+        """The algorithms that are accepted with a peer at this host, or host:port; best first."""
         if self._setting != "auto":
             return (self._setting,)
         return (GMAC,) if self._clear and not is_loopback(peer) else (XXH3_64, GMAC)
 
     def choose(self, offered: Sequence[str], peer: str) -> str:
-        """The first of a receiver's algorithms that counts with it. Raises: TransferFailed when none does."""
+        """The first of a receiver's algorithms that is accepted. Raises: TransferFailed if none is."""
         allowed = self.allowed(peer)
         chosen = next((name for name in offered if name in allowed), None)
         if chosen is None:
@@ -49,12 +50,12 @@ class DigestRule:
         return chosen
 
     def answer_proof(self, transfer_id: bytes, source_epoch: int, said: Sequence[bytes]) -> bytes:
-        """32 bytes that only the transfer's own source can make: another process may answer at its address.
+        """32 bytes that prove the source's answer, since another process may answer at its address.
 
-        said: the fields of the source's answer, in a fixed order.
+        said: the fields of the answer, in a fixed order.
         """
         parts = (_ANSWER, transfer_id, source_epoch.to_bytes(8, "big"), *said)
-        # each part under its length, so that no two answers read alike; a digest's context has 32 bytes
+        # each part is prefixed by its length, so that no two answers have the same bytes; a digest's context has 32 bytes
         return self._derive(b"".join(len(part).to_bytes(4, "big") + part for part in parts))
 
     def make(self, name: str, transfer_id: bytes, token: bytes) -> BlockDigest:

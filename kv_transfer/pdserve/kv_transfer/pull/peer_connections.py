@@ -1,6 +1,6 @@
-"""Connections to one peer, each with a reader thread that takes windows from the peer's queue one after the other.
+"""Connections to one peer, each with a reader thread that takes windows from the peer's queue.
 
-A reader connects before it takes a window, so a read that is cancelled while a connection is being made ends at once.
+A reader connects before it takes a window, so that a read that is cancelled while a connection is being made ends at once.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class ConnectionLimits:
     """Limits for one peer."""
 
     max_readers: int
-    """Most reader threads at once. They start when there is work for them."""
+    """Most reader threads at once. A thread starts when there is work for it."""
     window_blocks: int
-    """Most blocks in one window at first: what a short read may have to wait for on each reader."""
+    """Most blocks in one window at first; a short read may wait for one window per reader."""
     longest_window_blocks: int
-    """Most blocks in one window while windows come quickly; see `ReadQueue`."""
+    """Most blocks in one window while windows arrive quickly; see `ReadQueue`."""
     in_flight_blocks: int
     """Most blocks of one read in flight."""
     idle_close_s: float
-    """A reader without work for so many seconds closes its connection and ends."""
+    """Seconds without work after which a reader closes its connection and ends."""
 
 
 class PeerConnections:
@@ -65,7 +65,7 @@ class PeerConnections:
         )
         self.closed = False
         self.readers: set[_ReaderThread] = set()
-        """Readers that take windows. One that is ending is no longer here, but in `_threads` until its thread ends."""
+        """Readers that take windows. An ending reader is only in `_threads` until its thread ends."""
         self.is_retired = False
         """True if readers end as soon as they have no work; reset by the next read."""
         self.used_at = time.monotonic()
@@ -76,18 +76,18 @@ class PeerConnections:
 
     @property
     def is_idle(self) -> bool:
-        """True if no thread runs, and so no read is under way."""
+        """True if no thread runs, so that no read is active."""
         with self.queue.changed:
             return not self._threads
 
     @property
     def is_resting(self) -> bool:
-        """True if a connection is kept although no read needs it."""
+        """True if connections are open and no read is active."""
         with self.queue.changed:
             return bool(self.readers) and not self.queue.num_reads
 
     def close_idle(self) -> None:
-        """Close idle connections, others when their reads have ended. Returns at once."""
+        """Close idle connections now, and others after their reads. Returns at once."""
         with self.queue.changed:
             self.is_retired = True
             self.queue.changed.notify_all()
@@ -95,7 +95,7 @@ class PeerConnections:
     def read(
         self, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener, digest: BlockDigest = XXH3
     ) -> QueuedRead:
-        """Begin a read of at least one block, all within the pool. Not after `close`."""
+        """Begin a read of at least one block, all within the pool. Must not follow `close`."""
         with self.queue.changed:
             self.is_retired, self.used_at = False, time.monotonic()
             read = self.queue.add(token, blocks, listener, digest)
@@ -155,11 +155,11 @@ class _ReaderThread:
 
     @property
     def is_free(self) -> bool:
-        """True if it has no window and will take one soon. Called under the queue's lock."""
+        """True if the reader has no window and will take one soon. Called under the queue's lock."""
         return self._window is None and not self._closes_connection
 
     def interrupt(self, read: QueuedRead) -> None:
-        """Stop the window under way if it belongs to this read. Called under the queue's lock."""
+        """Stop the current window if it belongs to this read. Called under the queue's lock."""
         if self._window is not None and self._window.read is read and self._connection is not None:
             self._interrupted |= self._connection.interrupt()
 
@@ -182,7 +182,7 @@ class _ReaderThread:
             if not self._has_work():
                 self._queue.changed.wait_for(self._has_work_or_leaves, self._connections.limits.idle_close_s)
             if self._connections.closed or not self._queue.num_pending:
-                # under the same lock: a read that is added from now on must not count this reader as free
+                # under the same lock, so that a read that is added later does not count this reader as free
                 self._connections.readers.discard(self)
                 return False
             return True
@@ -199,7 +199,7 @@ class _ReaderThread:
             if window is not None:
                 return window, connection.fetch(window.read.token, window.blocks)
             if not self._connections.closed and self._queue.num_pending:
-                # every pending read waits for windows in flight at other readers; their end notifies
+                # every pending read waits for windows in flight at other readers, whose end notifies
                 self._queue.changed.wait(self._connections.limits.idle_close_s)
             return None
 
@@ -225,12 +225,14 @@ class _ReaderThread:
             self._verify(window, verdicts, cause)
 
     def _release(self, is_broken: bool) -> None:
-        # before the queue records the window's end: a read that ends by it must not interrupt this reader's next window
+        # before the queue records the window's end, so that a read that ends by it does not interrupt this reader's next window
         with self._queue.changed:
             self._window = None
             is_broken = is_broken or self._interrupted
             self._interrupted = False
-            self._closes_connection = is_broken  # which may take long: another reader takes reads that arrive meanwhile
+            self._closes_connection = (
+                is_broken  # closing may take long; another reader serves reads that arrive meanwhile
+            )
         if is_broken and self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -264,7 +266,7 @@ class _ReaderThread:
                 return
             self._connections.readers.discard(self)
             is_last = not self._connections.readers
-            # another reader may be connected and take the work
+            # another connected reader may take the work
             self._queue.changed.notify()
         logger.info("a reader to %s ended: %s", self._connections.peer, cause)
         if is_last:

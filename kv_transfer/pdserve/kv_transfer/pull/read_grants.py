@@ -1,6 +1,6 @@
-"""`ReadGrants`: what a source allows its peers to read: the grants of one connector, and the sends under way on each.
+"""`ReadGrants`: the grants of one connector at a source, and the active sends of each.
 
-open -> [publish ...] -> close -> (sends under way end, or are interrupted after fence_after_s) -> fenced
+open -> [publish ...] -> close -> (active sends end, or are interrupted after fence_after_s) -> fenced
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TOKEN_BYTES = 16
 
 
 class Refusal(enum.Enum):
-    """Why a source does not answer a read with blocks. The numbers go over the wire; 0 is reserved for 'granted'."""
+    """Reasons why a source refuses a read. The numbers are sent to the peer; 0 is reserved for 'granted'."""
 
     UNKNOWN_TOKEN = 1
     UNPUBLISHED = 2
@@ -38,7 +38,7 @@ _EXPLANATIONS = {
 
 
 class InFlightSend:
-    """Blocks that are being read out of the pool for one peer; they may not be reused before `ReadGrants.end`."""
+    """Blocks that are being sent to one peer; they must not be reused before `ReadGrants.end`."""
 
     __slots__ = ("blocks", "grant", "interrupt")
 
@@ -59,35 +59,35 @@ class ReadGrant:
         self.waiting: list[Callable[[], None]] = []
         self.closed = False
         self.reader: Hashable | None = None
-        """The first reader: no other may read with this token."""
+        """The first reader; no other may read with this token."""
 
     def publish(self, first_index: int, blocks: Sequence[int]) -> None:
-        """As `Grant.publish`; no effect once the grant is closed, since its connector may close it at any time.
+        """As `Grant.publish`; no effect after the grant was closed, since its connector may close it at any time.
 
-        Raises: IndexError for a block outside the pool, ValueError for an index that already is another block.
+        Raises: IndexError for a block outside the pool, ValueError for an index that was published as another block.
         """
         self._book.publish(self, first_index, blocks)
 
     def close(self, on_fenced: Callable[[], None]) -> None:
-        """As `Grant.close`. Of several calls each call-back is called once."""
+        """As `Grant.close`. May be called several times; each callback is called once."""
         self._book.close_grant(self, on_fenced)
 
 
 class ReadGrants:
-    """Thread-safe. Call-backs run on the event thread."""
+    """Grants by token. Thread-safe. Callbacks run on the event thread."""
 
     def __init__(self, num_blocks: int, events: EventThread, fence_after_s: float) -> None:
         self._num_blocks = num_blocks
         self._events = events
         self._fence_after_s = fence_after_s
         self._lock = threading.Lock()
-        # the duration of a dict lookup reveals nothing to an attacker: bytes are compared only after their keyed 64-bit
-        # hashes are equal, and what is guessed is 128 random bits.
+        # the duration of a dict lookup reveals nothing useful: bytes are compared only if their keyed 64-bit # hashes are equal,
+        # and a token is 128 random bits
         self._grants: dict[bytes, ReadGrant] = {}
         self._closed = False
 
     def open(self, token: bytes) -> ReadGrant:
-        """A new grant; one that never allows anything when the book is closed. Raises ValueError as `grant` does."""
+        """A new grant; after `close`, a grant that allows nothing. Raises: ValueError for an invalid or granted token."""
         if len(token) != TOKEN_BYTES:
             raise ValueError(f"a token has {TOKEN_BYTES} bytes, not {len(token)}")
         grant = ReadGrant(self, bytes(token))
@@ -122,10 +122,10 @@ class ReadGrants:
         interrupt: Callable[[], object],
         reader: Hashable | None = None,
     ) -> InFlightSend | Refusal:
-        """Leave to read `count` blocks out of the pool, until `end`. reader: who asks; the first one binds the token.
+        """Permit a send of `count` blocks, until `end`, or refuse it. reader: the peer; the first one binds the token.
 
-        interrupt: called from any thread, maybe more than once and only before `end`, when the reading must stop
-            soon; it never blocks and calls nothing of this book.
+        interrupt: called from any thread, possibly more than once and only before `end`, if the send must stop soon. It must not
+        block, and must not call this object.
         """
         with self._lock:
             grant = self._grants.get(token)
@@ -143,7 +143,7 @@ class ReadGrants:
             return sending
 
     def end(self, sending: InFlightSend) -> None:
-        """No byte of these blocks is read any more on behalf of this sending."""
+        """End a send: none of its blocks is read any more."""
         grant = sending.grant
         with self._lock:
             grant.sendings.discard(sending)
@@ -160,7 +160,7 @@ class ReadGrants:
             self._events.call_later(self._fence_after_s, lambda: self._interrupt(grant))
 
     def close(self) -> None:
-        """Close every grant and interrupt every sending at once. Idempotent."""
+        """Close all grants and interrupt all sends at once. Idempotent."""
         with self._lock:
             self._closed = True
             grants = list(self._grants.values())
@@ -185,7 +185,7 @@ class ReadGrants:
             self._events.call_soon(call)
 
     def _interrupt(self, grant: ReadGrant) -> None:
-        # Under the lock: a sending that ended meanwhile may have left its socket to another transfer.
+        # under the lock, because after a send has ended another transfer may use its socket
         with self._lock:
             for sending in grant.sendings:
                 sending.interrupt()

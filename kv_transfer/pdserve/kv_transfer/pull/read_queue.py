@@ -3,8 +3,9 @@
 blocks of a read   |-- window --|-- window --|-- window --|      a window: consecutive indexes, <= window_blocks
 queue of a peer    read A, read B, read C, A, B, C ...           one window each turn, so none waits for another
 
-Each window costs a request, an answer and some waking of threads. So windows grow while they arrive within `QUICK_S`, and shrink
-when they take longer than `SLOW_S`: the wait of a short read is bounded in time on a slow network, in bytes on a fast one.
+Each window costs a request, an answer and wake-ups of threads. Windows therefore grow while they arrive within `QUICK_S`, and
+shrink when they take longer than `SLOW_S`: this bounds the wait of a short read in time on a slow network, and in bytes on a fast
+one.
 
 READING --(all landed)--------------------------------> ENDED  (DONE)
 READING --(cancel, failure)--> DRAINING --(no window in flight)--> ENDED  (CANCELLED, FAILED)
@@ -42,14 +43,14 @@ LEGAL_MOVES: dict[ReadState, frozenset[ReadState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Consecutive blocks of one read that travel in one answer."""
+    """Consecutive blocks of one read that are sent in one answer."""
 
     read: QueuedRead
     first: int
     """Position of its first block in `read.blocks`."""
     count: int
     is_reread: bool = False
-    """Its blocks were read before with bytes that did not match; they are not read a third time."""
+    """True if the blocks were read before and their digests did not match; they are not read a third time."""
 
     @property
     def blocks(self) -> Sequence[BlockToRead]:
@@ -57,7 +58,7 @@ class Window:
 
 
 class QueuedRead:
-    """A `BlockRead` of a `ReadQueue`. Its fields change under the queue's lock only."""
+    """A `BlockRead` of a `ReadQueue`. Its fields change only under the queue's lock."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class QueuedRead:
 
     def move(self, to: ReadState) -> None:
         if to not in LEGAL_MOVES[self.state]:
-            raise InternalError(f"a read cannot go from {self.state.value} to {to.value}")
+            raise InternalError(f"a read cannot change from {self.state.value} to {to.value}")
         self.state = to
 
 
@@ -92,9 +93,9 @@ class ReadQueue:
     """The reads from one peer. Thread-safe; listeners are called on reader threads or by `call_soon`, never locked.
 
     window_blocks: most blocks in one window at first, and on a slow network.
-    longest_window_blocks: most blocks in one window on a fast one.
+    longest_window_blocks: most blocks in one window on a fast network.
     in_flight_blocks: most blocks of one read in flight; a read with none in flight may always begin a window.
-    interrupt: makes readers that move a window of this read stop soon; called under the queue's lock, never blocks.
+    interrupt: makes readers of a window of this read stop soon; called under the queue's lock; must not block.
     call_soon: runs a call on another thread.
     """
 
@@ -108,7 +109,7 @@ class ReadQueue:
     ) -> None:
         self.changed = threading.Condition()
         self.window_blocks = window_blocks
-        """Most blocks in the windows that are taken now. Changes under the lock."""
+        """Current limit of blocks in one window. Changes under the lock."""
         self._shortest_blocks = window_blocks
         self._longest_blocks = longest_window_blocks
         self._in_flight_blocks = in_flight_blocks
@@ -119,12 +120,12 @@ class ReadQueue:
 
     @property
     def num_pending(self) -> int:
-        """Windows that no reader has taken. Called under the lock."""
+        """Number of windows that no reader has taken. Called under the lock."""
         return sum(-(-window.count // self.window_blocks) for read in self._turns for window in read.pending)
 
     @property
     def num_reads(self) -> int:
-        """Reads that have not ended. Asked under the lock."""
+        """Number of reads that have not ended. Called under the lock."""
         return len(self._reads)
 
     def add(
@@ -139,7 +140,7 @@ class ReadQueue:
         return read
 
     def take(self) -> Window | None:
-        """The next window to move, or None when none may begin. Called under the lock."""
+        """The next window to read; None if none may begin. Called under the lock."""
         for _ in range(len(self._turns)):
             read = self._turns.popleft()
             window = read.pending[0]
@@ -158,7 +159,7 @@ class ReadQueue:
         return None
 
     def pace(self, window: Window, seconds: float) -> None:
-        """Record the duration of a window, which decides the size of the next ones; a shorter window than usual is ignored."""
+        """Adapt the window size to the duration of a window; windows shorter than usual are ignored."""
         with self.changed:
             if window.count == self.window_blocks and seconds < QUICK_S:
                 self.window_blocks = min(2 * window.count, self._longest_blocks)
@@ -166,30 +167,30 @@ class ReadQueue:
                 self.window_blocks = max(self.window_blocks // 2, self._shortest_blocks)
 
     def give_back(self, window: Window) -> None:
-        """The window did not begin: no byte of it arrived. It is next in its read, unless the read is over."""
+        """Return a window of which no byte arrived; it becomes the next of its read, unless the read has ended."""
         self._settle(window, [window], None)
 
     def finish(self, window: Window, landed: Sequence[tuple[int, int]], unmatched: Sequence[Window]) -> None:
-        """The window arrived: report landed blocks, read again those that did not match."""
+        """Report the landed blocks of a window, and queue blocks with a wrong digest again."""
         for first, count in landed:
             self._report(window.read, first, count)
         self._settle(window, unmatched, None)
 
     def fail(self, window: Window, landed: Sequence[tuple[int, int]], cause: TransferFailed) -> None:
-        """The window did not arrive completely; nothing writes into its blocks any more."""
+        """Fail a window that did not arrive completely; nothing writes into its blocks any more."""
         for first, count in landed:
             self._report(window.read, first, count)
         self._settle(window, (), cause)
 
     def fail_pending(self, cause: TransferFailed) -> None:
-        """The peer cannot be reached: end every read that still waits for a window."""
+        """Fail every read with waiting windows, because the peer cannot be reached."""
         with self.changed:
             ended = [read for read in list(self._turns) if self._drain(read, ReadOutcome.FAILED, cause)]
         for read in ended:
             self._tell_end(read)
 
     def cancel(self, read: QueuedRead) -> None:
-        """End a read; without effect when it is ending already."""
+        """End a read; no effect if it is ending."""
         with self.changed:
             ended = self._drain(read, ReadOutcome.CANCELLED, None)
         if ended:
@@ -202,7 +203,7 @@ class ReadQueue:
             self.cancel(read)
 
     def _report(self, read: QueuedRead, first: int, count: int) -> None:
-        # a draining read needs no more reports; without a lock, since a late report does no harm
+        # a draining read needs no reports; checked without the lock, since a late report is harmless
         if read.state is ReadState.READING or read.outcome is ReadOutcome.FAILED:
             run_guarded(lambda: read.listener.landed(first, count))
 
@@ -220,7 +221,7 @@ class ReadQueue:
             if not ended:
                 ended = self._end_if_over(read)
             if self._turns:
-                # What was put back, or a window of this read that waited for room in flight.
+                # windows that were returned, or that waited for the limit of bytes in flight
                 self.changed.notify_all()
         if ended:
             self._tell_end(read)
@@ -248,7 +249,7 @@ class ReadQueue:
 
 
 def _successive(read: QueuedRead) -> list[Window]:
-    """The whole read, parted where an index does not follow the one before."""
+    """Ranges of the read with consecutive indexes."""
     windows: list[Window] = []
     first = 0
     for position in range(1, len(read.blocks) + 1):

@@ -1,4 +1,4 @@
-"""Blocks over TCP: the connector for every network, and the fallback of faster ones.
+"""Blocks over TCP: the connector for every network, and the fallback of faster connectors.
 
 tcp.py              TcpConnector: composes a source and a block reader
 tcp_source.py       accepts, answers from the pool      pull/read_grants.py       which peer may read which blocks; fences
@@ -24,7 +24,7 @@ from pdserve.kv_transfer.totals import Totals
 
 
 class TcpConnector:
-    """A `BlockConnector` over TCP. See `TcpSettings` for every number."""
+    """A `BlockConnector` over TCP. `TcpSettings` has all limits."""
 
     name = "tcp"
 
@@ -61,12 +61,12 @@ class TcpConnector:
 
     @property
     def num_connections(self) -> int:
-        """Connections that peers hold to this source."""
+        """Number of connections from peers to this source."""
         return self._source.num_connections
 
     @property
     def num_refused_connections(self) -> int:
-        """Connections of peers that found no place, or lost it to another newcomer; counted up."""
+        """Number of refused connections, including new ones that were replaced by newer ones."""
         return self._source.num_refused_connections
 
     def grant(self, token: bytes) -> Grant:
@@ -85,8 +85,8 @@ class TcpConnector:
         return self._reads.read(lambda: TcpAddress.from_metadata(metadata), token, blocks, listener, digest)
 
     def close(self) -> None:
-        """As `BlockConnector.close`. May take `connect_timeout_s` while a connection is being made, and as long again
-        for TLS, and for resolving a name.
+        """As `BlockConnector.close`. Takes up to `connect_timeout_s` while a connection is being made, and as long again for TLS
+        and for resolving a name.
         """
         if self._started is not None:
             source, reads = self._started

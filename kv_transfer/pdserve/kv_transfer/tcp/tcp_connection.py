@@ -1,4 +1,4 @@
-"""The reader's side of one TCP connection: asks for blocks and receives them straight into the pool."""
+"""The reader's side of one TCP connection: requests blocks and receives them directly into the pool."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pdserve.kv_transfer.tcp.tcp_stream import Stream, StreamBroken, dial
 from pdserve.kv_transfer.tcp.tls_stream import TlsStream
 
 _STEP_BYTES = 512 << 10
-"""Received in one call, then digested: small enough to be in the processor's cache still."""
+"""Bytes received in one call and then digested while they are in the processor's cache."""
 
 
 class TcpConnection:
-    """A `Connection` over one connection. Raises TransferFailed from construction when the peer cannot be reached."""
+    """A `Connection` over TCP. Construction raises TransferFailed if the peer cannot be reached."""
 
     def __init__(self, address: TcpAddress, pool: PoolMemory, settings: TcpSettings) -> None:
         self._peer = str(address)
@@ -38,7 +38,7 @@ class TcpConnection:
         """As `Connection.fetch`."""
         request = ReadRequest(next(self._serials), token, blocks[0].index, len(blocks), self._pool.block_bytes)
         self._ask(request)
-        # All at once, while the peer prepares its answer: between two steps it would find the processor's cache cold.
+        # Prepare all buffers while the peer prepares its answer; between two steps it would displace data from the cache.
         steps = list(self._steps(blocks))
         answer = self._receive_answer(request)
         if answer.refusal is not None:
@@ -52,7 +52,7 @@ class TcpConnection:
                 self._stream.receive(views)
             except StreamBroken as error:
                 index = blocks[received].index
-                raise ConnectionBroken(f"reading block {index} and on from {self._peer}: {error}") from error
+                raise ConnectionBroken(f"reading blocks from {index} on from {self._peer}: {error}") from error
             received += num_blocks
             yield received
 
@@ -64,7 +64,7 @@ class TcpConnection:
         self._stream.close()
 
     def _steps(self, blocks: Sequence[BlockToRead]) -> Iterator[tuple[list[memoryview], int]]:
-        """The parts that are received in one call each: their buffers, and their numbers of blocks."""
+        """(buffers, number of blocks) of the parts that are received in one call each."""
         for first in range(0, len(blocks), self._step_blocks):
             numbers = [block.local_block for block in blocks[first : first + self._step_blocks]]
             yield coalesce_contiguous(self._pool, numbers), len(numbers)
@@ -87,7 +87,7 @@ class TcpConnection:
         return answer
 
     def _broken(self, request: ReadRequest, error: StreamBroken) -> ConnectionBroken:
-        # A kept connection may have outlived its peer. One that stalls has not, and a new one proved nothing yet.
+        # A kept connection may be stale, because its peer has ended. A stalled or a new connection is not.
         is_stale = self._has_served and not error.is_stall and error.num_bytes == 0
         return ConnectionBroken(f"asking {self._peer} for block {request.first_index}: {error}", is_stale)
 

@@ -1,11 +1,11 @@
-"""The connections of a TCP source, in two classes: newcomers, and those whose peers have shown a valid token.
+"""The connections of a TCP source, in two classes: newcomers, and settled ones whose peers have shown a valid token.
 
     accepted --admit--> newcomer --settle (first granted read)--> settled --leave--> gone
                            |
                            +-- first_request_s over, or its place is needed: cut off
 
-Any host that reaches the port can make newcomers, so they have places of their own, apart from connections that read; the
-oldest is closed for the newest. A peer that reads is a newcomer for the milliseconds of its handshake and first request.
+Any host that reaches the port can make newcomers, so they have limits separate from those of settled connections; the oldest is
+closed for the newest. A reading peer is a newcomer only for its handshake and first request, some milliseconds.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ _V6_PREFIX_BITS = 64
 class _Connection:
     thread: threading.Thread
     network: str
-    """The network to whose share of the places it counts, see `network_of`."""
+    """The network in whose limit the connection counts, see `network_of`."""
     due: float
-    """When a newcomer is cut off, by the monotonic clock."""
+    """`time.monotonic()` at which a newcomer is closed."""
 
 
 class SourceConnections:
-    """Thread-safe. A stream is shut down under the lock alone, and closed after `leave`: descriptors are used again."""
+    """Thread-safe. A stream is shut down only under the lock, and closed after `leave`, because descriptors are reused."""
 
     def __init__(self, settings: TcpSettings, events: EventThread) -> None:
         self.num_refused = 0
-        """Connections that found no place, or lost it to another newcomer; counted up."""
+        """Number of refused connections, including newcomers that were replaced."""
         self._settings = settings
         self._events = events
         self._lock = threading.Lock()
         self._closed = False
         self._expires = False
         self._newcomers: OrderedDict[TcpStream, _Connection] = OrderedDict()
-        """By age, the oldest first."""
+        """Newcomers, the oldest first."""
         self._settled: dict[TcpStream, _Connection] = {}
         self._cut_off: dict[TcpStream, _Connection] = {}
-        """Closed connections whose threads are about to end; they hold no place."""
+        """Closed connections whose threads have not ended; they do not count."""
         self._known: OrderedDict[str, None] = OrderedDict()
-        """Networks from which reads were granted, the latest last. Others' newcomers go before theirs."""
+        """Networks with granted reads, the latest last. Newcomers of other networks are replaced first."""
 
     def __len__(self) -> int:
         with self._lock:
             return len(self._newcomers) + len(self._settled) + len(self._cut_off)
 
     def admit(self, stream: TcpStream, host: str, thread: threading.Thread) -> bool:
-        """A connection was accepted. host: its peer's address. thread: serves it, and is started by this call.
+        """Add an accepted connection. host: the peer's address. thread: serves the connection; this call starts it.
 
-        False after `close`. Raises: RuntimeError when the thread cannot be started; the connection is then not here.
+        False after `close`. Raises: RuntimeError if the thread cannot be started; the connection is then not added.
         """
         with self._lock:
             if self._closed:
@@ -78,7 +78,7 @@ class SourceConnections:
             return True
 
     def settle(self, stream: TcpStream) -> bool:
-        """A read over this connection is granted. False: it has lost its place, or there is none; it is shut down."""
+        """Settle a connection whose read was granted. False if it was closed or exceeds the limit; it is shut down."""
         with self._lock:
             if stream in self._settled:
                 return True
@@ -97,14 +97,14 @@ class SourceConnections:
             return True
 
     def leave(self, stream: TcpStream) -> None:
-        """The thread no longer uses the connection; close it."""
+        """Close a connection that its thread no longer uses."""
         with self._lock:
             for connections in (self._newcomers, self._settled, self._cut_off):
                 connections.pop(stream, None)
             stream.close()
 
     def close(self) -> None:
-        """Shut all down, admit none any more, and join the threads. Idempotent."""
+        """Shut all connections down, admit no others, and join the threads. Idempotent."""
         with self._lock:
             self._closed = True
             everything = {**self._newcomers, **self._settled, **self._cut_off}
@@ -136,7 +136,7 @@ class SourceConnections:
         stream.shutdown()
 
     def _expire_later(self) -> None:
-        """One timer for all, for the oldest: a flood must not pile up timers."""
+        """Start a timer for the oldest newcomer. One timer serves all, so that a flood of connections makes no timers."""
         if not self._expires and self._newcomers:
             self._expires = True
             oldest = next(iter(self._newcomers.values()))
@@ -152,7 +152,7 @@ class SourceConnections:
 
 
 def network_of(host: str) -> str:
-    """The unit of a connection's share: an IPv4 address, or the /64 of an IPv6 address, which one machine may have as a whole."""
+    """The unit of limits per network: an IPv4 address, or the /64 of an IPv6 address, since one machine may own a whole /64."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -26,12 +26,12 @@ MAX_INDEX = 0xFFFF_FFFF
 
 
 class MalformedFrame(Exception):
-    """Bytes that are not a valid frame; their connection cannot be used any more."""
+    """Invalid bytes instead of a frame; the connection cannot be used any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """`count` blocks from `first_index` on of the transfer that the token names."""
+    """A request for `count` blocks from `first_index` on, of the token's transfer."""
 
     NUM_BYTES = _REQUEST.size
 
@@ -48,10 +48,10 @@ class ReadRequest:
 
     @staticmethod
     def decode(frame: bytes | bytearray) -> ReadRequest:
-        """Raises MalformedFrame."""
+        """Decode and check a request. Raises: MalformedFrame."""
         magic, version, reserved, serial, token, first_index, count, block_bytes = _REQUEST.unpack(frame)
         if magic != _REQUEST_MAGIC or version != VERSION or reserved != 0:
-            raise MalformedFrame("no read request of this version")
+            raise MalformedFrame("not a read request of this version")
         if count == 0 or first_index + count > MAX_INDEX:
             raise MalformedFrame(f"a read request for {count} blocks from index {first_index} on")
         return ReadRequest(serial, token, first_index, count, block_bytes)
@@ -59,7 +59,7 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReadAnswer:
-    """Header of the blocks that follow, or a refusal."""
+    """Header of the blocks that follow, or refusal."""
 
     NUM_BYTES = _ANSWER.size
 
@@ -71,7 +71,7 @@ class ReadAnswer:
 
     @staticmethod
     def to_request(request: ReadRequest, refusal: Refusal | None = None) -> ReadAnswer:
-        """The blocks asked for, or none and the reason."""
+        """The answer to a request: its blocks, or a refusal without blocks."""
         count = 0 if refusal else request.count
         return ReadAnswer(request.serial, refusal, request.first_index, count, request.block_bytes)
 
@@ -81,10 +81,10 @@ class ReadAnswer:
 
     @staticmethod
     def decode(frame: bytes | bytearray, request: ReadRequest) -> ReadAnswer:
-        """Raises MalformedFrame when the bytes are not an answer to exactly this request."""
+        """Decode an answer. Raises: MalformedFrame if it does not answer exactly this request."""
         magic, version, status, serial, first_index, count, block_bytes = _ANSWER.unpack(frame)
         if magic != _ANSWER_MAGIC or version != VERSION:
-            raise MalformedFrame("no read answer of this version")
+            raise MalformedFrame("not a read answer of this version")
         try:
             refusal = None if status == _GRANTED else Refusal(status)
         except ValueError:

@@ -1,4 +1,4 @@
-"""Settings of the TCP connector, and the address that it gives to its peers."""
+"""Settings of the TCP connector, and its address for peers."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ _LOOKS_NUMERIC = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpSettings(ReadSettings):
-    """`connect_timeout_s` is for the connection; with TLS as long again for the handshake."""
+    """`connect_timeout_s` limits the connection, and with TLS again the handshake."""
 
     host: str = "127.0.0.1"
     """Address of this machine to listen on."""
     port: int = 0
-    """0: any free port."""
+    """Port to listen on; 0 for a free port."""
     advertise_host: str | None = None
-    """The host that peers connect to; needed when `host` is a wildcard. Peers resolve a name."""
+    """The host that peers connect to; required if `host` is a wildcard. Peers resolve names."""
     sockets_per_peer: int = 2
-    """Most connections that reads from one peer use at once; they are kept open and used again."""
+    """Most connections that reads from one peer use at once; they are kept open and reused."""
     max_request_bytes: int = 64 << 20
-    """Largest answer that this source gives to a peer that asks for more than one block at once."""
+    """Largest answer of this source to a request for more than one block."""
     send_stall_s: float = 10.0
     """Seconds without a sent byte after which a peer's connection is closed."""
     first_request_s: float = 5.0
-    """A new connection that was granted no read within this time is closed; with TLS its handshake counts too."""
+    """Seconds after which a new connection without a granted read is closed, including the TLS handshake."""
     idle_close_s: float = 60.0
-    """Connections without reads are closed by the reader after this time, by the source after twice of it."""
+    """Seconds after which the reader closes a connection without reads; the source closes it after twice this time."""
     fence_after_s: float = 1.0
-    """Sends that are under way when their grant closes are cut off after this time."""
+    """Seconds after which sends are interrupted when their grant was closed."""
     max_connections: int = 512
-    """Connections of peers that read; one beyond is closed at its first read."""
+    """Most settled connections; a further one is closed at its first read."""
     max_connections_per_host: int = 128
     """Part of these for one address, or one IPv6 network of 64 bits."""
     max_newcomers: int = 128
-    """Connections that have not shown a token yet; one more replaces the oldest."""
+    """Most connections without a valid token so far; a further one replaces the oldest."""
     max_newcomers_per_host: int = 64
     """Part of these for one address, or one IPv6 network of 64 bits."""
     tls: TlsIdentity | None = None
-    """This process's identity to its peers, which must show certificates, too; None: no encryption."""
+    """This process's TLS identity; peers must have certificates, too. None: no encryption."""
 
     def __post_init__(self) -> None:
         # not super(): a dataclass with slots is another class than the one that this function was defined in
         ReadSettings.__post_init__(self)
         places = (self.max_connections, self.max_connections_per_host, self.max_newcomers, self.max_newcomers_per_host)
         if min(self.sockets_per_peer, *places) < 1:
-            raise ConfigError("sockets_per_peer and the places for connections must be at least 1 each")
+            raise ConfigError("sockets_per_peer and the limits of connections must be at least 1 each")
         if self.max_request_bytes < self.longest_request_bytes:
             raise ConfigError("max_request_bytes must be at least longest_request_bytes")
         if min(self.send_stall_s, self.first_request_s) <= 0:
@@ -66,13 +66,13 @@ class TcpSettings(ReadSettings):
 
     @property
     def peers_host(self) -> str:
-        """The host for the metadata."""
+        """The host in the metadata."""
         return self.advertise_host or self.host
 
     def check_peers_host(self) -> None:
-        """Raises ConfigError when peers could not connect to `peers_host`."""
+        """Raises: ConfigError if peers could not connect to `peers_host`."""
         if not is_plain_host(self.peers_host):
-            raise ConfigError(f"peers cannot be told to connect to {self.peers_host!r}: set advertise_host")
+            raise ConfigError(f"peers cannot connect to {self.peers_host!r}: set advertise_host")
 
 
 class TcpAddress(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ class TcpAddress(msgspec.Struct, frozen=True):
 
     @staticmethod
     def from_metadata(metadata: bytes) -> TcpAddress:
-        """Read what a peer sent. Raises TransferFailed when it is not exactly a plain host and a port."""
+        """Decode and check a peer's metadata. Raises: TransferFailed unless it is a plain host and a port."""
         if len(metadata) > MAX_METADATA_BYTES:
             raise TransferFailed(f"the source's TCP metadata has {len(metadata)} bytes")
         try:
@@ -105,7 +105,7 @@ class TcpAddress(msgspec.Struct, frozen=True):
 
 
 def is_plain_host(host: str) -> bool:
-    """An IP address of one machine, or a DNS name that no resolver takes for an address in disguise."""
+    """True for an IP address of one machine, or a DNS name that no resolver interprets as an address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -26,13 +26,13 @@ _WARNED_PEERS = 256
 _ACCEPT_RETRY_S = 0.1
 
 Reader = tuple[str, ...]
-"""The reader: its address, and under TLS the names in its certificate, which remain when the certificate is renewed."""
+"""Identity of a reader: its address, and with TLS the names in its certificate, which a renewal keeps."""
 
 
 class TcpSource:
-    """Answers peers' reads from the pool, as far as its grants allow. Listens from construction until `close`.
+    """Answers granted reads of peers from the pool. Listens from construction until `close`.
 
-    Raises: ConfigError when the address cannot be had.
+    Raises: ConfigError if the address is not available.
     """
 
     def __init__(self, pool: PoolMemory, settings: TcpSettings, events: EventThread) -> None:
@@ -78,7 +78,7 @@ class TcpSource:
             try:
                 accepted = self._listener.accept()
             except OSError as error:
-                # No more descriptors, most likely: connections that end bring some back.
+                # most likely no descriptor is left; ending connections free some
                 logger.warning("cannot accept a connection: %s", error)
                 time.sleep(_ACCEPT_RETRY_S)
                 continue
@@ -89,7 +89,7 @@ class TcpSource:
     def _on_accept(self, sock: socket.socket, peer: str) -> None:
         try:
             stream = TcpStream(sock, self._settings.first_request_s, self._settings.send_stall_s)
-        except OSError as error:  # the peer has disconnected already
+        except OSError as error:  # the peer has disconnected
             logger.debug("connection from %s: %s", peer, error)
             sock.close()
             return
@@ -115,19 +115,19 @@ class TcpSource:
                 patience_s = 2 * self._settings.idle_close_s
         except HandshakeFailed as error:
             self.counters.add(failed_handshakes=1)
-            self._warn(peer, f"did not shake hands ({error})")
+            self._warn(peer, f"failed the TLS handshake ({error})")
         except StreamBroken as error:
             logger.debug("connection from %s: %s", peer, error)
         except MalformedFrame as error:
             self.counters.add(malformed_frames=1)
-            self._warn(peer, f"sent what is no frame of ours ({error})")
+            self._warn(peer, f"sent an invalid frame ({error})")
         except Exception:
             logger.exception("connection from %s", peer)
         finally:
             self._connections.leave(stream)
 
     def _secure(self, stream: TcpStream) -> Stream:
-        """Start TLS, if configured; the handshake blocks only this connection's thread."""
+        """Start TLS if configured; the handshake blocks only this connection's thread."""
         tls = self._settings.tls
         if tls is None:
             return stream
@@ -145,7 +145,7 @@ class TcpSource:
             return
         try:
             if not self._connections.settle(connection):
-                raise StreamBroken("no place for it")
+                raise StreamBroken("too many connections")
             header = memoryview(ReadAnswer.to_request(request).encode())
             stream.send([header, *coalesce_contiguous(self._pool, allowed.blocks)])
             self.counters.add(blocks_sent=request.count)
@@ -158,7 +158,7 @@ class TcpSource:
             return Refusal.TOO_MANY
         sending = self._grants.begin(request.token, request.first_index, request.count, stream.shutdown, reader)
         if isinstance(sending, InFlightSend) and request.block_bytes != block_bytes:
-            # only a bearer of a token gets information about the pool
+            # only the holder of a token gets information about the pool
             self._grants.end(sending)
             return Refusal.WRONG_BLOCK_BYTES
         return sending
@@ -172,5 +172,8 @@ class TcpSource:
                 self._warned_at.clear()
             self._warned_at[peer] = now
         logger.warning(
-            "%s %s; its connection is closed. More from there within %g s is only counted.", peer, what, _WARN_EACH_S
+            "%s %s; its connection is closed. Further ones from there within %g s are only counted.",
+            peer,
+            what,
+            _WARN_EACH_S,
         )

@@ -1,6 +1,6 @@
-"""A TCP connection that moves bytes between buffers, with a bound on each stall, and can be cut from another thread.
+"""TCP connections that move bytes between buffers, with a limit of each stall; another thread can shut them down.
 
-Sockets are made and used in this file alone; `tls_stream.py` puts TLS over a stream.
+Only this file makes and uses sockets; `tls_stream.py` adds TLS.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _LISTEN_BACKLOG = 128
 
 
 class StreamBroken(Exception):
-    """Closed by the peer, cut by `shutdown`, stalled, or failed; of no more use.
+    """The stream was closed by the peer, shut down, stalled, or failed; it cannot be used again.
 
-    num_bytes: moved by the failed call before that. is_stall: the peer did nothing, and might still.
+    num_bytes: bytes moved by the failed call. is_stall: True if the peer sent or accepted nothing in time.
     """
 
     def __init__(self, message: str, num_bytes: int = 0, is_stall: bool = False) -> None:
@@ -36,7 +36,7 @@ class StreamBroken(Exception):
 
 
 class Stream(Protocol):
-    """Carries the frames: `TcpStream`, or TLS over one."""
+    """A stream of bytes: `TcpStream`, or `TlsStream` over one."""
 
     def send(self, views: Sequence[memoryview]) -> None:
         """Send all bytes of all views, in order. Raises StreamBroken."""
@@ -48,10 +48,10 @@ class Stream(Protocol):
         """Wait for a byte or the stream's end; False when neither arrived in time. Raises StreamBroken."""
 
     def shutdown(self) -> None:
-        """Wake the thread that sends or receives here, with StreamBroken. From any thread; may be called again."""
+        """Make the sending or receiving thread raise StreamBroken. From any thread; may be called again."""
 
     def close(self) -> None:
-        """Give the socket back. By the thread that uses it."""
+        """Close the socket. Called by the thread that uses it."""
 
 
 class TcpStream:
@@ -67,9 +67,9 @@ class TcpStream:
         self.is_shut = False
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
-        # Blocking calls with the kernel's own timeouts: one call then moves megabytes without the GIL, where a socket
-        # with a Python timeout would return at each packet. A call returns at least four times in stall_s, so a stall
-        # is noticed after at most 1.25 * stall_s.
+        # Blocking calls with the kernel's timeouts: one call moves megabytes without the GIL, while a socket # with a Python
+        # timeout would return at each packet. A call returns at least four times in stall_s, so a stall # is detected after at most
+        # 1.25 * stall_s.
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _kernel_time(stall_s / 4))
@@ -84,7 +84,7 @@ class TcpStream:
         self._move(views, self._receive_all, self._stall_s)
 
     def receive_some(self, view: memoryview) -> int:
-        """Receive one byte, and what else is there already, into the view; returns how many. Raises StreamBroken."""
+        """Receive at least one byte and all bytes that have arrived, into the view; returns their number. Raises: StreamBroken."""
         since = time.monotonic()
         while not (num_bytes := self._try(lambda views: self._sock.recv_into(views[0]), [view], 0)):
             self._check_stall(since, self._stall_s, 0)
@@ -131,9 +131,9 @@ class TcpStream:
     def _try(
         self, move_some: Callable[[Sequence[memoryview]], int], views: Sequence[memoryview], num_moved: int
     ) -> int:
-        """One call to the kernel; 0: no byte moved for as long as the kernel waits. Raises StreamBroken."""
+        """Make one call to the kernel; returns 0 if no byte moved before its timeout. Raises: StreamBroken."""
         if self.is_shut:
-            # The kernel hands out what it had received even after a shutdown.
+            # after a shutdown the kernel still returns received bytes
             raise StreamBroken("cut off", num_moved)
         try:
             num_bytes = move_some(views)
@@ -152,7 +152,7 @@ class TcpStream:
 
 
 def dial(host: str, port: int, connect_timeout_s: float, stall_s: float, send_stall_s: float) -> TcpStream:
-    """Connect. Raises StreamBroken. The time-out counts for resolving a name, and for each of its addresses."""
+    """Connect. Raises: StreamBroken. The timeout applies to resolving a name, and to each of its addresses."""
     try:
         sock = _connected(resolve(host, port, connect_timeout_s), connect_timeout_s)
     except (OSError, UnicodeError) as error:
@@ -161,7 +161,7 @@ def dial(host: str, port: int, connect_timeout_s: float, stall_s: float, send_st
 
 
 def _connected(addresses: Addresses, timeout_s: float) -> socket.socket:
-    """To the first that answers. Raises: OSError, why the last did not."""
+    """A socket connected to the first address that answers. Raises: OSError of the last address."""
     failure = OSError("the name has no address")
     for family, address in addresses:
         sock = None
@@ -179,10 +179,10 @@ def _connected(addresses: Addresses, timeout_s: float) -> socket.socket:
 
 
 class Listener:
-    """A listening socket, whose `accept` any thread can end."""
+    """A listening socket; any thread can end its `accept`."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Raises ConfigError when the address cannot be had."""
+        """Raises: ConfigError if the address is not available."""
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._sock = socket.create_server((host, port), family=family, backlog=_LISTEN_BACKLOG)
@@ -197,7 +197,7 @@ class Listener:
         return port
 
     def accept(self) -> tuple[socket.socket, str] | None:
-        """The next connection and its peer's host; None after `wake`. Raises OSError when this one failed."""
+        """The next connection and its peer's host; None after `wake`. Raises: OSError if accepting failed."""
         while True:
             _wait_readable([self._sock, self._wake_receiver], None)
             if _wait_readable([self._wake_receiver], 0):
@@ -209,12 +209,12 @@ class Listener:
             return sock, str(address[0])
 
     def wake(self) -> None:
-        """End `accept` finally."""
+        """End `accept` for good."""
         with contextlib.suppress(OSError):
             self._wake_sender.send(b"\0")
 
     def close(self) -> None:
-        """Free the port; no thread may be in `accept` any more."""
+        """Free the port. No thread may be in `accept`."""
         self._sock.close()
         self._wake_receiver.close()
         self._wake_sender.close()
@@ -245,7 +245,7 @@ SockAddress = tuple[Any, ...]
 Addresses = list[tuple[socket.AddressFamily, SockAddress]]
 
 _lookups: dict[tuple[str, int], Future[Addresses]] = {}
-"""Names being resolved. Later calls for the same name share the result, so that a name has one thread at most."""
+"""Names being resolved. Later calls for a name share the result, so that each name has at most one thread."""
 _lock = threading.Lock()
 
 
@@ -260,7 +260,7 @@ def resolve(host: str, port: int, timeout_s: float) -> Addresses:
         lookup = _lookups.get((host, port))
         if lookup is None:
             lookup = _lookups[host, port] = Future()
-            # a name that is never resolved must not keep the process from ending
+            # a daemon thread, so that an unresolved name does not prevent the process from ending
             threading.Thread(target=_answer, args=(lookup, host, port), name=f"resolve-{host}", daemon=True).start()
     try:
         return lookup.result(timeout_s)
@@ -290,7 +290,7 @@ def _look_up(host: str, port: int) -> Addresses:
 
 
 def _is_address(host: str) -> bool:
-    """True if it is an address, which needs no resolving."""
+    """True for an IP address, which needs no resolver."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,8 +1,8 @@
-"""`TlsStream`: TLS over a `TcpStream`. Bounds on stalls, and being cut from another thread, are the stream's under it.
+"""`TlsStream`: TLS over a `TcpStream`, which limits stalls and can be shut down by another thread.
 
-OpenSSL works on memory here, not on the socket: pieces of `_PIECE_BYTES` are encrypted in one call without the GIL and go
-out in one more, where an `SSLSocket` would make a system call for each record of 16 KiB. What comes in is decrypted into
-the caller's views, a record a call, for OpenSSL hands out no more at once.
+OpenSSL works on memory here, not on the socket: pieces of `_PIECE_BYTES` are encrypted in one call without the GIL and sent in
+another, while an `SSLSocket` would make a system call per record of 16 KiB. Received bytes are decrypted into the caller's views,
+one record per call, which is OpenSSL's limit.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pdserve.common.security.tls import certificate_uris, tls_problem
 from pdserve.kv_transfer.tcp.tcp_stream import StreamBroken, TcpStream
 
 _PIECE_BYTES = 128 << 10
-"""Encrypted at once, and received at once."""
+"""Bytes encrypted per call, and received per call."""
 _RECORD_BYTES = (16 << 10) + 512
-"""A record of TLS at most, with all that surrounds its bytes."""
+"""Largest TLS record, including header and padding."""
 
 
 class HandshakeFailed(StreamBroken):
@@ -31,21 +31,21 @@ class TlsStream:
     def __init__(
         self, stream: TcpStream, context: ssl.SSLContext, handshake_s: float, server_name: str | None = None
     ) -> None:
-        """server_name: the name in the server's certificate; None at the server. handshake_s: its bound.
+        """server_name: the name in the server's certificate; None at the server. handshake_s: limit of the handshake.
 
-        Raises: HandshakeFailed, or StreamBroken when the peer left or took too long. `stream` is then still to be closed.
+        Raises: HandshakeFailed, or StreamBroken if the peer disconnected or took too long. The caller then closes `stream`.
         """
         self._stream = stream
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         is_server = server_name is None
         self._ssl = context.wrap_bio(self._incoming, self._outgoing, is_server, server_name)
-        # a source receives only requests, and many peers may be connected
+        # a source receives only short requests, and may have many connections
         self._received = memoryview(bytearray(_RECORD_BYTES if is_server else _PIECE_BYTES))
         self._shake_hands(handshake_s)
 
     @property
     def peer_names(self) -> tuple[str, ...]:
-        """The names in the peer's certificate, each with its kind before it (`DNS:`, `IP Address:`, `URI:`), sorted."""
+        """The names in the peer's certificate, each prefixed by its kind (`DNS:`, `IP Address:`, `URI:`), sorted."""
         certificate = cast(dict[str, Any], self._ssl.getpeercert() or {})
         return tuple(sorted(f"{kind}:{name}" for kind, name in certificate.get("subjectAltName", ())))
 
@@ -89,7 +89,7 @@ class TlsStream:
         self._stream.shutdown()
 
     def close(self) -> None:
-        """As `Stream.close`, without a notice to the peer: every frame has its length, so a truncated one is detected."""
+        """As `Stream.close`, without a TLS close message: every frame has its length, so truncation is detected."""
         self._stream.close()
 
     def _shake_hands(self, handshake_s: float) -> None:
@@ -110,7 +110,7 @@ class TlsStream:
             self._incoming.write(self._received[: self._stream.receive_some(self._received)])
 
     def _say_why(self) -> None:
-        """The alert that OpenSSL has written goes out if the peer still listens."""
+        """Send OpenSSL's alert, if the peer is still connected."""
         try:
             self._flush(0)
         except StreamBroken:
@@ -123,11 +123,11 @@ class TlsStream:
             raise StreamBroken(tls_problem(error), num_sent) from error
 
     def _decrypt(self, view: memoryview, num_received: int) -> int:
-        """Bytes that came into the view, of one record; 0: more must be taken in first. Raises StreamBroken."""
+        """Decrypt up to one record into the view; returns its bytes, 0 if more must be received first. Raises: StreamBroken."""
         if self._stream.is_shut:
             raise StreamBroken("cut off", num_received)
         try:
-            num_bytes = cast(int, self._ssl.read(len(view), view))  # with a buffer it counts
+            num_bytes = cast(int, self._ssl.read(len(view), view))  # with a buffer, `read` returns a count
         except ssl.SSLWantReadError:
             return 0
         except ssl.SSLError as error:
@@ -137,10 +137,10 @@ class TlsStream:
         return num_bytes
 
     def _take_in(self, num_missing: int, num_received: int) -> None:
-        """Receive encrypted bytes; num_missing: of what the caller waits for."""
-        self._flush(num_received)  # an answer of OpenSSL's own
-        # Part of a record may be here already, and encrypted bytes are never fewer: so many are sure to come, and are
-        # worth one long wait.
+        """Receive encrypted bytes. num_missing: bytes that the caller still needs."""
+        self._flush(num_received)  # OpenSSL may have written a protocol message
+        # Encrypted bytes are at least as many as decrypted ones, so at least this many will arrive, even if a part of a record #
+        # has been received; one long wait for them is worthwhile.
         certain = min(num_missing - _RECORD_BYTES, len(self._received))
         try:
             if certain > 0:
