@@ -114,7 +114,7 @@ async def test_a_foreign_entry_in_the_stream(
     await router.joined(worker)
     await eventually(lambda: source(router, worker) is FeedSource.REDIS)
     world.redis.do("XADD", key("events", worker), *entry)
-    await eventually(lambda: lines(caplog, "is read anew"))
+    await eventually(lambda: lines(caplog, "are read again"))
     worker.change(stored=[9])
     await settled(world, router, worker)
     assert router.directory.counts["blocks"]

@@ -94,7 +94,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_logged_once(keys_file,
             for _ in range(3):
                 keys.look()
         assert len(caplog.records) == 1
-        assert "stay as they were: api_keys_file" in caplog.text
+        assert "remain unchanged: api_keys_file" in caplog.text
         assert keys.check(bearer(BOB)).tenant == "bob"
     keys_file.unlink()
     keys.look()

@@ -193,7 +193,7 @@ async def test_what_a_worker_refuses_for_good_is_the_answer(cluster, prefill):
 async def test_a_vector_of_another_length_is_not_given_out(cluster, prefill, caplog):
     prefill.scripts = [play(prefill_pb2.PoolingResponse(values=[1.0]))]
     assert await vectors(cluster) == [embedding(tokens("hello"), DEFAULT)]
-    assert "sent 1 numbers, 8 were asked for" in caplog.text
+    assert "sent 1 numbers, 8 were requested" in caplog.text
 
 
 async def test_a_worker_that_dies_is_replaced_and_two_are_enough(cluster):

@@ -82,4 +82,4 @@ async def test_outputs_of_more_sequences_than_asked_for(cluster, caplog):
         if worker.role == "prefill":
             worker.scripts = [prefill_more]
     assert await cluster.text(max_tokens=3) == said(3)
-    assert "outputs of 5 sequences, 1 were asked for" in caplog.text
+    assert "outputs of 5 sequences, 1 were requested" in caplog.text

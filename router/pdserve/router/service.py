@@ -1,4 +1,4 @@
-"""The router as a service: everything composed, started, and stopped in order."""
+"""The router as a service: composes, starts and stops its parts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def run_router(
     log.info("settings: %s", describe(settings))
     key, is_development_key = settings.key()
     if is_development_key:
-        log.warning("no deployment key: the public development key is used, which is safe on this machine only")
+        log.warning("no deployment key: using the public development key, which is safe only on this machine")
     model = _model_name(settings, model_folder)
     model_len = model_len_of(model_folder)
     tokenizer = Tokenizer.from_folder(model_folder, parse_special=settings.parse_special)
@@ -141,7 +141,7 @@ async def _serve(
             await grpc_front.start()
             http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
             try:
-                # stopped before it has started it would leave its socket open
+                # a server that is stopped before it has started would leave its socket open
                 await first_done(http_server.listening.wait(), asyncio.shield(http_task))
                 if ready is not None:
                     ready(
@@ -162,7 +162,7 @@ async def _serve(
 
 async def _drain(inference: Inference, drain_s: float, hurry: asyncio.Event) -> None:
     """Refuse new requests; running ones may finish."""
-    log.info("the router leaves; %d requests are open", inference.admission.num_requests)
+    log.info("the router drains; %d requests are open", inference.admission.num_requests)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(drain_s):
             await first_done(inference.admission.emptied(), hurry.wait())
@@ -170,7 +170,7 @@ async def _drain(inference: Inference, drain_s: float, hurry: asyncio.Event) -> 
 
 @contextlib.contextmanager
 def _stop_on_signals(hurry: asyncio.Event) -> Iterator[asyncio.Event]:
-    """Set by the first SIGTERM or SIGINT; the second sets `hurry`."""
+    """An event that the first SIGTERM or SIGINT sets; the second signal sets `hurry`."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal() -> None:

@@ -1,12 +1,12 @@
 """`Admission`: decides which requests may enter and which may run, by limits and a queue that is fair to tenants.
 
-A request *enters* the router, or is refused at once: by the limits of its key, by its tenant's share of the queue, or
-because it would wait longer than it may. It then waits for *places*, one per sequence; there are as many as the workers can
-serve at the same time. Tenants get them by the tokens that they were served (`FairQueue`); within a tenant the lowest
-`priority` value is first, then the order of arrival.
+A request *enters* the router, or is refused at once: by the limits of its key, by its tenant's share of the queue, or because its
+expected wait is too long. It then waits for *places*, one per sequence; their number is what the workers can serve at the same
+time. Places go to tenants in the order of the tokens that they were served (`FairQueue`); within a tenant the lowest `priority`
+value is first, then the order of arrival.
 
-Where several tenants share the fleet, none may take everything that is left: a tenant may queue as many sequences as remain
-free in the queue, and hold `PLACES_PER_FREE` places for each free place. Another tenant then finds room in both.
+If several tenants share the fleet, no tenant may take all remaining capacity: it may queue at most as many sequences as remain free
+in the queue, and hold at most `PLACES_PER_FREE` places per free place, so that other tenants find room in both.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from pdserve.router.tenants.tenant_account import RETRY_AFTER_S, TenantAccounts
 
 RETRY_AFTER_MAX_S = 30.0
 PLACES_PER_FREE = 8
-"""Places that one tenant may hold for each that is free."""
+"""Places that one tenant may hold per free place."""
 MAX_OVERTAKES = 8
-"""How often others may pass a request that does not fit yet; then nothing passes it."""
+"""Number of requests that may pass one that does not fit yet; then nothing passes it."""
 PREFILL_AHEAD_S = 0.05
-"""Seconds. With several tenants, prompts go to workers only while less prefill than this waits there: workers' own queues know
-no tenants, so a prompt waits in the router's queue, which does."""
+"""Seconds. With several tenants, prompts are sent to workers only while less prefill work than this waits there: workers' queues
+are not fair to tenants, so prompts wait in the router's queue."""
 _LOOK_AHEAD = 16
-"""Requests that are looked at behind one that does not fit."""
+"""Requests that are tried behind one that does not fit."""
 _LOOK_AHEAD_PER_TENANT = 4
 _KEPT = 0.9
-"""Part of the past in the mean time of a place, with each place that is given back."""
+"""Weight of the old value in the decaying mean time for which a place is held."""
 
 
 class Admission:
-    """Counts the requests in the router, and gives places in the queue's order."""
+    """Counts the requests in the router, and grants places in the queue's order."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class Admission:
         num_tenants: Callable[[], int] = lambda: 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """capacity: asked whenever a place might be given; call `recheck` when it has grown.
+        """capacity: called whenever a place might be granted; call `recheck` after it has grown.
 
-        num_tenants: that there are keys of. clock: seconds, monotonic.
+        num_tenants: number of tenants with keys. clock: seconds, monotonic.
         """
         self._limits = limits
         self._capacity = capacity
@@ -64,14 +64,14 @@ class Admission:
         self._num_sequences = 0
         """Sequences of these prompts."""
         self.num_running = 0
-        """Places that are held."""
+        """Number of places that are held."""
         self.num_sessions = 0
-        """Sessions that are open."""
+        """Number of open sessions."""
         self._unplaced_tokens = 0
-        """Tokens of prompts that have their places and are on their way to a worker."""
+        """Tokens of prompts that have a place and have not reached a worker."""
         self._running_blocks = 0
         self._running_since = 0.0
-        """Sum of the moments at which those that run got their places."""
+        """Sum of the times at which running requests got their places, seconds."""
         self._mean_s: float | None = None
         self._queue = FairQueue[Waiter]()
         self._emptied = asyncio.Event()
@@ -106,12 +106,12 @@ class Admission:
         num_sequences: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Take requests in. Call `leave` with the same arguments when they have ended.
+        """Enter requests. Call `leave` with the same arguments after they have ended.
 
-        expel: called if the router cannot wait for these requests to end. client: whose they are. num_sequences: of all
-        requests together; None: one each. timeout_s: until when they must be done.
-        Raises: Overloaded, at once, when there is no room or the wait would be too long; InvalidRequest for more than a
-        key may ever have; Draining after `close`.
+        expel: called if the router must end these requests when it stops. client: their owner. num_sequences: of all requests
+        together; None: one each. timeout_s: deadline of the requests.
+        Raises: Overloaded, at once, if the queue is full or the wait would be too long; InvalidRequest for more than a key may ever
+        have; Draining after `close`.
         """
         if self.closed:
             raise _leaving()
@@ -135,7 +135,7 @@ class Admission:
         client: Client = ANYBODY,
         num_sequences: int | None = None,
     ) -> None:
-        """Arguments as they were given to `enter`."""
+        """End requests. The arguments are those of `enter`."""
         sequences = num_requests if num_sequences is None else num_sequences
         self.num_requests -= num_requests
         self._num_sequences -= sequences
@@ -176,11 +176,11 @@ class Admission:
         *,
         client: Client = ANYBODY,
     ) -> AsyncIterator[Place]:
-        """Hold a place inside the context, or several.
+        """Hold the request's places inside the context.
 
-        priority: lower goes first among the tenant's own. raise_when_no_worker: awaited while the request waits; raises when
-        a place would be of no use to them; it does not return.
-        Raises: Overloaded after `queue_timeout_s`, or when the tenant has spent its tokens; what `raise_when_no_worker` does.
+        priority: lower values are first among requests of the tenant. raise_when_no_worker: awaited while the request waits; never
+        returns, and raises if no worker can serve the request.
+        Raises: Overloaded after `queue_timeout_s`, or if the tenant has spent its tokens; exceptions of `raise_when_no_worker`.
         """
         account = self.tenants[client.tenant]
         expected = cost.num_tokens + account.expected_output(cost.max_tokens, cost.num_places)
@@ -220,7 +220,7 @@ class Admission:
             ) from None
 
     def recheck(self) -> None:
-        """Give free places to those whose turn it is."""
+        """Grant free places to the next requests."""
         if not self._queue:
             return
         capacity = self._capacity()
@@ -235,7 +235,7 @@ class Admission:
                 waiter.granted.set_result(None)
 
     def _next(self, capacity: Capacity) -> Waiter | None:
-        """The first that fits; those before it that have been passed too often are not passed again."""
+        """The first request that fits and does not pass one that has been passed `MAX_OVERTAKES` times."""
         if self._is_behind_with_prefill(capacity):
             return None
         passed: list[Waiter] = []
@@ -247,7 +247,7 @@ class Admission:
             if waiter.tenant in over_share:
                 continue
             if not self._is_within_share(waiter.tenant, waiter.cost.num_places, capacity):
-                # its tenant's later requests do not pass it; other tenants' do, for they take nothing of its share
+                # later requests of its tenant do not pass it; those of other tenants do, since they take none of its share
                 over_share.add(waiter.tenant)
             elif self._fits(waiter, capacity):
                 for other in passed:
@@ -277,7 +277,7 @@ class Admission:
         return capacity.num_blocks is None or self._running_blocks + waiter.cost.num_blocks <= capacity.num_blocks
 
     def _is_within_share(self, tenant: str, num_places: int, capacity: Capacity) -> bool:
-        """True if the tenant, with so many more places, leaves enough free for other tenants."""
+        """True if enough places remain free for other tenants when the tenant gets `num_places` more."""
         held = self.tenants[tenant].num_running
         if not held or self._num_tenants() <= 1:
             return True
@@ -288,7 +288,7 @@ class Admission:
         mean_s = self._mean_place_s()
         if mean_s is None:
             return None
-        # while others wait, what runs is what fits, whatever the number of places
+        # while requests wait, the running ones are as many as fit, regardless of the number of places
         at_once = self.num_running if self._queue else self._capacity().num_requests
         # unknown without a worker
         return num_ahead * mean_s / at_once if at_once else None
@@ -298,12 +298,12 @@ class Admission:
         self._closing.set()
 
     async def until_closed(self) -> NoReturn:
-        """For a front end that waits without a request. Raises: Draining after `close`."""
+        """Wait until `close`, for a front end that waits without a request. Raises: Draining."""
         await self._closing.wait()
         raise _leaving()
 
     def expel(self) -> None:
-        """End the requests that are still in the router."""
+        """End all requests in the router."""
         for expel in list(self._expel):
             expel()
 
@@ -313,7 +313,7 @@ class Admission:
 
     def _check_room(self, client: Client, num_more: int, timeout_s: float | None) -> None:
         capacity = self._capacity().num_requests
-        # those that are still being tokenized will wait too
+        # requests that are being tokenized will wait, too
         num_ahead = self._num_sequences + num_more - capacity
         if self._queue:
             num_ahead = max(num_ahead, self._num_sequences - self.num_running + num_more)
@@ -322,7 +322,7 @@ class Admission:
         free = 0 if self._queue else max(0, capacity - self.num_running)
         num_own = max(0, self.tenants[client.tenant].num_waiting - free)
         self._check_queue(client, num_ahead, num_own, num_more)
-        # tenants take turns: what others queue behind their own first requests does not run before this one
+        # tenants take turns, so only the first requests of other tenants run before this one
         num_tenants = self._queue.num_tenants + (0 if self._queue.num_of(client.tenant) else 1)
         num_ahead = min(num_ahead, (num_own + num_more) * num_tenants)
         wait_s = self.estimated_wait_s(num_ahead)
@@ -341,10 +341,10 @@ class Admission:
             )
 
     def _check_queue(self, client: Client, num_ahead: int, num_own: int, num_more: int) -> None:
-        """num_ahead: sequences that would wait, of all tenants. num_own: those of this tenant that arrived before it."""
+        """Raises: Overloaded. num_ahead: waiting sequences of all tenants. num_own: earlier waiting sequences of this tenant."""
         self.tenants.check_waiting(client, num_own, num_more)
         limit = self._limits.max_queued_requests
-        # one request may have more, or it would be refused each time
+        # a single request may have more sequences than the limit; otherwise it would always be refused
         if num_ahead > limit and num_ahead > num_more:
             raise Overloaded(
                 f"{self._num_sequences} requests are in the router, {self.num_running} of them run, and {num_more} "
@@ -364,7 +364,7 @@ class Admission:
         return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_S, wait_s))
 
     def _mean_place_s(self) -> float | None:
-        """Mean time for which a place is held, seconds; before any was given back, how long running requests have held theirs."""
+        """Mean seconds for which a place is held; before the first one was returned, the mean so far of running requests."""
         if self._mean_s is not None or not self.num_running:
             return self._mean_s
         return max(0.0, self._clock() - self._running_since / self.num_running)
@@ -378,7 +378,7 @@ class Admission:
             self._queue.charge(waiter.tenant, -waiter.place.expected_tokens)
             self._give_back(waiter)
         else:
-            # others that were kept behind it may fit
+            # requests that were blocked behind it may fit
             self.recheck()
 
     def _give_back(self, waiter: Waiter) -> None:

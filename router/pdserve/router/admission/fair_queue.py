@@ -1,9 +1,9 @@
-"""`FairQueue`: items of several tenants, within a tenant by priority and arrival, tenants in turn by what they were served.
+"""`FairQueue`: items of several tenants; the least served tenant is next, and within a tenant priority and arrival decide.
 
-Each tenant has a counter of what it was served, in the unit that callers charge (tokens, bytes). The tenant with the lowest
-counter is next. A tenant that returns after a pause starts at the counter of the tenant served last, so that a pause neither
-saves up for a burst nor costs anything. So tenants that always wait are served equally, whatever their items cost and however
-many they send; one that asks for less than its share waits for one item at most.
+Each tenant has a counter of its service, in the unit that callers charge (tokens, bytes). The tenant with the lowest counter is
+next. A tenant that returns after a pause starts at the counter of the tenant served last, so a pause gives neither credit nor debt.
+Tenants that always wait are therefore served equally, for any cost and number of items; a tenant that uses less than its share
+waits for at most one item.
 
 Deficit round robin gives the same shares if costs are known when an item is taken. Here the output of a request is
 known only at its end, so costs are charged as they arise and a counter may be corrected at any time.
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class _TenantQueue(Generic[T]):
-    """One tenant's."""
+    """The items of one tenant."""
 
     __slots__ = ("arrived", "items", "served")
 
@@ -29,18 +29,18 @@ class _TenantQueue(Generic[T]):
         self.items = PriorityQueue[T]()
         self.served = 0.0
         self.arrived = 0
-        """Breaks ties: of equals the tenant that has waited longer goes first."""
+        """Order of arrival; of tenants with equal counters the one that has waited longer is first."""
 
 
 class FairQueue(Generic[T]):
-    """Items by unique keys. With t tenants that wait, looking at the first items costs O(t)."""
+    """Items by unique keys. With t waiting tenants, finding the first items costs O(t)."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _TenantQueue[T]] = {}
         self._waiting: dict[str, _TenantQueue[T]] = {}
         self._tenant_of: dict[Hashable, str] = {}
         self._now = 0.0
-        """Counter of the tenant that was served last, when it was; never falls."""
+        """Counter of the last served tenant at that time; never decreases."""
         self._arrivals = 0
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class FairQueue(Generic[T]):
         return len(queue.items) if queue is not None else 0
 
     def append(self, tenant: str, key: Hashable, item: T, priority: int = 0) -> None:
-        """Behind the tenant's items of the same priority; lower priorities go first. key: not in the queue yet."""
+        """Insert behind the tenant's items of the same priority; lower values are first. key: must not be in the queue."""
         queue = self._queues.setdefault(tenant, _TenantQueue())
         if tenant not in self._waiting:
             queue.served = max(queue.served, self._now)
@@ -68,7 +68,7 @@ class FairQueue(Generic[T]):
         self._tenant_of[key] = tenant
 
     def remove(self, key: Hashable) -> bool:
-        """Take it out unserved; False when it was not here."""
+        """Remove an item without serving it; False if it is not in the queue."""
         tenant = self._tenant_of.pop(key, None)
         if tenant is None:
             return False
@@ -89,14 +89,14 @@ class FairQueue(Generic[T]):
         self.remove(key)
 
     def charge(self, tenant: str, cost: float) -> None:
-        """Correct what a tenant was served. cost: below 0 for what was charged and not used."""
+        """Add to a tenant's counter. cost: below 0 to return an unused charge."""
         if (queue := self._queues.get(tenant)) is not None:
             queue.served += cost
 
     def first(self, count: int, per_tenant: int = 1, among: Callable[[str], bool] = lambda tenant: True) -> list[T]:
         """At most `count` items in the order of their turns, at most `per_tenant` of each tenant.
 
-        among: whether a tenant's items count.
+        among: returns True for tenants to include.
         """
         queues = (queue for tenant, queue in self._waiting.items() if among(tenant))
         items: list[T] = []

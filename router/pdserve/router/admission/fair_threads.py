@@ -1,4 +1,4 @@
-"""`FairThreads`: a few threads whose time goes to tenants in equal parts, however many calls each has waiting."""
+"""`FairThreads`: a few threads whose processor time is shared equally among tenants, for any number of waiting calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class FairThreads:
-    """Used in one event loop; `close` it. What a call costs its tenant is the processor time that it took."""
+    """Used in one event loop; `close` it. A call is charged to its tenant by its processor time."""
 
     def __init__(self, num_threads: int, name: str, *, processor_s: Callable[[], float] = time.thread_time) -> None:
-        """name: begins the threads' names. processor_s: seconds that the calling thread has used of a processor."""
+        """name: prefix of the threads' names. processor_s: returns the processor time of the calling thread, seconds."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_free = num_threads
         self._processor_s = processor_s
@@ -26,7 +26,7 @@ class FairThreads:
 
     @property
     def num_waiting(self) -> int:
-        """Calls that have no thread yet."""
+        """Number of waiting calls."""
         return len(self._queue)
 
     def num_waiting_of(self, tenant: str) -> int:
@@ -34,9 +34,9 @@ class FairThreads:
         return self._queue.num_of(tenant)
 
     async def run(self, tenant: str, call: Callable[[], T]) -> T:
-        """Result of `call`, from one of the threads, when it is the tenant's turn. Raises: what `call` raises.
+        """Result of `call`, which one of the threads makes when it is the tenant's turn. Raises: exceptions of `call`.
 
-        A call that is cancelled while it waits is never made. Cancelled later, it keeps its thread until it has ended.
+        A call that is cancelled while it waits is never made. A call that is cancelled later keeps its thread until it ends.
         """
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
@@ -51,7 +51,7 @@ class FairThreads:
         running = self._threads.submit(self._timed, call)
 
         def ended(_: Future[tuple[float, T | None, BaseException | None]]) -> None:
-            # a loop that has closed has nothing to wait for
+            # nothing waits in a closed loop
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._ended, tenant, running)
 
@@ -59,14 +59,14 @@ class FairThreads:
         _, result, error = await asyncio.wrap_future(running)
         if error is not None:
             raise error
-        return result  # type: ignore[return-value]  # None is what the call has returned, then
+        return result  # type: ignore[return-value]  # without an error, the result is that of the call, also if it is None
 
     def close(self) -> None:
-        """Waiting calls are never made."""
+        """Drop waiting calls and end the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _timed(self, call: Callable[[], T]) -> tuple[float, T | None, BaseException | None]:
-        """Seconds of the processor, and what the call has returned or raised."""
+        """(processor time in seconds, result or None, exception or None) of a call."""
         started_s = self._processor_s()
         try:
             result, error = call(), None

@@ -1,4 +1,4 @@
-"""What a request holds while it runs (`Place`) or waits (`Waiter`), and what the fleet and the settings allow."""
+"""`Place`: permission for a request to run; `Waiter`: a request that waits for one; limits of fleet and settings."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from pdserve.router.tenants.tenant_account import TenantAccount
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers that may run at the same time."""
+    """Limits of requests, blocks and sessions at the same time."""
 
     num_requests: int
-    """Places: a request takes one per sequence."""
+    """Number of places; a request takes one per sequence."""
     num_blocks: int | None = None
-    """KV blocks of their prompts, together; None: no limit."""
+    """KV blocks of all prompts together; None: no limit."""
     num_sessions: int = 0
     """Streaming sessions; 0: not known."""
     waiting_tokens: int = 0
     """Prompt tokens that wait at workers to be computed."""
     prefill_tokens_per_s: float = 0.0
-    """At which workers compute them, together; 0: not known."""
+    """Rate of all workers together, prompt tokens per second; 0: not known."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of settings on admission."""
 
     max_queued_requests: int
-    """Sequences that wait for a place."""
+    """Most sequences that wait for a place."""
     queue_timeout_s: float = 30.0
     """Seconds for which a request may wait for a place."""
     max_requests_per_key: int | None = None
-    """Sequences of a tenant whose key has no limit of its own."""
+    """Most sequences of a tenant whose key has no own limit."""
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of a request, as far as it is known before it runs."""
+    """The cost of a request that is known before it runs."""
 
     num_blocks: int = 0
     """KV blocks of the prompt."""
@@ -47,7 +47,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 1
     """Tokens of its prompt."""
     max_tokens: int = 0
-    """Output of each sequence, at most."""
+    """Largest number of output tokens per sequence."""
 
 
 class Place:
@@ -58,18 +58,18 @@ class Place:
         self._account = account
         self._charge = charge
         self.on_placed: Callable[[], None] | None = None
-        """Called once, when a worker has the prompt; set with the place."""
+        """Called once when a worker has the prompt; set with the place."""
         self._output = 0
         self._charged_output = account.expected_output(cost.max_tokens, cost.num_places)
         account.spend(cost.num_tokens + self._charged_output)
 
     @property
     def expected_tokens(self) -> float:
-        """Prompt and output, as they were charged before it ran."""
+        """Tokens of prompt and output that were charged in advance."""
         return self.cost.num_tokens + self._charged_output
 
     def placed(self) -> None:
-        """A worker has the prompt, or none will. Harmless when called again."""
+        """Report that a worker has the prompt, or that none will. Later calls have no effect."""
         on_placed, self.on_placed = self.on_placed, None
         if on_placed is not None:
             on_placed()
@@ -81,7 +81,7 @@ class Place:
             self._correct(more)
 
     def settle(self, *, has_run: bool) -> None:
-        """The request has ended: give back what was charged and not used."""
+        """Return the unused charge of an ended request."""
         if not has_run:
             self._account.spend(-self.expected_tokens)
             return
@@ -96,14 +96,14 @@ class Place:
 
 
 class Waiter(msgspec.Struct, gc=False, eq=False):
-    """In the queue until `granted` is set."""
+    """A request in the queue, until `granted` is set."""
 
     tenant: str
     account: TenantAccount
     place: Place
     granted: asyncio.Future[None]
     num_passed: int = 0
-    """Later requests that passed it."""
+    """Number of later requests that passed it."""
 
     @property
     def cost(self) -> Cost:
@@ -111,7 +111,7 @@ class Waiter(msgspec.Struct, gc=False, eq=False):
 
 
 async def granted(waiter: Waiter, raise_when_no_worker: Coroutine[Any, Any, None]) -> None:
-    """Returns when the waiter has its places. Raises: what `raise_when_no_worker` raises first."""
+    """Wait until the waiter has its places. Raises: an earlier exception of `raise_when_no_worker`."""
     no_worker = asyncio.ensure_future(raise_when_no_worker)
     # not by `first_of`: it would cancel the grant while the waiter is still in the queue
     try:
@@ -120,5 +120,5 @@ async def granted(waiter: Waiter, raise_when_no_worker: Coroutine[Any, Any, None
             no_worker.result()
     finally:
         no_worker.cancel()
-        # it may have ended beside the grant: its error is not asked for
+        # it may have failed at the same time; its error is not needed
         await asyncio.gather(no_worker, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""`Attempt`: a placement of a request, and its calls in one cancel scope.
+"""`Attempt`: one placement of a request, and its calls in one cancel scope.
 
-When an attempt has ended, for whatever reason, both of its calls have ended.
+Both calls of an attempt end before it ends.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ EDGES: dict[AttemptState, frozenset[AttemptState]] = {
 
 
 class IllegalMove(InternalError):
-    """A state machine was asked for an edge that it does not have."""
+    """A state change that is not in `EDGES`."""
 
 
 def moved(state: AttemptState, to: AttemptState) -> AttemptState:
-    """`to`, if there is such an edge. Raises: IllegalMove."""
+    """Return `to`. Raises: IllegalMove if there is no such edge."""
     if to not in EDGES[state]:
-        raise IllegalMove(f"an attempt cannot go from {state.value} to {to.value}")
+        raise IllegalMove(f"an attempt cannot change from {state.value} to {to.value}")
     return to
 
 
@@ -97,8 +97,8 @@ class Attempt:
         relay: Callable[[Outputs], bool],
         relay_prompt: Callable[[PromptLogprobs], None] | None = None,
     ) -> None:
-        """relay: takes outputs, each sequence's in the order of their positions, returns whether their sequence has
-        ended, and raises PdServeError where they contradict what was relayed before."""
+        """relay: receives outputs, per sequence in the order of positions; returns True if the sequence has ended, and raises
+        PdServeError for outputs that contradict earlier ones."""
         self.number = number
         self.state = AttemptState.PLACED
         self.request = request
@@ -108,11 +108,11 @@ class Attempt:
         self._relay_prompt = relay_prompt
         self._transfer_id = secrets.token_bytes(TRANSFER_ID_BYTES) if self._remote else b""
         self.transfer_bytes = 0
-        """Bytes that have landed at decode, by its report."""
+        """Bytes that have landed at the decode worker, by its report."""
         self._computed = False
         self._landed = False
         self._early: list[Outputs] = []
-        """Decode's outputs from before the first token was known."""
+        """Outputs of the decode call from before the first token was known."""
         self._ended_sequences: set[int] = set()
         self._ended: asyncio.Future[None] | None = None
         self._prefill_call: PrefillCall | None = None
@@ -124,7 +124,7 @@ class Attempt:
     async def run(self) -> None:
         """Serve the request to its end. Both calls have ended when this returns or raises.
 
-        Raises: AttemptFailed; PrefillNeeded, when decode did nothing.
+        Raises: AttemptFailed; PrefillNeeded, if the decode worker did nothing.
         """
         self._ended = asyncio.get_running_loop().create_future()
         try:
@@ -142,7 +142,7 @@ class Attempt:
             if self._tasks:
                 await asyncio.wait(self._tasks)
             if self._ended.done() and not self._ended.cancelled():
-                # seen, also when a cancellation came between
+                # retrieve the tasks' results, also after a cancellation
                 self._ended.exception()
 
     @property
@@ -153,7 +153,7 @@ class Attempt:
         self.state = moved(self.state, state)
 
     def _open(self) -> None:
-        """Open both calls at once: decode attaches to its source while the prompt still waits there."""
+        """Open both calls at once, so that the decode worker attaches while the prompt waits at the prefill worker."""
         prefill, decode = self.placement.prefill, self.placement.decode
         self._move(AttemptState.STREAMING if prefill is None else AttemptState.PREFILLING)
         shares = self.placement.prefill_share, self.placement.decode_share
@@ -178,7 +178,7 @@ class Attempt:
             self._tasks.append(asyncio.create_task(self._follow_decode(self._decode_call, decode)))
 
     def _cancel_calls(self) -> None:
-        """Both calls end in this turn of the event loop."""
+        """Cancel both calls; takes effect in this turn of the event loop."""
         for call in (self._prefill_call, self._decode_call):
             if call is not None:
                 call.cancel()
@@ -190,14 +190,14 @@ class Attempt:
             reservation.end()
 
     def _end(self, failure: Exception | None = None) -> None:
-        """The first cause to end the attempt counts."""
+        """End the attempt; the first cause counts."""
         if self._ended is None or self._ended.done():
             return
         if failure is None:
             self._ended.set_result(None)
         else:
             self._ended.set_exception(failure)
-        # not after run() wakes: what is left of the calls must not be read any more
+        # here and not after run() wakes, so that no further event of the calls is read
         self._cancel_calls()
 
     @property
@@ -254,7 +254,7 @@ class Attempt:
                 self._on_computed(event)
             case Ended():
                 self._timeline.merge(event.moments)
-                # the receiver's own word may still be on its way
+                # the receiver's own report may still arrive
                 self._landed |= event.released
                 if not event.released and self._remote:
                     error = TransferFailed(
@@ -272,7 +272,7 @@ class Attempt:
         if computed.request_digest != self.request.request_digest or computed.num_tokens != expected:
             raise DigestMismatch(
                 f"prefill worker {self.placement.prefill} computed {computed.num_tokens} tokens of another request, "
-                f"{expected} of this one were asked for"
+                f"{expected} of this one were requested"
             )
         if self.state is AttemptState.PREFILLING:
             self._move(AttemptState.STREAMING)
@@ -311,18 +311,20 @@ class Attempt:
         if outputs.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             raise InternalError(f"the engine ended the request: {outputs.finish_reason}")
         if (resume := self.request.resume) is not None and outputs.index != resume.index:
-            raise PositionConflict(f"sequence {outputs.index} came where {resume.index} was asked for")
+            raise PositionConflict(
+                f"outputs of sequence {outputs.index} arrived, but sequence {resume.index} was requested"
+            )
         if not self._relay(outputs) or outputs.index in self._ended_sequences:
             return
         self._ended_sequences.add(outputs.index)
         if len(self._ended_sequences) == self.request.num_sequences:
             self._end()
         elif outputs.finish_reason is None and self._decode_call is not None:
-            # its text has ended by a stop string: decode need not continue it
+            # a stop string has ended its text, so decode need not continue it
             self._tasks.append(asyncio.create_task(self._decode_call.end_sequence(outputs.index)))
 
     def _take_early(self) -> None:
-        """Relay what decode sent before the first token was known; errors in it are not prefill's."""
+        """Relay the decode outputs that arrived before the first token; their errors are not the prefill worker's."""
         early, self._early = self._early, []
         try:
             for outputs in early:
@@ -335,7 +337,7 @@ class Attempt:
             self._relay_prompt(logprobs)
 
     def _drop_prefill(self) -> None:
-        """Decode continues without its source."""
+        """Cancel the prefill call, because the decode worker prefills itself."""
         if self._prefill_call is not None:
             call, self._prefill_call = self._prefill_call, None
             call.cancel()
@@ -347,7 +349,7 @@ class Attempt:
         self._take_early()
 
     def _on_prefill_lost(self, worker: Worker | None, error: PdServeError, died: bool) -> None:
-        """The prefill call has ended; this is no failure once its first token and all of its blocks have arrived."""
+        """Handle the end of the prefill call, which is a failure only if its first token or blocks have not arrived."""
         if self._prefill_call is None or (self._computed and self._landed):
             return
         kv_lost = self._remote and isinstance(error, (TransferFailed, WorkerLost))
@@ -382,6 +384,6 @@ def _lost(
     died: bool,
     in_transfer: bool = False,
 ) -> AttemptFailed:
-    """The call with which the attempt was lost; None for one that was not opened yet."""
+    """The failure of the attempt by a lost call. call: None if it was not open yet."""
     never_admitted = call is None or not call.has_answered
     return AttemptFailed(error, worker, died=died, never_admitted=never_admitted, in_transfer=in_transfer)

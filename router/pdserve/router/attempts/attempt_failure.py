@@ -1,4 +1,4 @@
-"""Ways in which an attempt ends without having served its request, and workers that refused it."""
+"""Failures of an attempt, and workers that refused it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdserve.router.placement.placement import WorkerKey
 from pdserve.router.workers.worker import Worker
 
 BACKOFF_S = 0.02
-"""Before the second attempt; doubles, with jitter."""
+"""Seconds before the second attempt; doubles with each further one, with jitter."""
 LONGEST_BACKOFF_S = 1.0
 _MAX_DOUBLINGS = 16
 
@@ -22,7 +22,7 @@ def backoff_s(num_failed: int) -> float:
 
 
 class AttemptFailed(Exception):
-    """Why an attempt failed, and who is to blame."""
+    """The reason why an attempt failed, and the worker that caused it."""
 
     def __init__(
         self,
@@ -39,18 +39,18 @@ class AttemptFailed(Exception):
         self.died = died
         """True if the blamed worker, or its connection, is lost."""
         self.never_admitted = never_admitted
-        """True if that worker had not admitted the request: most likely it was lost before, for another reason."""
+        """True if that worker had not admitted the request; it was most likely lost for another reason."""
         self.in_transfer = in_transfer
-        """True if the prompt's KV was not transferred: settings decide what follows."""
+        """True if the transfer of the prompt's KV failed; the settings decide how to retry."""
 
     @property
     def refused_by(self) -> Worker | None:
-        """The worker that had no room and started nothing; None for any other failure."""
+        """The worker that was full and did not start; None for any other failure."""
         return self.blamed if isinstance(self.error, Overloaded) and self.error.by_peer else None
 
 
 class PrefillNeeded(Exception):
-    """Decode did nothing, because too much of the prompt is uncached there."""
+    """The decode worker did nothing, because too much of the prompt is uncached there."""
 
     def __init__(self, uncached_tokens: int) -> None:
         super().__init__(f"{uncached_tokens} tokens are uncached")
@@ -58,10 +58,10 @@ class PrefillNeeded(Exception):
 
 
 class FullWorkers:
-    """One per request. A refusal is not a failed attempt: nothing was started, and the worker is alive."""
+    """The full workers of one request. A refusal is not a failed attempt: nothing was started, and the worker is alive."""
 
     def __init__(self, patience_s: float) -> None:
-        """patience_s: seconds after the first refusal for which a request still looks for a worker."""
+        """patience_s: seconds after the first refusal for which other workers are tried."""
         self.keys: frozenset[WorkerKey] = frozenset()
         """Workers to avoid while there is another."""
         self._patience_s = patience_s
@@ -69,7 +69,7 @@ class FullWorkers:
         self._num_rounds = 0
 
     async def refused(self, worker: Worker, error: PdServeError) -> None:
-        """Wait before the next try, if every other way has been tried. Raises: the error, when patience is over."""
+        """Record a refusal; wait if all workers have been tried. Raises: the error, after `patience_s`."""
         now = time.monotonic()
         self._first_s = now if self._first_s is None else self._first_s
         if now - self._first_s >= self._patience_s:
@@ -77,7 +77,7 @@ class FullWorkers:
         if worker.key not in self.keys:
             self.keys |= {worker.key}
             return
-        # it was taken again, so there is no other: a new round
+        # the same worker was chosen again, so there is no other; start a new round
         self._num_rounds += 1
         self.keys = frozenset()
         await asyncio.sleep(min(backoff_s(self._num_rounds), self._first_s + self._patience_s - now))

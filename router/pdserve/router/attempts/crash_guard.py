@@ -1,8 +1,7 @@
-"""`CrashGuard`: refuses prompts that crash workers for a while, so that one of them cannot take down a fleet.
+"""`CrashGuard`: temporarily refuses prompts that crash workers, so that one prompt cannot end a whole fleet.
 
-A worker's death says little about each of the many requests that it served, so it is divided among them. Requests with two
-deaths continue apart from each other, one per worker, and only a prompt with enough evidence is refused, only to the client that
-sent it.
+A worker's death is weak evidence against each of the requests that it served, so it is divided among them. Requests with two deaths
+are isolated: they run on different workers. A prompt with enough evidence is refused, and only to the client that sent it.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from pdserve.router.workers.worker import Worker
 
 REFUSED_S = 60.0
 DEATHS = 2
-"""Workers that must have died under one request after they had admitted it."""
+"""Number of workers that died while they served the request, at which it is suspect."""
 DEATHS_IN_ALL = 3
-"""Or workers that died under it, whether they had admitted it or not."""
+"""The same number including workers that had not admitted it."""
 SUSPICION = 1.5
-"""Least sum of the request's shares in these deaths: two alone, or one alone and one with one other request."""
+"""Least sum of the request's shares in these deaths for a refusal: for example 1 (alone) and 1/2 (with one other request)."""
 LATELY_S = 1.0
-"""Requests that left a worker no longer ago than this may have left because it died."""
+"""Seconds. Requests that left a worker within this time before its death may have left because of it."""
 _MAX_ENTRIES = 4096
 
 Name = tuple[str, str, bytes]
@@ -42,13 +41,13 @@ class DenyList:
         self._entries: dict[Name, tuple[float, Callable[[], bool]]] = {}
 
     def add(self, client: Client, request_digest: bytes, holds: Callable[[], bool]) -> None:
-        """Refuse it to this client. holds: called each time that the client asks the same again; False ends it early."""
+        """Refuse a prompt to this client. holds: called at each repetition; False ends the refusal early."""
         if len(self._entries) >= _MAX_ENTRIES:
             self._entries.pop(next(iter(self._entries)))
         self._entries[_name(client, request_digest)] = time.monotonic() + REFUSED_S, holds
 
     def check(self, client: Client, request_digest: bytes) -> None:
-        """Raises: WorkerLost for a prompt that is refused to this client."""
+        """Raises: WorkerLost if the prompt is refused to this client."""
         name = _name(client, request_digest)
         if name not in self._entries:
             return
@@ -75,20 +74,20 @@ class _Stay:
 
 
 class Company:
-    """Which of this router's requests are at each worker, or were recently."""
+    """This router's requests per worker, now and in the last `LATELY_S`."""
 
     def __init__(self) -> None:
         self._stays: dict[WorkerKey, list[_Stay]] = {}
         self.on_left: Callable[[], None] = lambda: None
-        """Called when an attempt has ended that had its workers apart from other suspects."""
+        """Called after an attempt of an isolated suspect has ended."""
 
     @contextmanager
     def serving(self, request: CrashGuard, placement: Placement) -> Iterator[None]:
-        """Around an attempt."""
+        """Record an attempt at its workers while the context is open."""
         stay = _Stay(request, request.goes_apart)
         keys = [worker.key for worker in (placement.prefill, placement.decode) if worker is not None]
         if self._stays:
-            # the entry used longest ago: nothing else would ever remove that of a worker that has died
+            # drop the least recently used entry; nothing else would remove the entry of a dead worker
             self._forget(next(iter(self._stays)))
         for key in keys:
             self._forget(key)
@@ -108,13 +107,13 @@ class Company:
             self._stays[key] = stays
 
     def lately_at(self, key: WorkerKey) -> tuple[int, int]:
-        """Requests that are at a worker or were recently: all, and those with work that may stop an engine by itself."""
+        """Current and recent requests at a worker: (all, those whose grammar or plug-ins may stop an engine)."""
         self._forget(key)
         requests = {stay.request for stay in self._stays.get(key, [])}
         return len(requests), sum(request.is_costly for request in requests)
 
     def taken(self, request: CrashGuard) -> set[WorkerKey]:
-        """Workers at which a suspect other than this request is apart from the others."""
+        """Workers with an isolated suspect other than this request."""
         return {
             key
             for key, stays in self._stays.items()
@@ -124,7 +123,7 @@ class Company:
 
 @dataclass(frozen=True, slots=True)
 class _Death:
-    """One worker's, as far as it concerns one request."""
+    """The death of a worker under one request."""
 
     worker: Worker
     share: float
@@ -164,16 +163,16 @@ class CrashGuard:
 
     @property
     def unfit(self) -> set[WorkerKey]:
-        """Workers that the next attempt must not use: those, and for a suspect those where another one is."""
+        """Workers that the next attempt must not use: dead ones, and for a suspect those with another suspect."""
         return self.workers | (self._company.taken(self) if self.goes_apart else set())
 
     @property
     def goes_apart(self) -> bool:
-        """True once `DEATHS` workers that had admitted it have died under it: its next attempts are apart from other suspects."""
+        """True if the request is suspect, after `DEATHS` deaths of workers that had admitted it; its attempts are then isolated."""
         return sum(death.was_admitted for death in self._dead) >= DEATHS
 
     def count(self, failure: AttemptFailed, prompt_digest: bytes) -> None:
-        """An attempt has failed. Raises: WorkerLost when the deaths under the prompt point to it; it is refused."""
+        """Count a failed attempt. Raises: WorkerLost, and refuses the prompt, if there is enough evidence against it."""
         if not failure.died or failure.blamed is None:
             return
         self._deaths[failure.blamed.key] = self._death(failure.blamed, was_admitted=not failure.never_admitted)
@@ -188,14 +187,14 @@ class CrashGuard:
         num_requests = max(1, num_requests, load.num_running + load.num_waiting + load.num_remote_kv)
         share = 1 / num_requests
         if self.goes_apart and was_admitted:
-            share = SUSPICION  # of all suspects it alone was there
+            share = SUSPICION  # it was the only suspect there
         elif worker.stalled and num_costly:
             share = 1 / num_costly if self.is_costly else 0.0
         return _Death(worker, share, was_admitted, outlives_return=worker.stalled and self.is_costly)
 
     @property
     def _dead(self) -> list[_Death]:
-        """Deaths that count."""
+        """The deaths that still count."""
         return [
             death
             for death in self._deaths.values()

@@ -21,15 +21,15 @@ class Embedded(msgspec.Struct):
     """A worker's answer."""
 
     values: array[float]
-    """float32, packed: a list takes eight times the memory."""
+    """float32, packed, which takes an eighth of the memory of a list."""
     num_cached_tokens: int
     moments: Moments
 
 
 async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedded:
-    """The call has ended when this returns or raises, also when the worker dies. number: of the attempt.
+    """Call a prefill worker for one embedding; the call ends before this returns or raises. number: of the attempt.
 
-    Raises: CallFailed, also for a vector of another length than was asked for.
+    Raises: CallFailed, also for a vector of another length than requested.
     """
     message = prefill_pb2.PoolingRequest(request=prepared_to_wire(request), attempt=request_pb2.Attempt(number=number))
     call = worker.channel.unary_unary(
@@ -61,5 +61,5 @@ def _embedded(worker: Worker, request: PreparedRequest, response: prefill_pb2.Po
     """Raises: PeerError."""
     asked = request.pooling_params.num_dimensions(worker.identity.hidden_size) if request.pooling_params else 0
     if len(response.values) != asked:
-        raise PeerError(f"worker {worker} sent {len(response.values)} numbers, {asked} were asked for")
+        raise PeerError(f"worker {worker} sent {len(response.values)} numbers, {asked} were requested")
     return Embedded(array("f", response.values), response.num_cached_tokens, moments_from_wire(response.moments))

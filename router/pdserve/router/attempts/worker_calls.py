@@ -1,4 +1,4 @@
-"""The two calls of an attempt as gRPC calls, and their events as plain values."""
+"""gRPC calls to workers, with their events as plain values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Moments = dict[str, int]
 """name -> wall-clock nanoseconds"""
 _NO_MOMENTS: Moments = {}
 _ENDS = {number: name.lower() for name, number in prefill_pb2.Ended.How.items()}
-"""How a transfer ended; a newer worker may send other values."""
+"""Number -> name of the end of a transfer; a newer worker may send other numbers."""
 
 
 class Admitted(msgspec.Struct, gc=False):
@@ -54,7 +54,7 @@ class Outputs(msgspec.Struct, gc=False):
 
 
 class Computed(msgspec.Struct):
-    """Prefill has the prompt's KV and the first token."""
+    """The prefill worker has computed the prompt's KV and the first token."""
 
     num_tokens: int
     request_digest: bytes
@@ -63,18 +63,18 @@ class Computed(msgspec.Struct):
 
 
 class PromptLogprobs(msgspec.Struct):
-    """A run of prompt tokens."""
+    """Log-probabilities of consecutive prompt tokens."""
 
     first_position: int
-    """In the prompt."""
+    """Position in the prompt."""
     logprobs: LogprobsLists
 
 
 class Ended(msgspec.Struct, gc=False):
-    """The transfer is over at its source."""
+    """The transfer has ended at its source."""
 
     released: bool
-    """The receiver has everything; otherwise the source gave up, or its lease ran out."""
+    """True if the receiver has all blocks; otherwise the source gave up, or its lease expired."""
     cause: str
     moments: Moments
 
@@ -95,7 +95,7 @@ class Landed(msgspec.Struct, gc=False):
 
 
 class UnknownEvent(msgspec.Struct, gc=False):
-    """An event of a newer worker that this router does not know."""
+    """An event that this router does not know, from a newer worker."""
 
 
 PrefillCallEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
@@ -112,11 +112,11 @@ class CallFailed(Exception):
         super().__init__(error.message)
         self.error = error
         self.died = died
-        """True if the channel broke without an answer of the worker, or the worker reported that its engine has failed."""
+        """True if the channel broke without an answer from the worker, or the worker reported that its engine failed."""
 
 
 class _WorkerCall(abc.ABC, Generic[M, E]):
-    """One open call. `next` until None; `cancel` at any time, more than once if need be."""
+    """One open call. Call `next` until it returns None; `cancel` at any time, also repeatedly."""
 
     def __init__(
         self,
@@ -131,14 +131,14 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
         self._num_sequences = request.num_sequences
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self.has_answered = False
-        """True if the worker has sent anything: it admits a request before it computes it."""
+        """True if the worker has sent anything, and so has admitted the request."""
 
     def cancel(self) -> None:
-        """Ends the call at both ends; goes out in this turn of the event loop."""
+        """End the call at both ends; sent in this turn of the event loop."""
         self._call.cancel()
 
     async def next(self) -> E | None:
-        """The next event; None after the last of a call that ended well. Raises: CallFailed."""
+        """The next event; None after the last event of a successful call. Raises: CallFailed."""
         try:
             message: Any = await self._call.read()
         except grpc.aio.AioRpcError as error:
@@ -167,10 +167,10 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
 
     @abc.abstractmethod
     def _read(self, message: M) -> E:
-        """The message as a plain value; one of a newer peer is an `UnknownEvent`."""
+        """The message as a plain value; `UnknownEvent` for an unknown one."""
 
     def _decode_event(self, message: decode_pb2.DecodeEvent) -> DecodeCallEvent:
-        """Raises: PeerError for more than was asked for."""
+        """Decode and check an event. Raises: PeerError if it has more than was requested."""
         match message.WhichOneof("event"):
             case "outputs":
                 return self._outputs(message.outputs)
@@ -223,14 +223,14 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
     @staticmethod
     def _verify_width(logprobs: request_pb2.Logprobs, asked: int | None) -> None:
         if logprobs.width > 1 + (asked or 0):
-            raise PeerError(f"a worker sent {logprobs.width} log-probabilities per token, where {asked} were asked for")
+            raise PeerError(f"a worker sent {logprobs.width} log-probabilities per token, where {asked} were requested")
 
 
 class PrefillCall(_WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
     def __init__(
         self, worker: Worker, request: PreparedRequest, number: int, transfer_id: bytes, receiver: Worker | None
     ) -> None:
-        """Opens the call. receiver: who alone may read the blocks; None with an empty `transfer_id`."""
+        """Open the call. receiver: the only worker that may read the blocks; None with an empty `transfer_id`."""
         message = prefill_pb2.PrefillRequest(
             request=prepared_to_wire(request),
             attempt=request_pb2.Attempt(number=number),
@@ -253,7 +253,7 @@ class PrefillCall(_WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
             case "computed":
                 computed = message.computed
                 if (num := len(computed.first_outputs)) > self._num_sequences:
-                    raise PeerError(f"a worker sent outputs of {num} sequences, {self._num_sequences} were asked for")
+                    raise PeerError(f"a worker sent outputs of {num} sequences, {self._num_sequences} were requested")
                 return Computed(
                     num_tokens=computed.num_tokens,
                     request_digest=computed.request_digest,
@@ -283,7 +283,7 @@ class DecodeCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         prefill_here: bool,
         local_prefill_tokens: int | None,
     ) -> None:
-        """Opens the call. source: the worker that sends the KV blocks; None to prefill at `worker`."""
+        """Open the call. source: the worker that sends the KV blocks; None to prefill at `worker`."""
         self._channel = worker.channel
         self._of_sequences = decode_pb2.EndSequencesRequest(request_id=request.request_id, attempt=number)
         message = decode_pb2.DecodeRequest(
@@ -305,7 +305,7 @@ class DecodeCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         )
 
     async def end_sequence(self, index: int) -> None:
-        """Ask decode to end this sequence. Outputs that it still sends for it are dropped."""
+        """Request the end of a sequence. Its later outputs are dropped."""
         request = decode_pb2.EndSequencesRequest(indexes=[index])
         request.MergeFrom(self._of_sequences)
         with contextlib.suppress(grpc.aio.AioRpcError):
@@ -319,7 +319,7 @@ class SessionCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
     """A session's call: `open` it or `go_on` with a turn, then `next` until the turn's last outputs."""
 
     def __init__(self, worker: Worker, request: PreparedRequest) -> None:
-        """Makes the call, with a proof for its first turn, which `open` sends."""
+        """Make the call, with a proof for its first turn, which `open` sends."""
         self._first = decode_pb2.DecodeTurn(open=prepared_to_wire(request)).SerializeToString()
         self._turns: grpc.aio.StreamStreamCall[Any, decode_pb2.DecodeEvent] = worker.channel.stream_stream(
             SESSION, self._first, metadata=request.trace_headers.items()
@@ -332,11 +332,11 @@ class SessionCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         self._cancelled.set()
 
     async def open(self) -> None:
-        """The first turn."""
+        """Send the first turn."""
         await self._write(self._first)
 
     async def go_on(self, token_ids: list[int], sampling: SamplingParams, headers: Mapping[str, str]) -> None:
-        """The next turn."""
+        """Send the next turn."""
         self._num_prompt_tokens += self._sampling.max_tokens + len(token_ids)
         self._sampling = sampling
         turn = decode_pb2.NextTurn(
@@ -346,7 +346,7 @@ class SessionCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
 
     async def _write(self, turn: decode_pb2.DecodeTurn | bytes) -> None:
         writing = asyncio.ensure_future(self._turns.write(turn))
-        # a call that is cancelled before it could connect never ends its write
+        # the write of a call that is cancelled before it connects never returns
         async with first_of(writing, asyncio.ensure_future(self._cancelled.wait())):
             if writing.done():
                 # the call has ended; `next` raises the cause
@@ -358,20 +358,20 @@ class SessionCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
 
 
 def _said_by_worker(rpc_error: grpc.aio.AioRpcError) -> bool:
-    """Not by the channel, which broke."""
+    """True if the worker sent the error; False if the channel broke."""
     return any(name == ERROR_CODE_KEY for name, _ in rpc_error.trailing_metadata() or ())
 
 
 def call_failed(rpc_error: grpc.aio.AioRpcError) -> CallFailed:
-    """Why a call of ours ended, and whether the worker died of it."""
+    """The failure of a call, and whether the worker died."""
     error = from_rpc_error(rpc_error)
     if _said_by_worker(rpc_error):
         if isinstance(error, WrongWorker):
-            # another epoch of the worker answers there
+            # another epoch of the worker answered
             return CallFailed(error, died=True)
-        # a worker reports this only about itself: its engine has failed, and its process exits
+        # a worker reports this only about itself, if its engine has failed and its process exits
         return CallFailed(error, died=isinstance(error, WorkerLost))
     if isinstance(error, Cancelled):
-        # a stopping server cancels its calls; this side did not
+        # a stopping server cancels its calls; the router did not cancel this one
         error = WorkerLost(f"the worker ended the call: {error.message}")
     return CallFailed(error, died=isinstance(error, WorkerLost))

@@ -1,4 +1,4 @@
-"""`BodyThread`: what is linear in a client's body, or in an answer, beside the event loop."""
+"""`BodyThread`: a thread for work that is linear in the size of a client's body or answer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pdserve.common.errors import PdServeError
 
 T = TypeVar("T")
 ON_LOOP_BYTES = 16 << 10
-"""A body of at most this size is handled in the event loop: it takes less than 2 ms there, and no change of threads."""
+"""Largest body that is handled in the event loop, which takes less than 2 ms."""
 
 
 class BodyThread:
-    """One thread, so that the memory of one body at a time is in use. `close` it."""
+    """A single thread, so that only one body at a time takes memory for decoding. `close` it."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
@@ -24,7 +24,7 @@ class BodyThread:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, num_bytes: int, call: Callable[[], T]) -> T:
-        """Result of `call`, made in the thread if `num_bytes` is above `ON_LOOP_BYTES`. Raises: what `call` raises."""
+        """Result of `call`, made in the thread if `num_bytes` is above `ON_LOOP_BYTES`. Raises: exceptions of `call`."""
         if num_bytes <= ON_LOOP_BYTES:
             return call()
         outcome = await asyncio.get_running_loop().run_in_executor(self._thread, _outcome, call)
@@ -34,7 +34,7 @@ class BodyThread:
 
 
 def _outcome(call: Callable[[], T]) -> T | PdServeError:
-    """An error without its frames: they hold what was decoded, which is freed here and not in the event loop."""
+    """(result, error) of a call. The error has no traceback, whose frames would keep the decoded body alive."""
     try:
         return call()
     except PdServeError as error:

@@ -1,4 +1,4 @@
-"""`ClientBodies`: how both front ends take what clients send, within the router's limits."""
+"""`ClientBodies`: limits of clients' messages, for both front ends."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from pdserve.router.bodies.unknown_fields import refuse_unknown_fields
 T = TypeVar("T")
 _BASE_BYTES = 1 << 20
 _TOKEN_BYTES = 8
-"""Bytes of a token id with its comma and blank, or of the text of about one and a half tokens."""
+"""Bytes of a token id with comma and blank, or of the text of about 1.5 tokens."""
 _UNKNOWN_MODEL_LEN = 131_072
 _MIN_BUDGET_BYTES = 64 << 20
 _MIN_BODIES = 16
-"""Bodies at the limit that may be in reading at the same time."""
+"""Number of bodies of the largest size that may be read at the same time."""
 
 
 class ClientBodies:
-    """Limits, the budget of bytes in reading, and the thread for large bodies. `close` it."""
+    """Limits, the budget of bytes being read, and the thread for large bodies. `close` it."""
 
     def __init__(self, settings: RouterSettings, model_len: int) -> None:
-        """model_len: tokens that the model takes, from which the limits follow that `settings` leave open."""
+        """model_len: the model's length in tokens, which determines limits that are not in `settings`."""
         self.model_len = model_len
         self.max_request_bytes = settings.max_request_bytes or min(
             MAX_MESSAGE_BYTES, _BASE_BYTES + _TOKEN_BYTES * model_len
@@ -45,11 +45,11 @@ class ClientBodies:
         self._thread.close()
 
     async def in_background_pool(self, num_bytes: int, call: Callable[[], T]) -> T:
-        """Result of `call`, whose time is linear in `num_bytes`; in a thread if these are many. Raises: what `call` raises."""
+        """Result of `call`, whose time is linear in `num_bytes`; in a thread if that is large. Raises: exceptions of `call`."""
         return await self._thread.run(num_bytes, call)
 
     async def message(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
-        """The protobuf message that `data` holds. parse: its class' `FromString`. Raises: InvalidRequest, BodyTooLarge."""
+        """The protobuf message in `data`. parse: `FromString` of its class. Raises: InvalidRequest, BodyTooLarge."""
         if len(data) > self.max_request_bytes:
             raise BodyTooLarge(
                 f"the message has {len(data)} bytes, at most {self.max_request_bytes} are allowed (max_request_bytes)"
@@ -70,7 +70,7 @@ def _message(data: bytes, parse: Callable[[bytes], Any]) -> Any:
 
 
 def model_len_of(model_folder: Path) -> int:
-    """The model's length in tokens by its `config.json`; 131072 if it has none."""
+    """The model's length in tokens from its `config.json`; 131072 if there is none."""
     try:
         config = msgspec.json.decode((model_folder / "config.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):

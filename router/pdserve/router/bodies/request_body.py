@@ -1,4 +1,4 @@
-"""A request's body: read within its limit and decoded; every error names its field."""
+"""Reads and decodes a request's body within its limit; every error names the field."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _MAX_MESSAGE_CHARS = 400
 
 
 async def read_body(request: Request, kind: type[B], bodies: ClientBodies, build: Callable[[B], T]) -> T:
-    """Result of `build` for the body. It is called where the body is decoded: in a thread, if the body is large.
+    """Result of `build` for the decoded body. A large body is decoded and built in a thread.
 
-    Raises: InvalidRequest naming the field that is wrong; BodyTooLarge, UnsupportedMediaType; Overloaded when too many
-    bodies are being read; DeadlineExceeded when the body did not arrive within `request_timeout_s`; Cancelled when the
-    client disconnected meanwhile; what `build` raises.
+    Raises: InvalidRequest naming the wrong field; BodyTooLarge, UnsupportedMediaType; Overloaded if too many bodies are being read;
+    DeadlineExceeded if the body did not arrive within `request_timeout_s`; Cancelled if the client disconnected; exceptions of
+    `build`.
     """
     declared = request.headers.get("content-type", "")
     if declared and not _JSON_TYPE.fullmatch(declared.partition(";")[0].strip().lower()):
@@ -68,7 +68,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_body(data: bytes, kind: type[B], model_len: int) -> B:
-    """model_len: tokens that the model takes. Raises: InvalidRequest naming the field that is wrong."""
+    """Decode a body. model_len: the model's length in tokens. Raises: InvalidRequest naming the wrong field."""
     if len(data) > ON_LOOP_BYTES:
         verify_num_values(data, model_len)
     try:
@@ -85,9 +85,9 @@ def parse_body(data: bytes, kind: type[B], model_len: int) -> B:
 
 @contextlib.contextmanager
 def writing(field: str) -> Iterator[None]:
-    """While what a client gave in this field is written as JSON: what could just be read may be too deep for that.
+    """Context for writing a client's value of this field as JSON. Raises: InvalidRequest if it is nested too deeply.
 
-    Raises: InvalidRequest.
+    The limit of the encoder is lower than that of the decoder.
     """
     try:
         yield
@@ -96,7 +96,7 @@ def writing(field: str) -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """A client's value, for a message."""
+    """A client's value, shortened for a message."""
     try:
         return _clipped(json.dumps(value))
     except RecursionError:
@@ -109,7 +109,7 @@ def _clipped(text: str) -> str:
 
 def _named(message: str) -> InvalidRequest:
     if len(message) > _MAX_MESSAGE_CHARS:
-        # the client's own name for a field stands in it, in full
+        # the message contains the client's name of a field in full
         message = f"{message[: _MAX_MESSAGE_CHARS // 2]}...{message[-_MAX_MESSAGE_CHARS // 2 :]}"
     for pattern, told in ((_UNKNOWN_FIELD, "is not a known field"), (_MISSING_FIELD, "is missing")):
         if match := pattern.fullmatch(message):
@@ -122,7 +122,7 @@ def _named(message: str) -> InvalidRequest:
 
 
 def _not_finite(data: bytes) -> str | None:
-    """Error text naming the first field that holds NaN or infinity, which JSON does not have; None without any."""
+    """Error text naming the first field with NaN or infinity, which JSON does not allow; None if there is none."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError):
@@ -137,7 +137,7 @@ def _not_finite(data: bytes) -> str | None:
 
 
 MAX_CONTAINERS = 1 << 16
-"""Objects and arrays in one body: each takes up to 0.4 µs of the interpreter's lock, and memory of 64 bytes and more."""
+"""Most objects and arrays in one body; each takes up to 0.4 µs of the GIL, and at least 64 bytes of memory."""
 _MIN_VALUES = 1 << 20
 _TOKEN = re.compile(rb'"[^"]*+"|[{\[,]')
 _ESCAPES = ((rb"\\", b""), (rb"\"", b""))
@@ -153,7 +153,7 @@ def verify_num_values(data: bytes, num_tokens: int) -> None:
     containers = data.count(b"{") + data.count(b"[")
     if containers <= MAX_CONTAINERS and containers + data.count(b",") <= max_values:
         return
-    # a JSON text is valid up to some place; up to there this finds its strings as a decoder does
+    # up to the first error of an invalid text, this finds strings as a decoder does
     for escape, nothing in _ESCAPES:
         data = data.replace(escape, nothing)
     containers = values = 0

@@ -8,9 +8,9 @@ from pdserve.common.errors import InvalidRequest
 
 
 def refuse_unknown_fields(message: Message) -> None:
-    """Raises: InvalidRequest naming the first by its message and its number.
+    """Raises: InvalidRequest naming the first unknown field by its message and number.
 
-    The protobuf library copies and measures the message; only one that has such a field is walked.
+    The check compares the message's size with that of a copy without unknown fields; only a message that has some is walked.
     """
     known = _copy(message)
     known.DiscardUnknownFields()

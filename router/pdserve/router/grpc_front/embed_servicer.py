@@ -27,12 +27,12 @@ from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
 REQUEST_ID_KEY = "x-request-id"
 CALLER: ContextVar[Client] = ContextVar("caller")
-"""The client whose key the call of this task has shown."""
+"""The authenticated client of this task's call."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def caller() -> Client:
-    """The client whose call this task serves; from here on refusals count as theirs."""
+    """The client of this task's call; later refusals in this task are attributed to it."""
     client = CALLER.get()
     ASKING.set(client)
     return client
@@ -46,13 +46,13 @@ class EmbedServicer(InferenceServiceServicer):
         self._keys = inference.keys
 
     async def authenticate(self, context: Context) -> None:
-        """Before a call's messages are read, in the task that serves it. Raises: Unauthenticated."""
+        """Authenticate a call before its messages are read, in the task that serves it. Raises: Unauthenticated."""
         with self._inference.telemetry.count_rejections():
             authorization = metadata_of(context).get("authorization")
             CALLER.set(await self._keys.authenticate(authorization, peer_address(context.peer())))
 
     async def decode(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
-        """The message that `data` holds, for the server. Raises: InvalidRequest, BodyTooLarge."""
+        """Decode a message for the server. Raises: InvalidRequest, BodyTooLarge."""
         with self._inference.telemetry.count_rejections():
             caller()
             return await self._inference.bodies.message(data, parse)
@@ -76,7 +76,7 @@ class EmbedServicer(InferenceServiceServicer):
         num_bytes = sum(vector.itemsize * len(vector) for vector in vectors)
         data = await self._inference.bodies.in_background_pool(num_bytes, lambda: _serialized(vectors, response))
         await context.send_initial_metadata(((REQUEST_ID_KEY, embedding.request_id),))
-        # the server takes bytes as they are
+        # the server sends bytes unchanged
         return cast("inference_pb2.EmbedResponse", data)
 
     def _embedding_requests(
@@ -100,15 +100,15 @@ class EmbedServicer(InferenceServiceServicer):
         ]
 
     def _timeout_s(self, remaining_s: float | None) -> float:
-        """remaining_s: of the call's deadline; None for a call without one."""
+        """remaining_s: seconds until the call's deadline; None without a deadline."""
         timeout_s = self._inference.settings.request_timeout_s
         return timeout_s if remaining_s is None else min(remaining_s, timeout_s)
 
 
 def _serialized(vectors: list[array[float]], response: inference_pb2.EmbedResponse) -> bytes:
-    """The serialized message with the vectors, up to 16 MiB: each vector is freed when its part of the message is made.
+    """The serialized message with the vectors, up to 16 MiB. Each vector is freed after its part is serialized.
 
-    Concatenated messages are parsed as one, with the entries of all.
+    Concatenated protobuf messages are parsed as one message with the entries of all.
     """
     parts = [response.SerializeToString()]
     vectors.reverse()

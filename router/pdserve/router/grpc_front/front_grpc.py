@@ -45,11 +45,11 @@ from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 SERVICE_NAME = "pdserve.v1.InferenceService"
 _ABSENT_MAX_TOKENS = 2**31
-"""Placeholder for the prompt's default until its length is known; above any `min_tokens` that can be served."""
+"""Placeholder for the default of `max_tokens` until the prompt's length is known; above any valid `min_tokens`."""
 _TOKENS_ON_LOOP = 128
-"""Bytes of a message that is made in the event loop."""
+"""Tokens up to which an answer's message is made in the event loop."""
 _TOKEN_BYTES = 1024
-"""Cost of making a message per token with log-probabilities, as bytes of a body."""
+"""Cost of a token with log-probabilities in a message, in bytes of a body that take the same time."""
 _FINISH = {str(reason): finish_reason_to_wire(reason) for reason in FinishReason}
 
 
@@ -70,7 +70,7 @@ class InferenceServicer(EmbedServicer):
             client_request = await self._built(request, metadata, context)
             generation = self._inference.generation([client_request], stream=_streams(request), client=client)
         generation.on_stalled = lambda error: self._hang_up(context, error)
-        # a cancelled call ends the worker calls at once, wherever this generator is suspended
+        # a cancelled call ends the worker calls at once, even if this generator is suspended
         context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
         async with generation:
             async for response in self._answer(generation, request, context):
@@ -109,10 +109,10 @@ class InferenceServicer(EmbedServicer):
             await session.closed()
 
     def _hang_up(self, context: Context, error: PdServeError) -> None:
-        """End a call whose handler is about to be cancelled while it waits for its client to read."""
+        """End a call whose handler will be cancelled while it waits for the client to read."""
 
         async def tell() -> None:
-            # the first is how an abort ends; with the others the client has left meanwhile
+            # AbortError is the normal end of `abort`; the others mean that the client has disconnected
             with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
                 await abort_with(context, error)
 
@@ -123,10 +123,10 @@ class InferenceServicer(EmbedServicer):
     async def _next_turn(
         self, requests: AsyncIterator[inference_pb2.GenerateRequest], session: StreamingSession
     ) -> inference_pb2.GenerateRequest | None:
-        """None when the client has closed its side. Raises: what ends the session meanwhile."""
+        """The client's next message; None if the client has closed its side. Raises: the error that ends the session."""
         reading = asyncio.ensure_future(_next(requests))
         ends = [asyncio.ensure_future(end) for end in (session.ended(), self._inference.admission.until_closed())]
-        # once it is open, its worker sees to it that it is not idle for too long
+        # the worker limits the idle time of an open session
         timeout_s = self._inference.settings.request_timeout_s if session.worker is None else None
         async with first_of(reading, *ends, timeout_s=timeout_s):
             if reading.done():
@@ -144,13 +144,13 @@ class InferenceServicer(EmbedServicer):
         *,
         headers: bool = True,
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """headers: whether they are still to be sent."""
+        """Yield the answer's messages. headers: True if response headers have not been sent."""
         kind = _output_kind(request)
         take = generation.stream.take_all if kind is RequestOutputKind.FINAL_ONLY else generation.stream.take
         so_far: list[CompletionOutput] = []
         outputs = await take()
         if headers:
-            # not before the first token: a call that fails without headers may be retried by any proxy
+            # not before the first token, since a proxy may retry a call that fails without headers
             await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
         num_open = generation.num_choices
         while outputs:
@@ -228,7 +228,7 @@ class InferenceServicer(EmbedServicer):
         )
 
     def _verify_counts(self, request: inference_pb2.GenerateRequest) -> None:
-        """Raises: InvalidRequest for more entries of a field than it may have, before anything is made of them."""
+        """Raises: InvalidRequest for too many entries of a field, before they are converted."""
         if (num_messages := len(request.chat.messages)) > MAX_MESSAGES:
             raise InvalidRequest(f"chat.messages must be at most {MAX_MESSAGES} messages, not {num_messages}", "chat")
         limits = self._inference.limits()
@@ -241,9 +241,9 @@ _FIRST_TURN_ONLY = ("chat", "cache_salt", "client_request_id", "priority")
 
 
 def _verify_turn(request: inference_pb2.GenerateRequest, goes_on: bool) -> None:
-    """Raises: InvalidRequest for what a session's turn cannot have."""
+    """Raises: InvalidRequest for fields that a session's turn does not support."""
     if request.sampling.stop:
-        # the engine has the sequence, and does not know where a string ended the text
+        # the engine continues the sequence, and does not know that a stop string ended its text
         raise InvalidRequest(
             "sampling.stop is not supported in a session; use sampling.stop_token_ids", "sampling.stop"
         )
@@ -260,7 +260,7 @@ async def _next(requests: AsyncIterator[inference_pb2.GenerateRequest]) -> infer
 
 
 def _output_kind(request: inference_pb2.GenerateRequest) -> RequestOutputKind:
-    """Raises: InvalidRequest where `stream` and `output_kind` contradict each other."""
+    """The output kind. Raises: InvalidRequest if `stream` and `output_kind` contradict each other."""
     asked = request.sampling.output_kind
     if asked == request_pb2.OUTPUT_KIND_UNSPECIFIED:
         return RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
@@ -274,12 +274,12 @@ def _output_kind(request: inference_pb2.GenerateRequest) -> RequestOutputKind:
 
 
 def _streams(request: inference_pb2.GenerateRequest) -> bool:
-    """True if the client reads as it goes."""
+    """True if the client reads the answer while it is generated."""
     return _output_kind(request) is not RequestOutputKind.FINAL_ONLY
 
 
 def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool) -> Prompt:
-    """goes_on: it follows a session's earlier turns."""
+    """The request's prompt. goes_on: True if it follows earlier turns of a session. Raises: InvalidRequest."""
     match request.WhichOneof("prompt"):
         case "text":
             return TextInput(request.text.text, add_special_tokens=not goes_on)
@@ -296,7 +296,7 @@ def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool) -> Prompt:
 def _response(
     generation: Generation, output: CompletionOutput, sampling: request_pb2.SamplingParams, *, last: bool
 ) -> inference_pb2.GenerateResponse:
-    """last: of all the request's messages. Raises: InvalidRequest."""
+    """The message for an output. last: True for the last message of the request. Raises: InvalidRequest."""
     response = inference_pb2.GenerateResponse(
         request_id=generation.request_id, index=output.index, text=output.text, token_ids=output.token_ids
     )
@@ -318,7 +318,7 @@ def _response(
 
 
 def _verify_size(response: inference_pb2.GenerateResponse) -> None:
-    """Raises: InvalidRequest for more than a message may hold, which the channel would call an overload."""
+    """Raises: InvalidRequest for a message above the limit, which the channel would report as an overload."""
     if (num_bytes := response.ByteSize()) <= MAX_MESSAGE_BYTES:
         return
     field = "prompt_logprobs" if len(response.prompt_logprobs) > len(response.logprobs) else "logprobs"
@@ -344,10 +344,10 @@ def _token_logprobs(token_id: int, candidates: dict[int, Logprob], num_top: int)
 
 
 class GrpcFront:
-    """The server with its services; `bind` it with `common.rpc.bind`, then start it."""
+    """The gRPC server with its services; `bind` it with `common.rpc.bind`, then start it."""
 
     def __init__(self, inference: Inference, max_connections: int) -> None:
-        """max_connections: at a time; more are closed at once."""
+        """max_connections: most connections at a time; further ones are closed at once."""
         servicer = InferenceServicer(inference)
         self.server = make_public_server(
             servicer.authenticate,
@@ -375,7 +375,7 @@ class GrpcFront:
         self._health.leave()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls now; those open have `grace_s`."""
+        """Refuse new calls; open calls may continue for `grace_s`."""
         self._inference.fleet.listeners.remove(self._show_health)
         self.leave()
         await self.server.stop(grace_s)

@@ -1,4 +1,4 @@
-"""`HealthServicer`: gRPC's health service for strangers, none of whom can hold up the others."""
+"""`HealthServicer`: gRPC's health service, in which a slow watcher does not block others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
-    """grpc's own writes to each watcher under a lock that every change of a status needs, too: a watcher that does not
-    read would stop them all.
-    """
+    """Replaces grpc's implementation, which writes to watchers under the lock for status changes, so that a watcher that does not
+    read would block all others."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {"": health_pb2.HealthCheckResponse.SERVING}
@@ -22,13 +21,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
         self._leaving = False
 
     def set(self, service: str, status: int) -> None:
-        """Without effect after `leave`."""
+        """Set a service's status; no effect after `leave`."""
         if not self._leaving and self._statuses.get(service) != status:
             self._statuses[service] = status
             self._tell()
 
     def leave(self) -> None:
-        """Every service is NOT_SERVING from now on."""
+        """Set all services to NOT_SERVING, permanently."""
         self._leaving = True
         for service in self._statuses:
             self._statuses[service] = health_pb2.HealthCheckResponse.NOT_SERVING

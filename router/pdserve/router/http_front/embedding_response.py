@@ -1,4 +1,4 @@
-"""Embeddings as an HTTP response: nothing goes out before the last of them or the error."""
+"""Embeddings as an HTTP response, sent when all are known or one has failed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pdserve.router.openai.embeddings import PART_BYTES
 from pdserve.router.requests.embedding_task import Embedding
 
 _NUMBER_BYTES = 20
-"""About what a number takes in JSON."""
+"""Approximate bytes of a number in JSON."""
 
 
 class EmbeddingResponse(Response):
-    """Computes while it responds; a client that leaves ends it."""
+    """Computes the embeddings and sends the response; a disconnect of the client ends it."""
 
     def __init__(
         self, embedding: Embedding, parts: Callable[[list[array[float]]], Iterator[bytes]], bodies: ClientBodies
     ) -> None:
-        """parts: of the answer, of the vectors; each is made in a thread where the vectors are many."""
+        """parts: yields the parts of the body for the vectors; many vectors are serialized in a thread."""
         super().__init__()
         self._embedding = embedding
         self._bodies = bodies
@@ -48,7 +48,7 @@ class EmbeddingResponse(Response):
         if not following:
             await Response(part, headers=headers, media_type=JSON)(scope, receive, send)
             return
-        # a client that reads slowly has the next parts made later
+        # the next parts are made after the client has read these
         response = Response(headers=headers, media_type=JSON)
         raw = [header for header in response.raw_headers if header[0] != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
@@ -57,5 +57,5 @@ class EmbeddingResponse(Response):
             part, following = following, await self._next(parts, num_bytes) if following else b""
 
     async def _next(self, parts: Iterator[bytes], num_bytes: int) -> bytes:
-        """Empty after the last."""
+        """The next part; empty after the last."""
         return await self._bodies.in_background_pool(num_bytes, lambda: next(parts, b""))

@@ -76,7 +76,7 @@ class HttpFront:
         )
 
     async def health(self, request: Request) -> Response:
-        """200 while some request could be served."""
+        """Status 200 if a request could be served now."""
         healthy = self._inference.healthy
         content = {
             "status": "ok" if healthy else "unavailable",
@@ -86,18 +86,18 @@ class HttpFront:
         return json_response(content, 200 if healthy else 503)
 
     async def ready(self, request: Request) -> Response:
-        """200 while some request could be served."""
+        """Status 200 if a request could be served now."""
         return probe_response(self._inference.healthy)
 
     async def debug_routing(self, request: Request) -> Response:
-        """The last placements, newest first, with their reasons."""
+        """The last placements with their reasons, newest first."""
         client, inference = await self._authenticate(request), self._inference
         view = routing_view(client, inference.settings, inference.admission, inference.selector)
-        # 128 placements, with a candidate for each worker of a fleet
+        # 128 placements, each with one candidate per worker
         return await inference.bodies.in_background_pool(_ALWAYS_ASIDE, lambda: json_response(view))
 
     async def metrics(self, request: Request) -> Response:
-        """For clients, with an operator's key also what is counted by API key; Prometheus has a port of its own."""
+        """Metrics for clients; metrics per API key need an operator's key. Prometheus has a separate port."""
         client = await self._authenticate(request)
         content = await self._inference.telemetry.exposition(by_key=self._keys.needed and client.sees_all)
         return Response(content, headers={"content-type": CONTENT_TYPE})
@@ -136,7 +136,7 @@ class HttpFront:
         )
 
     async def _authenticate(self, request: Request) -> Client:
-        """The client whose key the request shows. Raises: Unauthenticated."""
+        """The client of the request's key. Raises: Unauthenticated."""
         return await authenticated(self._keys, request)
 
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
@@ -182,7 +182,7 @@ class HttpFront:
 
 
 def _client_request_id(request: Request) -> str:
-    """The id of the request by the client, or a proxy before it; empty without one. Raises: InvalidRequest."""
+    """The request id sent by the client or a proxy; empty if absent. Raises: InvalidRequest."""
     client_request_id = request.headers.get(REQUEST_ID_HEADER, "")
     verify_client_request_id(client_request_id, REQUEST_ID_HEADER)
     return client_request_id

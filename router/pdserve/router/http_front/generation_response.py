@@ -1,4 +1,4 @@
-"""A generation as an HTTP response: nothing goes out before the first token or the error."""
+"""A generation as an HTTP response; headers are sent with the first token or the error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdserve.text.request_output import CompletionOutput
 
 JSON = "application/json"
 REQUEST_ID_HEADER = "x-request-id"
-"""In a response this service's id of the request, in a request the client's."""
+"""Carries the client's id in a request, and the router's id in a response."""
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -35,24 +35,24 @@ def error_response(error: PdServeError, headers: Mapping[str, str] | None = None
 
 
 def json_response(content: object, status: int = 200) -> Response:
-    """Any other answer."""
+    """A JSON response."""
     return Response(msgspec.json.encode(content), status, media_type=JSON)
 
 
 async def until_disconnect(receive: Receive) -> None:
-    """Returns when the client has left. The request's body must have been read."""
+    """Wait until the client disconnects. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def cancel_on_disconnect(scope: RequestScope[Any], receive: Receive) -> None:
-    """Ends the request when its client leaves; to be cancelled when it has ended by itself."""
+    """End the request when its client disconnects; cancel this task when the request ends by itself."""
     await until_disconnect(receive)
     scope.cancel()
 
 
 class GenerationResponse(Response):
-    """Runs the generation while it responds; a client that leaves ends it."""
+    """Runs the generation and sends the response; a disconnect of the client ends it."""
 
     def __init__(
         self, generation: Generation, answer: CompletionResponseWriter, bodies: ClientBodies, *, stream: bool
@@ -117,6 +117,6 @@ class GenerationResponse(Response):
             response = error_response(error, {REQUEST_ID_HEADER: self._generation.request_id})
             await response(scope, receive, send)
             return
-        # a stream that ends without [DONE] is not an answer
+        # a stream without [DONE] is incomplete for clients
         event = b"data: " + error_body(error) + b"\n\n"
         await send({"type": "http.response.body", "body": event, "more_body": False})

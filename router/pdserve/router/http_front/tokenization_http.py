@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in vLLM's shapes: bounded, and beside the generations, which wait for none of it."""
+"""`/tokenize` and `/detokenize`, in vLLM's formats; they have limits and do not delay generations."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from pdserve.text.tokenizer import Tokenizer
 _MIN_TEXT_BYTES = 1 << 19
 _TEXT_BYTES_PER_TOKEN = 5
 MAX_TOKENS = 5 << 17
-"""To detokenize, unless the model takes more: the library holds the text of each, some 60 bytes, for a moment."""
+"""Most tokens to detokenize, unless the model's length is larger; the library temporarily takes about 60 bytes per token."""
 MAX_TOKEN_STRS = 1 << 18
 """Most tokens for which strings are returned: a string takes more than 50 bytes of memory, a token's id 8."""
 
 
 def max_text_bytes(model_len: int) -> int:
-    """Bytes of a text to tokenize. It may be longer than the model's length, for a client that asks by how much; but each byte may
-    be a token, which takes hundreds of bytes of memory for a moment.
-    """
+    """Most bytes of a text to tokenize. A text may exceed the model's length, for clients that need its number of tokens; but each
+    byte may be a token, which temporarily takes hundreds of bytes."""
     return max(_MIN_TEXT_BYTES, _TEXT_BYTES_PER_TOKEN * model_len)
 
 
@@ -67,7 +66,8 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             )
 
     def token_ids(self, tokenizer: Tokenizer, max_bytes: int) -> list[int]:
-        """max_bytes: of the text. Raises: InvalidRequest, also what the chat template raises."""
+        """Token ids of prompt or messages. max_bytes: limit of the text. Raises: InvalidRequest, also for errors of the chat
+        template."""
         if self.prompt is not None:
             _verify_length(self.prompt, max_bytes, "prompt")
             add_special_tokens = self.add_special_tokens is not False
@@ -100,13 +100,13 @@ B = TypeVar("B", TokenizeBody, DetokenizeBody)
 
 
 async def authenticated(keys: ApiKeys, request: Request) -> Client:
-    """The client whose key the request shows. Raises: Unauthenticated."""
+    """The client of the request's key. Raises: Unauthenticated."""
     address = request.client.host if request.client is not None else ""
     return await keys.authenticate(request.headers.get("authorization"), address)
 
 
 class TokenizationHttp:
-    """Two endpoints that need no worker."""
+    """Endpoints that need no worker."""
 
     def __init__(self, inference: Inference, keys: ApiKeys) -> None:
         self._inference = inference
@@ -160,7 +160,8 @@ class TokenizationHttp:
         return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     async def _aside(self, request: Request, client: Client, answer: Callable[[], Response]) -> Response:
-        """Result of `answer`. Raises: what `answer` does; Overloaded; DeadlineExceeded; Cancelled when the client disconnected."""
+        """Result of `answer`. Raises: exceptions of `answer`; Overloaded; DeadlineExceeded; Cancelled if the client
+        disconnected."""
         timeout_s = self._inference.settings.request_timeout_s
         answering = asyncio.ensure_future(self._inference.preparation.in_background_pool(answer, client))
         leaving = asyncio.ensure_future(until_disconnect(request.receive))

@@ -1,4 +1,4 @@
-"""`Echo`: the prompts of a completion that is to begin with its prompt."""
+"""`Echo`: prompts of completions with `echo`, whose text begins with the prompt."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pdserve.text.tokenizer import Tokenizer
 
 
 class Echo:
-    """One request's prompts, and which choice begins with which."""
+    """Prompts of one request, by choice."""
 
     def __init__(self, prompts: Sequence[Prompt], choices_each: int, tokenizer: Tokenizer) -> None:
-        """choices_each: how many continue each prompt, one prompt's after the other's."""
+        """choices_each: number of choices per prompt; choices are numbered prompt by prompt."""
         self._prompts = prompts
         self._choices_each = choices_each
         self._tokenizer = tokenizer
         self._said: dict[int, str] = {}
 
     def before(self, choice: int) -> str:
-        """The text before the next text of a choice: its prompt, once. Its token ids have been verified."""
+        """The prompt's text before the first text of a choice, then "". The prompt's token ids have been verified."""
         if choice in self._said:
             return ""
         match self._prompts[choice // self._choices_each]:
@@ -37,9 +37,9 @@ class Echo:
         return prompt
 
     def logprobs(self, output: CompletionOutput, num_top: int) -> dict[str, Any]:
-        """As `completion_logprobs`, of a text that begins with its prompt. Called after `before`.
+        """As `completion_logprobs`, for a text that begins with its prompt. Called after `before`.
 
-        The first token of all has no log-probability.
+        The first token of the prompt has no log-probability.
         """
         of_output = completion_logprobs(output, num_top)
         shift = len(self._said.get(output.index, ""))

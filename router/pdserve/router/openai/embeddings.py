@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/embeddings`: what clients may send, and what they get."""
+"""OpenAI's `/v1/embeddings`: request and response."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def requests(
         self, timeout_s: float, trace_headers: dict[str, str], client_request_id: str = ""
     ) -> list[EmbeddingRequest]:
-        """One per input. Raises: InvalidRequest."""
+        """One request per input. Raises: InvalidRequest."""
         num_prompts(self.input, "input", MAX_EMBEDDING_INPUTS)
         prompts = as_prompts(self.input, "input")
         pooling = PoolingParams(
@@ -61,7 +61,7 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 def embeddings_parts(
     vectors: list[array[float]], usage: Usage, model: str, encoding_format: EncodingFormat | None
 ) -> Iterator[bytes]:
-    """The body of an answer, as JSON, in parts of about `PART_BYTES`: as a whole it may have 80 MiB."""
+    """The JSON body of an answer in parts of about `PART_BYTES`; it may have 80 MiB in all."""
     data = bytearray(b'{"object":"list","data":[')
     for index, vector in enumerate(vectors):
         written = _base64(vector) if encoding_format == "base64" else vector.tolist()
@@ -82,5 +82,5 @@ def embeddings_parts(
 
 
 def _base64(vector: array[float]) -> str:
-    """float32, little-endian."""
+    """The vector as base64 of little-endian float32."""
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")

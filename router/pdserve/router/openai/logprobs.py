@@ -7,7 +7,7 @@ from typing import Any
 from pdserve.text.request_output import CompletionOutput, Logprob
 
 LEAST_LOGPROB = -9999.0
-"""Written for every lower value: JSON has no infinity."""
+"""Replaces lower values, because JSON has no infinity."""
 
 
 def chat_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def named_candidates(token_id: int, candidates: dict[int, Logprob], num_top: int
     """Text -> log-probability, of the sampled token and the most likely ones."""
     named: dict[str, float] = {}
     for candidate in (candidates[token_id], *most_likely(candidates, num_top)):
-        # pieces of characters all look the same; the likelier one counts
+        # incomplete characters have the same text; the most likely one is kept
         named.setdefault(candidate.decoded_token, finite(candidate.logprob))
     return named
 

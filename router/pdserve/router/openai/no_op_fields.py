@@ -1,4 +1,4 @@
-"""Fields of OpenAI's API, and of vLLM's, that are known here only with values that change nothing."""
+"""Fields of OpenAI's and vLLM's APIs that are accepted only with values that have no effect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_OP: Mapping[str, tuple[Any, ...]] = {
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory",),
 }
-"""Field -> the values that change nothing, beside null and leaving it out."""
+"""Field -> values without effect, beside null and absence."""
 REASONS: Mapping[str, str] = {
     "use_beam_search": _BEAM_SEARCH,
     "beam_width": _BEAM_SEARCH,
@@ -46,7 +46,7 @@ REASONS: Mapping[str, str] = {
 
 
 def verify_neutral(body: object) -> None:
-    """Raises: InvalidRequest for the first field that asks for something."""
+    """Raises: InvalidRequest for the first field with another value."""
     for field, neutral in NO_OP.items():
         value = getattr(body, field, None)
         if value is None or value in neutral:

@@ -17,7 +17,7 @@ def num_prompts(given: OpenAIPrompts, field: str, limit: int) -> int:
 
 
 def as_prompts(given: OpenAIPrompts, field: str) -> list[TextInput | TokenInput]:
-    """One or many. field: what the client calls them. Raises: InvalidRequest."""
+    """The prompts, one or many. field: the client's name of them. Raises: InvalidRequest."""
     if isinstance(given, str):
         return [TextInput(given)]
     if not given:

@@ -34,7 +34,7 @@ from pdserve.text.prompt import ChatInput, Prompt
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """vLLM's: the usage so far in every chunk."""
+    """vLLM's field: usage so far in every chunk."""
     include_obfuscation: bool | None = None
 
     def verify(self) -> None:
@@ -65,7 +65,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop: str | list[str] | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
-    # extensions that go by vLLM's names
+    # extensions with vLLM's names
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
@@ -98,7 +98,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def verify(self) -> None:
-        """Raises: InvalidRequest for what is not supported."""
+        """Raises: InvalidRequest for unsupported values."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
         if self.stream_options is not None:
@@ -108,10 +108,10 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         verify_neutral(self)
 
     def sampling(self, defaults: Mapping[str, float | int], form: OutputConstraint) -> SamplingParams:
-        """All but `logprobs`, which completions and chats ask for each in its own way.
+        """Sampling parameters without `logprobs`, which differ between completions and chats.
 
-        Absent fields take `defaults`, then ours; other limits than numbers of entries are held in `Preparation`, where
-        the lengths are known.
+        Absent fields take `defaults`, then those of `SamplingParams`. `Preparation` checks other limits than numbers of entries,
+        because it knows the lengths.
         """
         given: dict[str, Any] = dict(defaults)
         given |= {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
@@ -130,7 +130,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return SamplingParams(structured_outputs=form.params, **given)
 
     def verify_counts(self, num_prompts: int) -> None:
-        """Raises: InvalidRequest for more entries of a field than it may have, before anything is made of them."""
+        """Raises: InvalidRequest for too many entries of a field, before they are converted."""
         for field, (limit, unit) in _MOST_ENTRIES.items():
             entries = getattr(self, field, None)
             if isinstance(entries, list | dict) and len(entries) > limit:
@@ -157,7 +157,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         trace_headers: dict[str, str],
         client_request_id: str,
     ) -> list[ClientRequest]:
-        """One `ClientRequest` per prompt; what is equal for all prompts is built and verified once."""
+        """One `ClientRequest` per prompt; parts that are equal for all prompts are built and verified once."""
         self.verify()
         form.verify()
         sampling = self.sampling(defaults, form)
@@ -194,7 +194,7 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         trace_headers: dict[str, str],
         client_request_id: str = "",
     ) -> list[ClientRequest]:
-        """One per prompt. Raises: InvalidRequest."""
+        """One request per prompt. Raises: InvalidRequest."""
         self.verify_counts(num_prompts(self.prompt, "prompt", MAX_PROMPTS))
         return self._requests(
             as_prompts(self.prompt, "prompt"),
@@ -217,7 +217,7 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         params = msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
         if not self.echo or self.logprobs is None:
             return params
-        # the echoed prompt has log-probabilities like the rest
+        # the echoed prompt has log-probabilities, too
         most = max(self.logprobs, params.prompt_logprobs or 0)
         return msgspec.structs.replace(params, prompt_logprobs=most)
 
@@ -230,7 +230,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     tools: list[ToolBody] | None = None
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    # vLLM's, for the chat template
+    # vLLM's fields for the chat template
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # accepted, and without effect
@@ -261,7 +261,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         return msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
 
     def _form(self, forced: StructuredOutputsParams | None) -> OutputConstraint:
-        """The form of the output. forced: the form required by tools. Raises: InvalidRequest."""
+        """The constraint of the output. forced: the constraint of `tool_choice`. Raises: InvalidRequest."""
         form = output_form(self.response_format, self.structured_outputs)
         if forced is None:
             return form
@@ -276,7 +276,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         trace_headers: dict[str, str],
         client_request_id: str = "",
     ) -> list[ClientRequest]:
-        """Always one. Raises: InvalidRequest."""
+        """A list of one request. Raises: InvalidRequest."""
         self.verify_counts(1)
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise InvalidRequest(

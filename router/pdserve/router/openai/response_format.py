@@ -1,4 +1,4 @@
-"""The form of an output, from OpenAI's `response_format` or vLLM's `structured_outputs`."""
+"""The constraint of an output, from OpenAI's `response_format` or vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class JsonSchemaBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     schema: dict[str, Any] | bool | None = None
     """None: any JSON object."""
     strict: bool | None = None
-    """The answer always has the form of the schema."""
+    """No effect: the answer always follows the schema."""
     description: str | None = None
 
 
@@ -30,14 +30,14 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class StructuredOutputsBody(StructuredOutputsFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As an object; `StructuredOutputsParams` travel as an array."""
+    """`StructuredOutputsParams` as a JSON object; they are encoded as an array between services."""
 
 
 class OutputConstraint(NamedTuple):
-    """The form of an output."""
+    """A constraint of the output's form."""
 
     params: StructuredOutputsParams | None = None
-    """None for any form."""
+    """None: no constraint."""
     field: str = "structured_outputs"
     """The client's name of the field, for error messages."""
 

@@ -17,7 +17,7 @@ from pdserve.text.request_output import CompletionOutput
 
 _encode = msgspec.json.Encoder().encode
 _SLICE = 512
-"""Entries that are written in one call."""
+"""Entries that are encoded in one call."""
 DONE = b"data: [DONE]\n\n"
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -52,10 +52,10 @@ class CompletionResponseWriter:
         num_prompt_logprobs: int | None = None,
         echo: Echo | None = None,
     ) -> None:
-        """num_logprobs: most likely tokens to report per token; None for no log-probabilities. num_prompt_logprobs: the same
-        per prompt token, in a whole response.
+        """num_logprobs: most likely tokens to report per token; None: no log-probabilities. num_prompt_logprobs: the same per
+        prompt token, in a whole response.
 
-        continuous_usage: every chunk has the usage so far. echo: each choice begins with its prompt.
+        continuous_usage: write the usage so far in every chunk. echo: begin each choice with its prompt.
         """
         self._chat = chat
         self._num_logprobs = num_logprobs
@@ -72,7 +72,7 @@ class CompletionResponseWriter:
             "model": model,
         }
         chunk_head = self._head | ({"object": "chat.completion.chunk"} if chat else {})
-        # an object without its closing brace, so that more can follow
+        # an object without its closing brace, so that fields can be appended
         self._chunk_head = b"data: " + _encode(chunk_head)[:-1]
         opening = b'{"content":' if chat else b""
         key = b'"delta":' if chat else b'"text":'
@@ -102,7 +102,7 @@ class CompletionResponseWriter:
         return opening + self._text_chunk(output) + self._usage_so_far(output, usage) + b"}\n\n"
 
     def last_chunk(self, output: CompletionOutput, usage: Usage, timeline: Timeline) -> bytes:
-        """Like `chunk`, for the output that ends the request, with all that follows it."""
+        """As `chunk`, for the output that ends the request, followed by usage and the end of the stream."""
         event = self.chunk(output, usage)
         vendor = self._vendor(timeline)
         if self._include_usage:
@@ -124,7 +124,7 @@ class CompletionResponseWriter:
         return output.text if self._echo is None else self._echo.before(output.index) + output.text
 
     def _usage_so_far(self, output: CompletionOutput, usage: Usage) -> bytes:
-        """A further field of a chunk: tokens of the chunks up to and with this one, not of those that wait."""
+        """A further field of a chunk: usage including this chunk, without outputs that are not written yet."""
         if not self._continuous_usage:
             return b""
         self._num_streamed += len(output.token_ids)
@@ -166,20 +166,20 @@ class CompletionResponseWriter:
 
 
 def _in_slices(logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The same for JSON, its lists written already."""
+    """Log-probabilities with their lists encoded as JSON."""
     if logprobs is None:
         return None
     return {key: _raw(value) if isinstance(value, list) else value for key, value in logprobs.items()}
 
 
 def _raw(entries: list[Any]) -> msgspec.Raw:
-    """A list as JSON, slice after slice: one call of the encoder for 100,000 entries would hold the interpreter."""
+    """A list as JSON, encoded in slices, because one call for 100,000 entries would hold the GIL too long."""
     slices = (_encode(entries[first : first + _SLICE]) for first in range(0, len(entries), _SLICE))
     return msgspec.Raw(b"[" + b",".join(part[1:-1] for part in slices) + b"]")
 
 
 def _tail(fields: dict[str, Any]) -> bytes:
-    """More fields for an object that is open, its end, and the end of the event."""
+    """Further fields of an open object, its end, and the end of the event."""
     return b"," + _encode(fields)[1:] + b"\n\n"
 
 
@@ -203,7 +203,7 @@ def error_body(error: PdServeError) -> bytes:
 
 
 def error_headers(error: PdServeError) -> dict[str, str]:
-    """Retry-After, where coming back later helps."""
+    """`Retry-After` for errors that a later retry can avoid."""
     if isinstance(error, Overloaded):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     return {"retry-after": "1"} if error.http_status == 503 and error.retryable else {}

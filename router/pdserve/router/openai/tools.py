@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice` of a chat: what they may be, and the form that they force upon the answer."""
+"""`tools` and `tool_choice` of a chat: their checks, and the constraint of the answer that they require."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FunctionBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     parameters: dict[str, Any] | None = None
     """A JSON schema; None for a function without parameters."""
     strict: bool | None = None
-    """Arguments that are forced have the form of the schema, strict or not."""
+    """No effect: arguments of forced calls always follow the schema."""
 
 
 class ToolBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -33,7 +33,7 @@ class ToolBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: str = "function"
 
     def as_json(self) -> dict[str, Any]:
-        """As chat templates expect it: what was given and nothing else."""
+        """The fields that the client sent, in the form for chat templates."""
         given = {name: value for name, value in msgspec.structs.asdict(self.function).items() if value is not None}
         return {"type": self.type, "function": given}
 
@@ -51,14 +51,14 @@ class ToolUse(NamedTuple):
     """The effect of a chat's tools on prompt and output."""
 
     tools: list[dict[str, Any]]
-    """Tools for the prompt; empty: the prompt has none, and calls are not looked for."""
+    """Tools for the prompt; if empty, the answer is not parsed for calls."""
     form: StructuredOutputsParams | None = None
     """The form of the output; None if the model may choose."""
     max_calls: int | None = None
 
 
 def tool_use(tools: Sequence[ToolBody] | None, choice: str | NamedTool | None, parallel: bool | None) -> ToolUse:
-    """parallel: None is true. Raises: InvalidRequest."""
+    """Check the fields of a chat. parallel: None means true. Raises: InvalidRequest."""
     names = _verified_names(tools or ())
     if isinstance(choice, str) and choice not in _CHOICES:
         told = f"tool_choice is {choice[:40]!r}, one of {', '.join(_CHOICES)} or a function is needed"
@@ -109,7 +109,7 @@ def _verify_type(kind: str, where: str) -> None:
 
 
 def _forced(functions: Sequence[FunctionBody], *, only_one: bool) -> StructuredOutputsParams:
-    """Calls of these functions and nothing else, as a structural tag."""
+    """A structural tag that allows only calls of these functions."""
     tags = [
         {
             "type": "tag",

@@ -6,26 +6,26 @@ whatever a worker's own block size is, so that workers of one model can be compa
     load  = prompt tokens still to compute there + 1/4 * tokens in the blocks that its running requests hold
     cost  = load + 2 * tokens of this prompt that are not cached there
 
-This prompt's own tokens count twice, because this request and the next ones wait for them. A held block costs its
-worker some reading per step, which is less than computing it. If it counted in full, one running request would outweigh
-the prefix that it shares with the next, and prefixes would scatter over all workers.
+This prompt's own tokens count twice, because this request and later ones wait for them. A held block has a weight of 1/4, because
+reading it in each step costs less than computing it. With a weight of 1, one running request would outweigh the prefix that it
+shares with the next, and prefixes would be spread over all workers.
 
     kv_aware       lowest cost         least_loaded   lowest load         round_robin    the next in turn
 
-Of equal workers the one that this router has used least is taken.
+Of workers with equal cost, the one that this router has used least is chosen.
 
-Decode prefills although a prefill worker could, when that is faster by estimate. With u tokens of the prompt
-uncached at decode, and rates in prompt tokens per second as the workers measure them:
+D prefills although a prefill worker exists, if the estimates say that it is faster. With u tokens of the prompt uncached at D, and
+the workers' measured rates in prompt tokens per second:
 
     local(u)  = (waiting at D + u * (2 + requests at D)) / rate of D
     remote(u) = (waiting at P + uncached at P) / rate of P + u * bytes of a token / bandwidth
 
 Neither contains a step's cost beside its prompt tokens: both need a step.
 
-While D prefills, every request at D stalls, so those seconds count once for each of them, once for the prompt
-itself, and once for requests that arrive meanwhile: an idle D and an idle P of one kind prefill at P. The attempt carries the u at
-which both are equal, and decode compares it with its real cache. Without both rates only a rest of at most
-one block is prefilled at D, and only if D has the blocks before it.
+While D prefills, every request at D stalls, so the time counts once for each of them, once for the prompt itself, and once for
+requests that arrive meanwhile: with an idle D and an idle P of equal speed, P prefills. The attempt contains the u at which both
+estimates are equal, and D compares it with its actual cache. If a rate is unknown, D prefills at most the last block of a prompt
+whose other blocks it has.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ _DECODE_GROWTH_BLOCKS = 1
 
 
 class PlacementHint(enum.Enum):
-    """Restricts the next placement by the history of the request."""
+    """Restriction of the next placement by earlier attempts of the request."""
 
     ANY = "any"
     LOCAL = "local"
-    """Decode prefills: a transfer failed before."""
+    """Decode prefills, because a transfer failed before."""
     REMOTE = "remote"
-    """Use a prefill worker: decode requires one, or evicted the request."""
+    """Use a prefill worker, because decode required one or evicted the request."""
     SESSION = "session"
-    """Decode prefills whatever the length: the KV of a session never moves."""
+    """Decode prefills a prompt of any length, because the KV of a session is never transferred."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker, seen by one prompt."""
+    """A worker with its load and its cached part of one prompt."""
 
     worker: Worker
     num_tokens: int
     """Tokens of the prompt."""
     overlap_blocks: int = 0
-    """Blocks of the prompt's longest prefix that it has, or will have: what was just routed there counts."""
+    """Blocks of the prompt's longest prefix that it has, including blocks of prompts that were just routed there."""
     confirmed_blocks: int = 0
     """The part of it that the worker has reported."""
 
@@ -82,7 +82,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uncached_tokens(self) -> int:
-        """To compute for this prompt; its last token always is."""
+        """Tokens of this prompt to compute; at least its last one."""
         return max(1, self.num_tokens - self.overlap_blocks * self.block_size)
 
     @property
@@ -115,21 +115,21 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Policy = Callable[[Sequence[Candidate], int], Candidate]
-"""(candidates, at least one; how many were chosen of their role before) -> the chosen one"""
+"""(candidates, at least one; number of earlier choices for their role) -> the chosen candidate"""
 
 
 def kv_aware(candidates: Sequence[Candidate], turn: int) -> Candidate:
-    """The one of lowest cost."""
+    """The candidate with the lowest cost."""
     return min(candidates, key=lambda candidate: (candidate.cost_blocks, candidate.worker.num_placed))
 
 
 def least_loaded(candidates: Sequence[Candidate], turn: int) -> Candidate:
-    """The candidate with the lowest load, whatever it has cached."""
+    """The candidate with the lowest load, regardless of its cache."""
     return min(candidates, key=lambda candidate: (candidate.load_blocks, candidate.worker.num_placed))
 
 
 def round_robin(candidates: Sequence[Candidate], turn: int) -> Candidate:
-    """One after the other."""
+    """The candidates in turn."""
     return sorted(candidates, key=lambda candidate: candidate.worker.key)[turn % len(candidates)]
 
 
@@ -152,18 +152,18 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt's workers. Without prefill, decode prefills; without decode, only the first token is wanted."""
+    """One attempt's workers. Without `prefill`, decode prefills; without `decode`, only one token is requested."""
 
     prefill: Worker | None = None
     decode: Worker | None = None
     prefill_share: LoadEstimate = LoadEstimate(calls=1)
     decode_share: LoadEstimate = LoadEstimate(calls=1)
     prefill_here: bool = False
-    """No prefill worker is live, so decode must not require one."""
+    """True if no prefill worker is live, so that decode must not require one."""
     local_prefill_tokens: int | None = None
-    """Uncached tokens up to which decode, by its own cache, should prefill; None: this choice is final."""
+    """Tokens uncached at decode up to which decode should prefill itself; None: the choice is final."""
     estimates: Estimates | None = None
-    """Both estimates, if two ways were compared."""
+    """Estimates of local and remote prefill, if they were compared."""
 
     @property
     def kind(self) -> str:
@@ -202,13 +202,13 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     local_prefill: LocalPrefill = "auto"
     hint: PlacementHint = PlacementHint.ANY
     blamed: Collection[WorkerKey] = ()
-    """Workers to avoid while there is another way."""
+    """Workers to avoid while there are others."""
     sampler_version: int | None = None
     """Prefer workers with this sampler version, so that a sampled text continues as it began; None: no preference."""
     turns: Mapping[WorkerRole, int] = {}
-    """How often a worker of each role was chosen before."""
+    """Role -> number of earlier choices."""
     bytes_per_s: float = 1e9
-    """At which KV blocks move."""
+    """Bandwidth of KV transfers."""
 
 
 def place(
@@ -224,7 +224,7 @@ def place(
         at = choose(decode, WorkerRole.DECODE, rules)
         return None if at is None else Placement(decode=at.worker, decode_share=at.share(prefills=True, grows=True))
     if max_tokens == 1 and rules.local_prefill != "always":
-        # decode is another way than a blamed worker, where it may prefill
+        # instead of a blamed prefill worker, decode prefills if it may
         if alone := place_prefill(prefill, rules, strict=bool(decode) and rules.local_prefill != "never"):
             return alone
         if rules.local_prefill == "never":
@@ -255,7 +255,7 @@ def place(
 
 
 def place_prefill(prefill: Sequence[Candidate], rules: Rules, *, strict: bool = False) -> Placement | None:
-    """Only a prefill worker, whatever `local_prefill` is, for a request without tokens to decode. None: there is none."""
+    """A prefill worker for a request without tokens to decode, regardless of `local_prefill`; None if there is none."""
     chosen = choose(prefill, WorkerRole.PREFILL, rules, strict=strict)
     if chosen is None:
         return None
@@ -265,7 +265,7 @@ def place_prefill(prefill: Sequence[Candidate], rules: Rules, *, strict: bool = 
 def choose(
     candidates: Sequence[Candidate], role: WorkerRole, rules: Rules, *, strict: bool = False
 ) -> Candidate | None:
-    """The policy's choice; a blamed worker only when there is no other, and under `strict` not even then."""
+    """The policy's choice. A blamed worker is chosen only if there is no other, and never with `strict`."""
     fresh = [candidate for candidate in candidates if candidate.worker.key not in rules.blamed]
     left = fresh if fresh or strict else candidates
     alike = [candidate for candidate in left if candidate.worker.identity.sampler_version == rules.sampler_version]

@@ -16,7 +16,7 @@ SPECULATIVE_S = 2.0
 
 
 class PrefixIndex:
-    """Fed by the workers' own reports; wrong only by what is still under way."""
+    """Built from the workers' reports, so it lags behind by reports in flight."""
 
     def __init__(self) -> None:
         self._bits: dict[WorkerKey, int] = {}
@@ -25,15 +25,15 @@ class PrefixIndex:
         self._speculative: dict[WorkerKey, _Speculation] = {}
 
     def __len__(self) -> int:
-        """Distinct blocks known."""
+        """Number of distinct blocks."""
         return len(self._masks)
 
     def num_blocks(self, worker: WorkerKey) -> int:
-        """Blocks known of one worker."""
+        """Number of blocks of one worker."""
         return len(self._held.get(worker, ()))
 
     def stored(self, worker: WorkerKey, hashes: Iterable[bytes]) -> None:
-        """The worker has these blocks now."""
+        """Add blocks of a worker."""
         held = self._held.setdefault(worker, set())
         bit = 1 << self._bit(worker)
         masks = self._masks
@@ -42,7 +42,7 @@ class PrefixIndex:
             masks[block_hash] = masks.get(block_hash, 0) | bit
 
     def removed(self, worker: WorkerKey, hashes: Iterable[bytes]) -> None:
-        """The worker has these no more; unknown ones are nothing."""
+        """Remove blocks of a worker; unknown ones are ignored."""
         held = self._held.get(worker)
         if held is None:
             return
@@ -53,7 +53,7 @@ class PrefixIndex:
                 self._narrow(block_hash, keep)
 
     def cleared(self, worker: WorkerKey) -> None:
-        """The worker starts again without blocks, or is lost."""
+        """Remove all blocks of a worker that restarted or is lost."""
         held = self._held.pop(worker, set())
         self._speculative.pop(worker, None)
         bit = self._bits.pop(worker, None)
@@ -62,12 +62,12 @@ class PrefixIndex:
                 self._narrow(block_hash, ~(1 << bit))
 
     def routed(self, worker: WorkerKey, hashes: Sequence[bytes], now_s: float) -> None:
-        """Count the blocks of a prompt that was just routed there as held for `SPECULATIVE_S`."""
+        """Count the blocks of a prompt that was just routed to a worker as held for `SPECULATIVE_S`."""
         if hashes:
             self._speculative.setdefault(worker, _Speculation()).add(hashes, now_s + SPECULATIVE_S)
 
     def match(self, hashes: Sequence[bytes], workers: Iterable[WorkerKey], now_s: float) -> dict[WorkerKey, int]:
-        """worker -> blocks of the prompt's longest prefix that it holds or soon will, 0 included."""
+        """worker -> blocks of the prompt's longest prefix that it holds or will hold soon, 0 included."""
         return self.expect(hashes, self.reported(hashes, workers), now_s)
 
     def reported(self, hashes: Sequence[bytes], workers: Iterable[WorkerKey]) -> dict[WorkerKey, int]:
@@ -124,7 +124,7 @@ class PrefixIndex:
 
 
 class _Speculation:
-    """Blocks that a worker is expected to have soon, each until its time."""
+    """Blocks that a worker is expected to have soon, each with an expiry time."""
 
     def __init__(self) -> None:
         self._until: dict[bytes, float] = {}
@@ -144,13 +144,13 @@ class _Speculation:
         while self._routed and self._routed[0][0] < now_s:
             until_s, hashes = self._routed.popleft()
             for block_hash in hashes:
-                # routed again meanwhile: the later time counts
+                # routed again meanwhile, with a later expiry
                 if self._until.get(block_hash) == until_s:
                     del self._until[block_hash]
 
 
 def _note(lengths: dict[WorkerKey, int], by_bit: dict[int, WorkerKey], mask: int, depth: int) -> None:
-    """Every worker in `mask` goes no further than `depth`."""
+    """Limit the prefix length of every worker in `mask` to `depth`."""
     while mask:
         low = mask & -mask
         lengths[by_bit[low.bit_length() - 1]] = depth

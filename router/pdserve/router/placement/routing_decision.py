@@ -1,4 +1,4 @@
-"""`RoutingDecision`: one placement and what it was made from; shown by `/debug/routing` and by the span `route`."""
+"""`RoutingDecision`: one placement and its inputs, for `/debug/routing` and the span `route`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pdserve.router.placement.placement import Candidate, Estimates, Placement, 
 from pdserve.router.workers.worker import Worker, WorkerRole
 
 LOG_LENGTH = 128
-"""Placements that a router remembers."""
+"""Number of placements that a router keeps."""
 _MAX_IN_ATTRIBUTES = 16
-"""Candidates that a span lists."""
+"""Most candidates in a span's attributes."""
 
 _OWN_FIELDS = ("time_unix_s", "request_id", "attempt", "policy", "hint", "kind", "prompt_tokens")
 
 
 class CandidateView(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate as it stood when the choice was made."""
+    """A candidate's state at the time of the choice."""
 
     role: str
     worker_id: str
     epoch: str
-    """Hexadecimal: a reader of JSON may round a number of 64 bits."""
+    """Hexadecimal, because JSON readers may round 64-bit numbers."""
     overlap_blocks: int
     """Blocks of the prompt expected there."""
     confirmed_blocks: int
@@ -98,12 +98,12 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def own_content(self) -> dict[str, Any]:
-        """For JSON, without workers, their loads, and the blocks they hold, which other tenants have a part in."""
+        """For JSON, without workers, loads and cached blocks, which depend on other tenants."""
         content = self.content()
         return {name: content[name] for name in _OWN_FIELDS}
 
     def attributes(self) -> dict[str, str | int | float | bool | list[str]]:
-        """For a span: flat, and only what has a value."""
+        """Flat attributes of a span, without empty values."""
         placement = self.placement
         estimates = placement.estimates or Estimates()
         flat: dict[str, str | int | float | bool | list[str] | None] = {
@@ -154,7 +154,7 @@ class RoutingLog:
         return [decision.content() for decision in reversed(self._decisions)]
 
     def content_of(self, tenant: str) -> list[dict[str, Any]]:
-        """A tenant's own, newest first, for JSON: nothing that workers hold or do for others."""
+        """A tenant's placements for JSON, newest first, without information about other tenants."""
         return [decision.own_content() for decision in reversed(self._decisions) if decision.tenant == tenant]
 
 

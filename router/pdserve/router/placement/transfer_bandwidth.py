@@ -1,4 +1,4 @@
-"""`TransferBandwidth`: how fast KV blocks move in this fleet, learnt from the transfers that were seen."""
+"""`TransferBandwidth`: bandwidth of KV transfers in this fleet, estimated from completed transfers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from pdserve.common import timeline as moments
 from pdserve.common.timeline import Timeline
 
 DEFAULT_BYTES_PER_S = 1e9
-"""Until something was measured: what any network between servers moves."""
+"""Used before the first measurement; most networks between servers reach it."""
 _KEPT = 0.9
-"""Weight of the past with each new transfer."""
+"""Weight of old values with each new transfer."""
 _SHORTEST_S = 1e-4
-"""Moments of two machines' clocks are not more exact than this."""
+"""Seconds; the accuracy of times from two machines."""
 
 
 class TransferBandwidth:
-    """Bytes per second of the time by which transfers outlast what they wait for.
+    """Bytes per second of the time that transfers add to requests.
 
-    Blocks move while later chunks of the prompt still compute, so a transfer's own duration says little. It adds to
-    a request the time from the last of (prompt computed, room reserved) to everything landed. The estimate is the
-    bytes moved over that time, both as decaying sums: large transfers weigh more.
+    Blocks are transferred while later chunks of the prompt are computed, so the duration of a transfer is not its cost. The added
+    time is from the later of (prompt computed, blocks reserved) until all blocks have landed. The estimate is the ratio of bytes to
+    added time, both as decaying sums, so large transfers have more weight.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class TransferBandwidth:
         return self._bytes / self._seconds if self._seconds else DEFAULT_BYTES_PER_S
 
     def landed(self, transfer_bytes: int, timeline: Timeline) -> None:
-        """Add a complete transfer; one without its moments or bytes is ignored."""
+        """Add a complete transfer; ignored without its moments or bytes."""
         known = timeline.moments_unix_ns
         if transfer_bytes <= 0 or any(
             name not in known for name in (moments.KV_RESERVED, moments.KV_LANDED, moments.PREFILL_COMPUTED)

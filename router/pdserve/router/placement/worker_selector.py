@@ -1,4 +1,4 @@
-"""`WorkerSelector`: the one that asks the prefix index, places by the configured policy, and remembers why."""
+"""`WorkerSelector`: places requests by prefix index and configured policy, and logs the decisions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.worker import Worker, WorkerRole
 
 Hashes = Callable[[KvLayout], Sequence[bytes]]
-"""Hashes of the prompt's full blocks, for workers of a layout; asked once a layout and prompt at most."""
+"""Returns the hashes of the prompt's full blocks for a layout; called at most once per layout and prompt."""
 
 
 class WorkerSelector:
-    """One for all requests of a router."""
+    """Chooses workers for all requests of a router."""
 
     def __init__(self, fleet: Fleet, index: PrefixIndex, settings: RouterSettings) -> None:
         self.bandwidth = TransferBandwidth()
@@ -59,8 +59,7 @@ class WorkerSelector:
         """Workers for one attempt, or None while none can serve it.
 
         tenant: the owner. num_tokens: length of the prompt. dead: workers that died under this request and have not reconnected.
-        sampler_version: preferred; None for no preference. embeds: for an embedding, which a prefill worker
-        computes alone.
+        sampler_version: preferred; None for no preference. embeds: True for an embedding, which only needs a prefill worker.
         """
         live = {role: self._fleet.workers(role) for role in WorkerRole}
         full = {worker.key for role in WorkerRole for worker in live[role] if _is_full(worker, hint)}
@@ -173,7 +172,7 @@ class WorkerSelector:
 
 
 def _is_full(worker: Worker, hint: PlacementHint) -> bool:
-    """True if the worker would most likely refuse it."""
+    """True if the worker would most likely refuse the request, by its last report."""
     return worker.has_full_queue or (hint is PlacementHint.SESSION and worker.has_all_sessions)
 
 

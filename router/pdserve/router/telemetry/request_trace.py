@@ -35,7 +35,7 @@ _TOO_LATE = DeadlineExceeded("the request's deadline passed")
 
 
 class RequestTrace:
-    """Ends with the client's request, for whatever reason."""
+    """Trace of one client request, from its arrival to its end."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class RequestTrace:
         headers: dict[str, str],
         on_end: Callable[[RequestTrace], None] = lambda record: None,
     ) -> None:
-        """span: None when nothing is traced. headers: the trace context that workers get. on_end: called once, when
-        everything is known."""
+        """span: None if the request is not traced. headers: the trace context for workers. on_end: called once, after the
+        request."""
         self.metrics = metrics
         self.started_unix_ns = started_unix_ns
         self.span = span
@@ -57,23 +57,23 @@ class RequestTrace:
 
     @property
     def runs(self) -> list[PromptTrace]:
-        """One for each of its prompts."""
+        """Traces of the request's prompts."""
         return self._runs
 
     def run(self, timeline: Timeline) -> PromptTrace:
-        """One of its prompts begins, and has `arrived` with the request."""
+        """Begin the trace of a prompt, which `arrived` with the request."""
         timeline.moments_unix_ns[moments.ARRIVED] = self.started_unix_ns
         run = PromptTrace(self, timeline)
         self._runs.append(run)
         return run
 
     def abort(self, error: PdServeError) -> None:
-        """End all parts that still run with this cause; the first cause counts."""
+        """End all open traces with this cause; the first cause counts."""
         for run in self._runs:
             run.error = run.error or error
 
     def end(self) -> None:
-        """Once, when nothing of it runs any more."""
+        """End the trace, once, after all its tasks have ended."""
         if self._ended:
             return
         self._ended = True
@@ -84,7 +84,7 @@ class RequestTrace:
         self._on_end(self)
 
     def _count(self, first: int, now: int) -> None:
-        """Count the inputs with pauses for other tasks: thousands of them take 0.1 s."""
+        """Record the metrics of the inputs with pauses for other tasks; thousands of inputs take 0.1 s."""
         for run in self._runs[first : first + _COUNTED_AT_ONCE]:
             run.count(now)
         if first + _COUNTED_AT_ONCE < len(self._runs):
@@ -115,7 +115,7 @@ class PromptTrace:
         self.timeline = timeline
         self.error: PdServeError | None = None
         self.deadline: asyncio.Timeout | None = None
-        """The reason of an abort if nothing else ends it."""
+        """The timeout that aborts the prompt; its expiry is the reason of an abort without another cause."""
         self.finish_reason: str | None = None
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -124,7 +124,7 @@ class PromptTrace:
         self._span = request.span
         self._headers = request.headers
         self._tokens_at: dict[int, float] = {}
-        """Sequence -> when its last tokens went to the client, `time.monotonic()` seconds."""
+        """Sequence -> `time.monotonic()` seconds at which its last tokens were sent to the client."""
 
     @property
     def cause(self) -> PdServeError | None:
@@ -133,21 +133,21 @@ class PromptTrace:
 
     @property
     def outcome(self) -> str:
-        """A finish reason, or the code of what cut it short."""
+        """A finish reason, or the code of the error that ended it."""
         return self.finish_reason or (self.cause or _LEFT).code
 
     @property
     def abort_reason(self) -> PdServeError:
-        """Why it was, if it was; also while its attempts still end."""
+        """The reason of an abort, None without one; also set while the attempts are still ending."""
         late = self.deadline is not None and self.deadline.expired()
         return self.error or (_TOO_LATE if late else _LEFT)
 
     def end_unix_ns(self, now: int) -> int:
-        """The moment of its last token, or now for an aborted one."""
+        """Time of the last token, or now if it was aborted."""
         return self.timeline.moments_unix_ns.get(moments.FINISHED, now)
 
     def tokenized(self, num_prompt_tokens: int) -> None:
-        """The prompt is known; `arrived` and `tokenized` are marked."""
+        """Record the number of prompt tokens; `arrived` and `tokenized` are marked."""
         self.num_prompt_tokens = num_prompt_tokens
         seen = self.timeline.moments_unix_ns
         if self._span is not None:
@@ -159,7 +159,7 @@ class PromptTrace:
             )
 
     def admitted(self) -> None:
-        """The prompt may run; a span only where it had to wait for that."""
+        """Record admission; makes a span only if the prompt had to wait."""
         seen = self.timeline.moments_unix_ns
         start, end = seen[moments.TOKENIZED], seen[moments.ADMITTED]
         if self._span is not None and end - start >= _ADMISSION_SHOWN_NS:
@@ -168,9 +168,9 @@ class PromptTrace:
     def routed(
         self, started_unix_ns: int, policy: str, placement: Placement, attributes: Callable[[], RouteAttributes]
     ) -> None:
-        """Workers were chosen just now. attributes: how it came to that; asked only for a span.
+        """Record a placement. attributes: returns attributes of the decision; called only for a span.
 
-        started_unix_ns: of the choice; for the first attempt `admitted` and `placed` are marked, and count.
+        started_unix_ns: start of the choice; the first attempt uses the moments `admitted` and `placed` instead.
         """
         self._metrics.placements.labels(policy, placement.kind).inc()
         for role, worker in (("prefill", placement.prefill), ("decode", placement.decode)):
@@ -185,7 +185,7 @@ class PromptTrace:
             self._span.add("route", start, end, attributes())
 
     def attempt(self, number: int, placement: Placement, num_resumed: int = 0) -> AttemptTrace:
-        """An attempt begins; enter it around its run. num_resumed: tokens that the client has already."""
+        """A trace to enter around an attempt. num_resumed: tokens that the client already has."""
         self.timeline.begin_attempt()
         started = self.timeline.moments_unix_ns[moments.ATTEMPTED]
         span = None
@@ -202,11 +202,11 @@ class PromptTrace:
         return AttemptTrace(self, span, self._headers if span is None else span.headers, self._metrics)
 
     def sampled_by_other(self) -> None:
-        """The attempt that begins continues a sampled text with another version of the sampler."""
+        """Count an attempt that continues a sampled text with another sampler version."""
         self._metrics.resumes_with_other_sampler.inc()
 
     def relayed(self, index: int, num_tokens: int, num_cached_tokens: int) -> None:
-        """New tokens of a sequence went to the client."""
+        """Record new tokens of a sequence that were sent to the client."""
         now = time.monotonic()
         if not self.num_output_tokens:
             self.num_cached_tokens = num_cached_tokens
@@ -218,7 +218,7 @@ class PromptTrace:
         self.num_output_tokens += num_tokens
 
     def embedded(self, num_cached_tokens: int) -> None:
-        """The prompt's embedding has arrived: it ends without a token."""
+        """Record the prompt's embedding, which ends it without a token."""
         self.num_cached_tokens = num_cached_tokens
         self.finish_reason = str(FinishReason.STOP)
 
@@ -237,7 +237,7 @@ class PromptTrace:
             return
         end = self.end_unix_ns(now)
         metrics.request_seconds.observe((end - self.timeline.moments_unix_ns[moments.ARRIVED]) / 1e9)
-        # of several sequences, which are decoded side by side, the mean counts
+        # several sequences are decoded in parallel, so their mean is recorded
         if (tpot_s := self.timeline.tpot_s(self.num_output_tokens // max(1, len(self._tokens_at)))) is not None:
             metrics.tpot_seconds.observe(tpot_s)
         for phase, seconds in self.timeline.critical_path(end).items():
@@ -245,7 +245,7 @@ class PromptTrace:
 
 
 class AttemptTrace:
-    """One placement; its span's context is what the workers get."""
+    """Trace of one attempt; its span is the parent of the workers' spans."""
 
     def __init__(
         self, run: PromptTrace, span: OpenSpan | None, headers: dict[str, str], metrics: RouterMetrics
@@ -280,7 +280,7 @@ class AttemptTrace:
 
 
 def _cause_of(error: BaseException | None, run: PromptTrace) -> PdServeError | None:
-    """error: what an attempt of the run ended with."""
+    """The cause of a failed attempt. error: the exception of the attempt."""
     match error:
         case None:
             return None

@@ -1,4 +1,4 @@
-"""`RouterMetrics`: what Prometheus reads from a router. Requests are counted as they end; states are read at the scrape."""
+"""`RouterMetrics`: a router's Prometheus metrics. Requests are counted when they end; states are read at the scrape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdserve.router.workers.worker import Worker, WorkerState
 
 
 class RouterMetrics:
-    """Made once a router."""
+    """Metrics of one router."""
 
     def __init__(
         self,
@@ -24,8 +24,9 @@ class RouterMetrics:
         worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
         num_indexed_blocks: Callable[[], int],
     ) -> None:
-        """num_requests: in the router now. worker_counts: role -> state -> how many workers.
-        num_indexed_blocks: block hashes in the prefix index."""
+        """num_requests: returns the prompts in the router. worker_counts: returns role -> state -> number of workers.
+        num_indexed_blocks: returns the number of block hashes in the prefix index.
+        """
 
         def seconds(name: str, meaning: str, *labels: str, buckets: tuple[float, ...] = LATENCY_BUCKETS_S) -> Histogram:
             return Histogram(name, meaning, labels, buckets=buckets, registry=registry)
@@ -40,15 +41,15 @@ class RouterMetrics:
         )
         self.tpot_seconds = seconds(
             "pdserve_time_per_output_token_seconds",
-            "Mean time a token after the first, an observation an answer.",
+            "Mean time per token after the first, one observation per answer.",
             buckets=TOKEN_BUCKETS_S,
         )
         self.phase_seconds = seconds(
             "pdserve_request_phase_seconds", "Phases of the critical path; an answer's add up to its time.", "phase"
         )
-        self.requests = count("pdserve_requests_total", "Prompts, by how they ended.", "outcome")
+        self.requests = count("pdserve_requests_total", "Prompts, by outcome.", "outcome")
         self.errors = count("pdserve_errors_total", "Requests that failed, by cause.", "code")
-        self.attempts = count("pdserve_attempts_total", "Attempts, by how they ended.", "outcome")
+        self.attempts = count("pdserve_attempts_total", "Attempts, by outcome.", "outcome")
         self.placements = count("pdserve_placements_total", "Attempts placed.", "policy", "kind")
         self.resumes_with_other_sampler = count(
             "pdserve_resumes_with_other_sampler_total",
@@ -58,13 +59,15 @@ class RouterMetrics:
             count("pdserve_placed_calls_total", "Calls of attempts placed.", "role", "worker")
         )
         self.prompt_tokens = count("pdserve_prompt_tokens_total", "Prompt tokens of answers that began.")
-        self.cached_tokens = count("pdserve_cached_prompt_tokens_total", "Of these, tokens that needed no computing.")
-        self.output_tokens = count("pdserve_output_tokens_total", "Tokens given to clients.")
+        self.cached_tokens = count(
+            "pdserve_cached_prompt_tokens_total", "The part of the prompt tokens that needed no computing."
+        )
+        self.output_tokens = count("pdserve_output_tokens_total", "Tokens sent to clients.")
         registry.register(_RouterState(num_requests, worker_counts, num_indexed_blocks))
 
 
 class _RouterState(Collector):
-    """Read when it is asked for, so it cannot drift from the truth."""
+    """Collects current states at each scrape."""
 
     def __init__(
         self,
@@ -93,16 +96,16 @@ KEPT_S = 600.0
 
 
 class PlacedCalls:
-    """Counts into a metric with the labels role and worker."""
+    """Counts calls in a metric with the labels role and worker."""
 
     def __init__(self, counter: Counter, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._counter = counter
         self._clock = clock
         self._last: dict[tuple[str, str], tuple[Worker, float]] = {}
-        """Series -> the epoch of the worker that had its last call, and the time of that call."""
+        """Series -> (worker of its last call, time of that call)."""
 
     def add(self, role: str, worker: Worker) -> None:
-        """A call was placed there."""
+        """Count a call at a worker."""
         series, now = (role, worker.identity.worker_id), self._clock()
         if series not in self._last:
             self._forget(now)

@@ -1,4 +1,4 @@
-"""`RouterTelemetry`: makes a record for each client request, and holds the metrics and the tracer they go to."""
+"""`RouterTelemetry`: a router's metrics, tracer and audit log, and the traces of its requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPAN_NAME = "request"
 
 
 class RouterTelemetry:
-    """`close` it."""
+    """Telemetry of one router. `close` it."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class RouterTelemetry:
         worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
         num_indexed_blocks: Callable[[], int],
     ) -> None:
-        """Raises: ConfigError for a collector that cannot be, or an audit log that cannot be written."""
+        """Raises: ConfigError for an invalid collector, or an audit log that cannot be written."""
         self._model = model
         self._trusts_strangers = settings.trusts_trace_headers()
         self._telemetry = make_telemetry(settings, "router", f"{socket.gethostname()}-{os.getpid()}")
@@ -66,10 +66,10 @@ class RouterTelemetry:
         client_request_id: str = "",
         client: Client = ANYBODY,
     ) -> RequestTrace:
-        """A client's request begins.
+        """Begin the trace of a client's request.
 
-        caller_headers: its trace context, validated; may be empty. operation: what OpenTelemetry calls its kind.
-        client_request_id: what the client calls it; may be empty. client: whose it is.
+        caller_headers: the client's trace context, validated; may be empty. operation: OpenTelemetry's name of the request's kind.
+        client_request_id: the client's id of the request; may be empty. client: owner of the request.
         """
         started = now_unix_ns()
 
@@ -97,7 +97,7 @@ class RouterTelemetry:
         return RequestTrace(self.metrics, started, span, span.headers, on_end)
 
     def _trusts(self, client: Client) -> bool:
-        """True if a client's trace context is taken over: its trace, and whether that is sampled."""
+        """True if a client's trace context is used: its trace id, and its sampling decision."""
         return bool(client.key_name) if self._trusts_strangers is None else self._trusts_strangers
 
     @contextlib.contextmanager
@@ -137,7 +137,7 @@ class RouterTelemetry:
     def _refused(self, error: PdServeError, duration_s: float) -> None:
         client = ASKING.get()
         if client is None:
-            # not authenticated: this has a line of its own
+            # failed authentications have their own line
             return
         self.key_metrics.ended(client, error.code)
         self.audit.request(
@@ -154,18 +154,18 @@ class RouterTelemetry:
         self._registry.register(TlsCollector(expiries))
 
     async def exposition(self, *, by_key: bool = False) -> bytes:
-        """The metrics now. by_key: include those that name API keys, which are for operators."""
+        """The current metrics. by_key: include metrics per API key, which are for operators."""
         return await (self._all_metrics if by_key else self._plain_metrics).text()
 
     async def close(self) -> None:
-        """Export the last spans; bounded."""
+        """Export the last spans, within a time limit."""
         await asyncio.to_thread(self.audit.close)
         if self._telemetry is not None:
             await asyncio.to_thread(self._telemetry.tracing.close)
 
 
 class AuditCollector(Collector):
-    """Lines of the audit log."""
+    """Collects the number of lines of the audit log."""
 
     def __init__(self, audit: AuditLog) -> None:
         self._audit = audit
@@ -178,5 +178,5 @@ class AuditCollector(Collector):
 
 
 def new_trace_headers() -> dict[str, str]:
-    """A trace context for a request without one, so that its logs and its workers share an id although nothing is traced."""
+    """A trace context for a request without one, so that logs of router and workers share an id without tracing."""
     return {TRACEPARENT: f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"}

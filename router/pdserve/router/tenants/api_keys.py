@@ -18,7 +18,7 @@ from pdserve.router.tenants.failed_attempts import FailedAttempts
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-"""For a change of the file."""
+"""Seconds between checks for a change of the file."""
 _Stamp = tuple[int, int, int]
 
 
@@ -38,14 +38,14 @@ class ApiKeys:
         failures: FailedAttempts | None = None,
         now: Callable[[], datetime.datetime] = _utc_now,
     ) -> None:
-        """keys: by their SHA-256, 64 hexadecimal digits; None requires no key. file: their source.
+        """keys: SHA-256 in 64 hexadecimal digits -> key; None if no key is required. file: source of the keys.
 
-        stamp: state of the file before it was read; None: read it again at the first check. now: the wall clock, with an offset,
-        for `expires`.
+        stamp: state of the file before it was read; None: read it again at the first check. now: wall clock with a time zone, for
+        `expires`.
         """
         self._keys = keys
         self.num_tenants = _num_tenants(keys)
-        """Tenants that there are keys of; 1 where no key is needed."""
+        """Number of tenants with keys; 1 if no key is required."""
         self._file = file
         self._stamp = stamp
         self._now = now
@@ -58,14 +58,14 @@ class ApiKeys:
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> ApiKeys:
-        """Raises: ConfigError for a file that cannot be used."""
+        """Keys from the settings or their file. Raises: ConfigError for an invalid file."""
         if settings.api_keys_file is not None:
             path = Path(settings.api_keys_file)
             stamp = _stamp_of(path)
             return cls(_by_hash(read_keys(path)), path, stamp)
         if settings.api_keys is None:
             return cls(None)
-        # names by place: a key in clear text has no other
+        # a key in the settings has no name, so its position is used
         entries = (
             KeyEntry(name=f"key-{place}", sha256=key_hash(key), tenant=f"key-{place}")
             for place, key in enumerate(settings.api_keys)
@@ -79,20 +79,20 @@ class ApiKeys:
 
     @property
     def entries(self) -> list[KeyEntry]:
-        """The keys that are known now; empty where none is needed."""
+        """The current keys; empty if none is required."""
         return list((self._keys or {}).values())
 
     def check(self, authorization: str | None, address: str = "") -> Client:
-        """The client of an authorization header. authorization: None if absent. address: of the peer.
+        """The client of an authorization header. authorization: None if absent. address: the peer's IP address.
 
-        Raises: Unauthenticated, whose `hold_back_s` is the time by which the response should be delayed, seconds.
+        Raises: Unauthenticated, whose `hold_back_s` is the delay of the response in seconds.
         """
         if self._keys is None:
             return ANYBODY if not address else Client(role="operator", address=address)
         scheme, _, given = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             raise self._failed("an API key is needed: send the header 'Authorization: Bearer <key>'", address)
-        # the lookup is by the hash, no part of which a caller can choose, so its time reveals nothing about a key
+        # the lookup is by a hash that a caller cannot choose, so its time reveals nothing about keys
         sha256 = key_hash(given.strip())
         entry = self._keys.get(sha256)
         if entry is None or not hmac.compare_digest(sha256, entry.sha256):
@@ -102,7 +102,7 @@ class ApiKeys:
         return Client(key_name=entry.name, tenant=entry.tenant, role=entry.role, limits=entry.limits, address=address)
 
     async def authenticate(self, authorization: str | None, address: str = "") -> Client:
-        """As `check`; a failure is raised after the delay that repeated failures from one address have."""
+        """As `check`; a failure is raised after the delay for repeated failures of the address."""
         try:
             client = self.check(authorization, address)
             ASKING.set(client)
@@ -115,15 +115,15 @@ class ApiKeys:
         """Read the file again whenever it changes, until cancelled."""
         while self._file is not None:
             await asyncio.sleep(LOOK_EVERY_S)
-            # a large file takes its time
+            # in a thread, since a large file takes time
             self._take(await asyncio.to_thread(self._changed))
 
     def look(self) -> None:
-        """Read the file again if it has changed. A file that cannot be used is logged once; the keys remain."""
+        """Read the file again if it has changed. An invalid file is logged once and changes no keys."""
         self._take(self._changed())
 
     def _changed(self) -> tuple[_Stamp, dict[str, KeyEntry] | ConfigError] | None:
-        """The keys of the file now; None if it is unchanged since it was last read."""
+        """The file's keys, or the error; None if the file is unchanged."""
         if self._file is None:
             return None
         stamp = _stamp_of(self._file)
@@ -140,7 +140,7 @@ class ApiKeys:
         stamp, keys = changed
         if isinstance(keys, ConfigError):
             self._refused_stamp = stamp
-            log.error("the API keys stay as they were: %s", keys.message)
+            log.error("the API keys remain unchanged: %s", keys.message)
             return
         self._keys, self._stamp, self._refused_stamp = keys, stamp, None
         self.num_tenants = _num_tenants(keys)
@@ -165,7 +165,7 @@ def _num_tenants(keys: Mapping[str, KeyEntry] | None) -> int:
 
 
 def _stamp_of(file: Path | None) -> _Stamp:
-    """Differs after each change of the file; (0, 0, 0) where there is none."""
+    """A value that differs after each change of the file; (0, 0, 0) if there is no file."""
     if file is None:
         return 0, 0, 0
     try:

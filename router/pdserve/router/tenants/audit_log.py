@@ -1,7 +1,7 @@
-"""`AuditLog`: who asked for what: one JSON line for each client request and each failed authentication, without content.
+"""`AuditLog`: one JSON line per client request and per failed authentication, without content.
 
-Lines are written by a thread of their own: a disk that hangs holds no request up. What does not fit into the queue then is
-counted and left out.
+A separate thread writes the lines, so that a hanging disk delays no request. Lines that do not fit into the queue are counted and
+dropped.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ STDERR = "stderr"
 MAX_WAITING_LINES = 65_536
 CLOSE_S = 2.0
 MAX_FAILURES_PER_S = 50
-"""Lines about failed authentications; further ones are counted in the next line."""
+"""Most lines per second about failed authentications; further failures are counted in the next line."""
 
 
 class _Queue(logging.handlers.QueueHandler):
-    """Never waits: what does not fit is counted."""
+    """A handler that never waits; lines that do not fit into the queue are counted."""
 
     def __init__(self, lines: queue.Queue[Any]) -> None:
         super().__init__(lines)
         self.num_dropped = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """As it is: there is nothing to format, and no other process."""
+        """The unchanged record, which needs no formatting and stays in this process."""
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -54,7 +54,7 @@ class _Queue(logging.handlers.QueueHandler):
 
 
 class _Writer(logging.handlers.QueueListener):
-    """The thread ends with the process if the disk does not let it end earlier."""
+    """Writes queued lines in a thread, which ends with the process if the disk hangs."""
 
     def __init__(self, lines: queue.Queue[Any], handler: logging.Handler) -> None:
         super().__init__(lines, handler)
@@ -65,7 +65,7 @@ class _Writer(logging.handlers.QueueListener):
             self._lines.put(None, timeout=CLOSE_S)
 
     def stop(self) -> None:
-        """Waits a bounded time, unlike the overridden method; the thread continues if it has not written the whole queue."""
+        """Wait a limited time, unlike the overridden method; the thread continues until it has written the queue."""
         self.enqueue_sentinel()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
@@ -73,22 +73,22 @@ class _Writer(logging.handlers.QueueListener):
 
     @property
     def has_stopped(self) -> bool:
-        """Nothing is being written."""
+        """True if the thread has ended."""
         return self._thread is None
 
 
 class _File(logging.handlers.WatchedFileHandler):
-    """Opens the file again when a rotation has moved it, with mode 600."""
+    """A file handler that opens the file, with mode 600, again after a rotation."""
 
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600))
 
 
 class AuditLog:
-    """`close` it. With no target it writes nothing."""
+    """Writes audit lines to the target; without a target, writes nothing. `close` it."""
 
     def __init__(self, target: str | None, model: str, *, clock: Callable[[], float] = time.time) -> None:
-        """target: a path, `stderr`, or None. model: what clients call it. clock: seconds since 1970.
+        """target: a path, `stderr`, or None. model: the model's name for clients. clock: seconds since 1970.
 
         Raises: ConfigError for a file that cannot be written.
         """
@@ -99,7 +99,7 @@ class AuditLog:
         self._logger: logging.Logger | None = None
         if target is None:
             return
-        # not one that is known by its name: several routers may be in one process, and no other handler may see a line
+        # not a registered logger: several routers may be in one process, and no other handler may get these lines
         self._logger = logging.Logger("pdserve.audit", logging.INFO)
         lines: queue.Queue[Any] = queue.Queue(MAX_WAITING_LINES)
         self._queue = _Queue(lines)
@@ -112,7 +112,7 @@ class AuditLog:
 
     @property
     def num_dropped(self) -> int:
-        """Lines that the queue had no room for."""
+        """Number of lines that were dropped because the queue was full."""
         return self._queue.num_dropped if self._logger is not None else 0
 
     def request(
@@ -129,7 +129,7 @@ class AuditLog:
         status: int,
         duration_s: float,
     ) -> None:
-        """Log the end of a client's request. request_id: "" for one that was refused before it had an id.
+        """Log the end of a client's request. request_id: "" if it was refused before it had an id.
 
         operation: OpenTelemetry's name of its kind. outcome: a finish reason, or the code of an error. status: the HTTP status,
         also for gRPC. num_cached_tokens: as workers report it, even if the client gets 0.
@@ -180,7 +180,7 @@ class AuditLog:
         self._logger.info("%s", msgspec.json.encode(line).decode())
 
     def close(self) -> None:
-        """Write what waits, for at most twice `CLOSE_S`, and close the file."""
+        """Write the queued lines, for at most twice `CLOSE_S`, and close the file."""
         if self._logger is not None:
             self._writer.stop()
             if self._writer.has_stopped:

@@ -17,7 +17,7 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
     key_name: str = ""
     """Name of the API key; "" if none is required."""
     tenant: str = ""
-    """The tenant whose prefix cache, limits and fair share apply; "" where no key is needed: then all clients are one tenant."""
+    """The tenant whose prefix cache, limits and fair share apply; "" if no key is required, so that all clients are one tenant."""
     role: Role = "user"
     limits: KeyLimits = UNLIMITED
     address: str = ""
@@ -25,7 +25,7 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sees_all(self) -> bool:
-        """True if views over all tenants are open to this client."""
+        """True if the client may see all tenants' requests."""
         return self.role == "operator"
 
     def allowed_priority(self, priority: int) -> int:
@@ -44,12 +44,12 @@ class CacheGroup(msgspec.Struct, frozen=True):
     """Tenants whose requests may use each other's cached prefixes."""
 
     name: str = ""
-    """Part of the root of the block hashes: requests of two groups never share a block."""
+    """Part of the root of block hashes, so that requests of different groups share no blocks."""
     is_shared: bool = False
-    """True if several tenants are in it: a count of cached tokens would reveal their prompts to each other, so clients get 0."""
+    """True if it has several tenants. Clients then get 0 cached tokens, since the count would reveal other tenants' prompts."""
 
 
 ANYBODY = Client(role="operator")
-"""A client of a router that asks for no key."""
+"""The client of a router that requires no key."""
 ASKING: ContextVar[Client | None] = ContextVar("asking", default=None)
-"""The client of the request that this task serves, once it is authenticated: for records of requests that are refused."""
+"""The authenticated client of the request of this task, for records of refused requests."""

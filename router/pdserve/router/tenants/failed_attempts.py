@@ -1,4 +1,4 @@
-"""`FailedAttempts`: failed authentications per address: counted, logged at a bounded rate, and answered ever later."""
+"""`FailedAttempts`: counts failed authentications per address, logs them at a limited rate, and delays their responses."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import msgspec
 log = logging.getLogger(__name__)
 
 FREE_FAILURES = 5
-"""Failures of one address within `FORGET_S` that are answered at once."""
+"""Failures of one address within `FORGET_S` that are not delayed."""
 FIRST_DELAY_S = 0.1
-"""Delay of the next one; doubles with each further one."""
+"""Seconds of delay of the next failure; doubles with each further one."""
 LONGEST_DELAY_S = 2.0
 FORGET_S = 60.0
 """Seconds without a failure after which an address starts again from zero."""
 LOG_EVERY_S = 10.0
-"""Between two log lines about one address."""
+"""Least seconds between two log lines about one address."""
 MAX_LINES_PER_MINUTE = 60
-"""Log lines about all addresses."""
+"""Most log lines about all addresses per minute."""
 MAX_ADDRESSES = 4096
-"""Remembered; the one that failed longest ago is forgotten first."""
+"""Most addresses that are kept; the one with the oldest failure is dropped first."""
 MAX_DELAYED = 256
-"""Responses that are delayed at once; further ones are not, because each holds a connection."""
+"""Most responses that are delayed at the same time; further ones are sent at once, because each keeps a connection open."""
 
 
 class _Failures(msgspec.Struct):
@@ -38,7 +38,7 @@ class _Failures(msgspec.Struct):
 
 
 class FailedAttempts:
-    """One for both front ends of a router. Only failures are delayed: a valid key from the same address is not."""
+    """Failed authentications of one router. Only failures are delayed, not valid keys from the same address."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -47,9 +47,9 @@ class FailedAttempts:
         self._minute, self._num_lines = 0, 0
 
     def add(self, address: str, why: str) -> float:
-        """An authentication has failed. address: IP address, or "" for an unknown one.
+        """Count a failure. address: IP address, or "" if unknown.
 
-        Returns how long its answer is to be held back, seconds.
+        Returns the delay of the response in seconds.
         """
         now, network = self._clock(), network_of(address)
         failures = self._by_network.setdefault(network, _Failures())
@@ -69,7 +69,7 @@ class FailedAttempts:
         return 0.0 if num_slowed <= 0 else min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_slowed - 1, 16))
 
     async def hold_back(self, delay_s: float) -> None:
-        """Wait before an answer goes out, unless as many wait as may."""
+        """Wait before a response is sent, unless `MAX_DELAYED` responses wait."""
         if delay_s <= 0 or self._num_delayed >= MAX_DELAYED:
             return
         self._num_delayed += 1
@@ -87,7 +87,7 @@ class FailedAttempts:
 
 
 def network_of(address: str) -> str:
-    """The unit of counting: an IPv4 address, or the /64 of an IPv6 address, since one host may have many of these."""
+    """The unit of counting: an IPv4 address, or the /64 of an IPv6 address, since one host may own a whole /64."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -100,7 +100,7 @@ def network_of(address: str) -> str:
 
 
 def peer_address(peer: str) -> str:
-    """The IP address in what gRPC calls a peer, such as `ipv4:127.0.0.1:50051` or `ipv6:%5B::1%5D:50051`."""
+    """The IP address in gRPC's name of a peer, such as `ipv4:127.0.0.1:50051` or `ipv6:%5B::1%5D:50051`."""
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return ""

@@ -3,12 +3,12 @@
     {ns}:routers        sorted set   router ids, by their last refresh
     {ns}:usage:<id>     hash         field `usage`: one router's numbers; expires `LEASE_S` after the last refresh
 
-Each router writes its own numbers and reads those of the others, in one round trip every `BEAT_S`; no request waits for it. A
-number that has not been refreshed for `LEASE_S`, by the reader's own clock, no longer counts, so a dead router holds
-nothing for longer. Values carry a MAC under a sub-key of the deployment key: other clients of Redis can neither
-exhaust a tenant's limits nor raise them, beyond withholding numbers. Tenants are named by digests.
+Each router writes its own numbers and reads those of the other routers, in one round trip every `BEAT_S`; no request waits for it.
+Numbers that were not refreshed for `LEASE_S`, by the reader's clock, no longer count, so the use of an ended router expires. Values
+have a MAC under a sub-key of the deployment key: other clients of Redis can withhold numbers, but not change them. Tenants are
+named by digests.
 
-While Redis is unreachable each router applies the limits by itself.
+While Redis is unreachable, each router applies the limits to its own use.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LEASE_S = 3.0
 MAX_ROUTERS = 64
 """Routers that are read, the most recently refreshed first."""
 MAX_TENANTS = 8192
-"""In one router's numbers."""
+"""Most tenants in one router's numbers."""
 MAX_BYTES = 1 << 20
 _MAC_BYTES = 16
 _FIELD = "usage"
@@ -60,28 +60,28 @@ class _Numbers(msgspec.Struct, array_like=True):
     num_waiting: int
     num_sessions: int
     tokens_used: float
-    """Since the router began."""
+    """Tokens since the router's start."""
 
 
 class _Report(msgspec.Struct):
-    """The numbers of one router."""
+    """The numbers that one router publishes."""
 
     beat: int
-    """1, 2, 3 within one run of a router: an older value that is written again later is not new."""
+    """Counts up from 1 in one run of a router, so that a replayed older value is detected."""
     tenants: dict[str, _Numbers]
-    """By their digests, hexadecimal."""
+    """Tenant digest in hexadecimal -> its numbers."""
 
 
 class _Peer(msgspec.Struct):
-    """Another router's state, as far as this one has read it."""
+    """Another router's last numbers."""
 
     report: _Report
     at_s: float
-    """When its beat last rose, by this router's monotonic clock."""
+    """Time at which its beat last increased, by this router's monotonic clock."""
 
 
 class FleetUsage:
-    """One for each router that has keys and a Redis. `run` it until cancelled."""
+    """Publishes and reads use for a router with keys and Redis. `run` it until cancelled."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class FleetUsage:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """where: names the server, for the log. accounts: of this router, published to others. clock: monotonic, seconds."""
+        """where: the server's name for the log. accounts: this router's accounts, to publish. clock: monotonic, seconds."""
         self.breaker = CircuitBreaker(
             f"Redis at {where}, for limits of tenants,", "limits hold for each router by itself; it is tried again", log
         )
@@ -111,7 +111,7 @@ class FleetUsage:
         accounts.elsewhere = self.elsewhere
 
     def elsewhere(self, tenant: str) -> UsedElsewhere:
-        """Use of a tenant in the other routers, summed."""
+        """Total use of a tenant in the other routers."""
         return self._elsewhere.get(self._digest(tenant), NOWHERE) if self._elsewhere else NOWHERE
 
     async def run(self) -> None:
@@ -174,7 +174,7 @@ class FleetUsage:
         self._peers[router_id] = _Peer(report, self._clock())
 
     def _expire(self) -> None:
-        """Sum up those whose lease holds."""
+        """Sum the numbers of routers whose lease has not expired."""
         now = self._clock()
         self._peers = {name: peer for name, peer in self._peers.items() if now - peer.at_s < LEASE_S}
         sums: dict[str, UsedElsewhere] = {}
@@ -211,14 +211,14 @@ class FleetUsage:
         return self._mac(router_id, content) + content
 
     def _unsealed(self, value: bytes, router_id: str) -> _Report | None:
-        """None for a value that no router of this deployment has written there."""
+        """Decode a value; None if no router of this deployment wrote it for this id."""
         content = value[_MAC_BYTES:]
         if len(value) > MAX_BYTES or not hmac.compare_digest(value[:_MAC_BYTES], self._mac(router_id, content)):
             return None
         try:
             return msgspec.msgpack.decode(content, type=_Report)
         except msgspec.DecodeError:
-            # another version's
+            # from another version
             return None
 
 
@@ -227,14 +227,14 @@ def _is_worth_reporting(account: TenantAccount) -> bool:
 
 
 def _router_id(member: bytes) -> str:
-    """ "" for what is no id."""
+    """The router id of a member; "" if it is invalid."""
     text = member.decode("ascii", "replace")
     is_id = len(text) == 2 * _ID_BYTES and all(digit in "0123456789abcdef" for digit in text)
     return text if is_id else ""
 
 
 def make_fleet_usage(settings: RouterSettings, key: DeploymentKey, accounts: TenantAccounts) -> FleetUsage | None:
-    """None where there are no keys, or no Redis. Raises: ConfigError."""
+    """A `FleetUsage`; None without keys or without Redis. Raises: ConfigError."""
     if settings.redis is None or not settings.asks_for_keys:
         return None
     url = parse_redis_url(settings.redis)

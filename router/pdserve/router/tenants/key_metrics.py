@@ -1,4 +1,4 @@
-"""`KeyMetrics`: counters by API key. Names of keys are for operators' eyes, so they have a registry of their own."""
+"""`KeyMetrics`: counters per API key, in a separate registry, because only operators may see names of keys."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pdserve.router.tenants.client import Client
 
 
 class KeyMetrics:
-    """Labels come from the file of keys, which bounds them; the series of removed keys are dropped."""
+    """Counters per API key. The file of keys bounds the labels; series of removed keys are dropped."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "pdserve_key_requests_total",
-            "Prompts of an API key, by how they ended.",
+            "Prompts of an API key, by outcome.",
             ["key", "tenant", "outcome"],
             registry=registry,
         )

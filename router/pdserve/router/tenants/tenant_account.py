@@ -1,4 +1,4 @@
-"""`TenantAccounts`: what each tenant has in the router, and whether it may have more by the limits of its keys (`TokenBucket`)."""
+"""`TenantAccounts`: each tenant's use of the router, checked against the limits of its keys; `TokenBucket`: a rate limit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ RETRY_AFTER_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 """Seconds in which an empty bucket of tokens per minute fills."""
 FIRST_OUTPUT_TOKENS = 128.0
-"""Expected output tokens of a sequence whose tenant has had none yet."""
+"""Expected output tokens of a tenant's first sequence."""
 _KEPT = 0.9
-"""Part of the past in the mean output of a tenant's sequences, with each one that ends."""
+"""Weight of the old value in the decaying mean output of a tenant's sequences."""
 
 
 class UsedElsewhere(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of a tenant in the other routers of the fleet, summed, as far as they have published it."""
+    """Total published use of a tenant in the other routers of the fleet."""
 
     num_sequences: int = 0
     num_waiting: int = 0
@@ -42,7 +42,7 @@ class TokenBucket:
 
     @property
     def size(self) -> int:
-        """Tokens per minute; may be set, which does not refill the bucket."""
+        """Tokens per minute. Setting it does not refill the bucket."""
         return self._size
 
     @size.setter
@@ -53,17 +53,17 @@ class TokenBucket:
 
     @property
     def level(self) -> float:
-        """Tokens that may be spent now; below 0: a debt."""
+        """Tokens that may be spent now; below 0 after an overdraft."""
         self._fill()
         return self._level
 
     def spend(self, tokens: float) -> None:
-        """tokens: below 0 gives back."""
+        """Take tokens. tokens: below 0 to return them."""
         self._fill()
         self._level = min(float(self._size), self._level - tokens)
 
     def wait_s(self, tokens: float) -> float:
-        """Seconds until the bucket has so many tokens, or is full if it cannot hold them; 0: now."""
+        """Seconds until the bucket has `tokens`, or is full if it cannot hold as many; 0: now."""
         missing = min(max(tokens, 1.0), self._size) - self.level
         # a full bucket must count as full despite rounding
         return missing * 60.0 / self._size if missing > 1e-6 else 0.0
@@ -75,28 +75,28 @@ class TokenBucket:
 
 
 class TenantAccount:
-    """One tenant's, over all of its keys."""
+    """Use of one tenant, over all of its keys."""
 
     __slots__ = ("bucket", "mean_output", "num_requests", "num_running", "num_sequences", "num_sessions", "tokens_used")
 
     def __init__(self) -> None:
         self.num_requests = 0
-        """Prompts in the router."""
+        """Number of prompts in the router."""
         self.num_sequences = 0
-        """Sequences in the router: those that run, and those that wait or are being prepared."""
+        """Number of sequences in the router that run, wait, or are being prepared."""
         self.num_running = 0
-        """Sequences that have a place."""
+        """Number of sequences that have a place."""
         self.num_sessions = 0
-        """Open ones, also between their turns."""
+        """Number of open sessions, also between turns."""
         self.tokens_used = 0.0
-        """Prompt and output tokens since the account was opened; what is given back is taken off."""
+        """Prompt and output tokens since the account was opened, without returned charges."""
         self.bucket: TokenBucket | None = None
         self.mean_output: float | None = None
         """Decaying mean of output tokens per sequence; None: not known yet."""
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the router without a place."""
+        """Number of sequences in the router without a place."""
         return self.num_sequences - self.num_running
 
     def expected_output(self, max_tokens: int, num_sequences: int) -> float:
@@ -110,21 +110,21 @@ class TenantAccount:
         self.mean_output = mean if self.mean_output is None else _KEPT * self.mean_output + (1 - _KEPT) * mean
 
     def spend(self, tokens: float) -> None:
-        """tokens: below 0 gives back what was charged and not used."""
+        """Charge tokens. tokens: below 0 to return an unused charge."""
         self.tokens_used += tokens
         self.spend_elsewhere(tokens)
 
     def spend_elsewhere(self, tokens: float) -> None:
-        """Another router has; as in `spend`."""
+        """Charge tokens that another router charged; as `spend`."""
         if self.bucket is not None:
             self.bucket.spend(tokens)
 
 
 class TenantAccounts:
-    """By tenant; "" is the one tenant of a router without keys."""
+    """Tenant -> account; "" is the only tenant of a router without keys."""
 
     def __init__(self, default_max_sequences: int | None, clock: Callable[[], float]) -> None:
-        """default_max_sequences: for keys without a `max_sequences` of their own (`max_requests_per_key`)."""
+        """default_max_sequences: limit of keys without their own `max_sequences` (setting `max_requests_per_key`)."""
         self._default_max_sequences = default_max_sequences
         self._clock = clock
         self._accounts: dict[str, TenantAccount] = {}
@@ -135,7 +135,7 @@ class TenantAccounts:
         return self._accounts.setdefault(tenant, TenantAccount())
 
     def items(self) -> list[tuple[str, TenantAccount]]:
-        """Every tenant that has, or recently had, something here."""
+        """All tenants with current or recent use."""
         return list(self._accounts.items())
 
     def check_sequences(self, client: Client, num_sequences: int) -> None:
@@ -161,7 +161,7 @@ class TenantAccounts:
         if limit is None:
             return
         used = num_waiting + self.elsewhere(client.tenant).num_waiting
-        # one request may have more, or it would be refused each time
+        # a single request may have more sequences than the limit; otherwise it would always be refused
         if used + num_more > limit and (used or not limit):
             raise Overloaded(
                 f"{used} sequences of tenant {client.tenant} wait and {num_more} more came; max_queued_requests of this "
@@ -170,7 +170,7 @@ class TenantAccounts:
             )
 
     def check_tokens(self, client: Client, tokens: float) -> None:
-        """tokens: that would be spent. Raises: Overloaded until the tenant's bucket has them."""
+        """tokens: expected use. Raises: Overloaded until the tenant's bucket has as many."""
         bucket = self._bucket(client.tenant, client.limits)
         if bucket is None or not (wait_s := bucket.wait_s(tokens)):
             return
@@ -183,7 +183,7 @@ class TenantAccounts:
     def check_sessions(self, client: Client, num_open: int, num_possible: int, *, is_shared: bool) -> None:
         """num_open: sessions of all tenants here. num_possible: sessions that the workers accept together; 0: not known.
 
-        is_shared: whether the fleet has several tenants: then no tenant may have more sessions than remain free for others.
+        is_shared: True if the fleet has several tenants; then no tenant may have more sessions than remain free for others.
         Raises: Overloaded.
         """
         limit = client.limits.max_sessions

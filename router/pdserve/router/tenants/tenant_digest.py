@@ -10,7 +10,7 @@ TENANT_DIGEST_BYTES = 8
 
 
 def tenant_digest(key: DeploymentKey, tenant: str) -> bytes:
-    """`TENANT_DIGEST_BYTES` bytes; b"" for the one tenant of a router without keys."""
+    """`TENANT_DIGEST_BYTES` bytes; b"" for the only tenant of a router without keys."""
     if not tenant:
         return b""
     return hashlib.blake2b(tenant.encode(), key=key.derive(TENANTS), digest_size=TENANT_DIGEST_BYTES).digest()

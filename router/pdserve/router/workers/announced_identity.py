@@ -1,4 +1,4 @@
-"""A worker's identity, checked once when it arrives: everything after it may rely on its names and bounds."""
+"""Checks a worker's identity once on arrival, so that later code can rely on its names and bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdserve.common.registry.registry import MAX_BLOCKS, is_worker_id
 from pdserve.router.workers.worker import WorkerIdentity
 
 MAX_TOKENS = 1 << 24
-"""Tokens of a model's length, or of a vocabulary, at most."""
+"""Largest length of a model, and largest vocabulary, in tokens."""
 MAX_SEQS = 1 << 16
 MAX_HIDDEN_SIZE = 1 << 20
 MAX_CONNECTORS = 16
@@ -24,7 +24,7 @@ _SHOWN_CHARS = 64
 
 
 def verify_identity(identity: WorkerIdentity) -> None:
-    """Raises: InvalidRequest naming the field, its value and what it should be."""
+    """Raises: InvalidRequest naming the field, its value and the allowed values."""
     if not is_worker_id(identity.worker_id):
         raise _wrong("worker_id", identity.worker_id, "1 to 128 letters, digits, `_`, `.` or `-` are needed")
     verify_peer_address("address", identity.address)
@@ -36,7 +36,7 @@ def verify_identity(identity: WorkerIdentity) -> None:
         if not _FINGERPRINT.fullmatch(value):
             raise _wrong(name, value, "1 to 64 letters or digits are needed")
     _verify_layout(identity.layout)
-    # every request is measured by these, also those that go elsewhere
+    # these limit every request, including requests to other workers
     _within("num_blocks", identity.num_blocks, 1, MAX_BLOCKS)
     _within("max_model_len", identity.max_model_len, 1, MAX_TOKENS)
     _within("vocab_size", identity.vocab_size, 1, MAX_TOKENS)

@@ -1,4 +1,4 @@
-"""`Fleet`: the workers of this router, from the addresses in settings and those that a directory finds."""
+"""`Fleet`: the workers of this router, at addresses from settings and from a directory."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ T = TypeVar("T")
 
 
 class Discovery(Protocol):
-    """The operations that a directory uses: the router's `Fleet`."""
+    """The operations of the router's `Fleet` that a directory uses."""
 
     def register(self, address: str, role: WorkerRole) -> None:
-        """A worker can be found there. Idempotent; an address from settings, or with a living worker, keeps its role."""
+        """Add a worker's address. Idempotent; an address from settings, or with a live worker, keeps its role."""
 
     def forget(self, missing: Collection[str]) -> None:
-        """Records no longer name these addresses: forget those without a live worker."""
+        """Forget those of these addresses, which no record names any more, that have no live worker."""
 
     def introduced(self) -> Sequence[str]:
-        """The addresses that are here by introduction alone."""
+        """Addresses that only a directory added."""
 
     def lives(self) -> Sequence[Worker]:
-        """Every worker whose watch is up, one entry per epoch."""
+        """Every worker with a working watch, one entry per epoch."""
 
 
 class Directory(Protocol):
-    """Runs beside a fleet."""
+    """A source of addresses and blocks of workers, which runs beside a fleet."""
 
     async def run(self, fleet: Discovery) -> None:
-        """Introduce workers, and keep the index true to what the living ones hold, until cancelled."""
+        """Register workers, and keep the prefix index equal to the blocks of live workers, until cancelled."""
 
 
 class Fleet:
@@ -61,15 +61,15 @@ class Fleet:
         *,
         insecure: bool = False,
     ) -> None:
-        """held: is informed of the blocks that workers hold; by the directory, if there is one.
+        """held: receives the workers' blocks, from the directory if there is one.
 
-        insecure: connect without TLS even to addresses beyond loopback that the directory found.
+        insecure: connect without TLS also to addresses of the directory beyond loopback.
         """
         self._expected = expected
         self._tls = tls
         self._may_leave_machine = insecure or tls is not None
         self._passed_over: set[str] = set()
-        """Addresses that were logged because they would need an unencrypted connection; bounded."""
+        """Addresses that were logged because they would need an unencrypted connection; limited in number."""
         self._held = held if directory is None else None
         self._directory = directory
         self._watched = [
@@ -101,11 +101,11 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def workers(self, role: WorkerRole) -> list[Worker]:
-        """Workers that may get work, in the order of their addresses."""
+        """Workers that may get requests, in the order of their addresses."""
         return [worker for worker in self.lives(role) if worker.state is WorkerState.LIVE]
 
     def lives(self, role: WorkerRole | None = None) -> list[Worker]:
-        """Workers whose watch is up, draining ones included; one entry per epoch, however many names its address has."""
+        """Workers with a working watch, including draining ones; one entry per epoch, also if it has several addresses."""
         found = {
             watched.worker.key: watched.worker
             for watched in reversed(self._watched)
@@ -114,13 +114,13 @@ class Fleet:
         return list(reversed(found.values()))
 
     def reconnected(self, lost: Worker) -> bool:
-        """True if a worker that was lost turns out to live: it is watched again, and its engine has moved since."""
+        """True if a lost worker has not died: it is watched again in the same epoch, and its engine has made progress."""
         return any(life.key == lost.key and life.joined_at > lost.died_at for life in self.lives())
 
     def register(self, address: str, role: WorkerRole) -> None:
-        """A worker can be found there. Idempotent; an address from settings, or with a living worker, keeps its role.
+        """Add a worker's address. Idempotent; an address from settings, or with a live worker, keeps its role.
 
-        One beyond loopback that would be spoken to in the clear is passed over, with one warning.
+        An address beyond loopback that would need an unencrypted connection is ignored, with one warning.
         """
         if not self._may_leave_machine and not is_loopback(address):
             self._pass_over(address)
@@ -145,24 +145,22 @@ class Fleet:
             )
 
     def introduced(self) -> list[str]:
-        """The addresses that are here by introduction alone."""
+        """Addresses that only a directory added."""
         return list(self._introduced)
 
     def forget(self, missing: Collection[str]) -> None:
-        """Records no longer name these addresses: forget those without a live worker."""
+        """Forget those of these addresses, which no record names any more, that have no live worker."""
         for watched in list(self._watched):
             if watched.address in missing and watched.address in self._introduced and watched.worker is None:
                 self._give_up(watched)
-                log.info(
-                    "%s address %s is forgotten: nobody speaks of it any more", watched.role.value, watched.address
-                )
+                log.info("%s address %s is forgotten: no record names it any more", watched.role.value, watched.address)
 
     def _give_up(self, watched: WorkerWatcher) -> None:
         self._introduced.pop(watched.address).cancel()
         self._watched.remove(watched)
 
     def absent(self) -> list[tuple[WorkerRole, str, str]]:
-        """(role, worker or its address, why) of those that may not be given work."""
+        """(role, worker or its address, reason) of workers that must not get requests."""
         left = []
         for watched in self._watched:
             if watched.worker is None:
@@ -173,11 +171,11 @@ class Fleet:
         return left
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """role -> how many addresses are configured, live, draining, refused."""
+        """role -> state (configured, live, draining, refused) -> number of addresses."""
         return {role.value: self._count([w for w in self._watched if w.role is role]) for role in WorkerRole}
 
     def describe(self, role: WorkerRole) -> str:
-        """The state of a role's addresses, for messages."""
+        """The state of a role's addresses, for error messages."""
         count = self.counts()[role.value]
         if not count["addresses"]:
             return f"no {role.value} address {'was given' if self._directory is None else 'is known'}"
@@ -187,7 +185,7 @@ class Fleet:
         )
 
     async def wait_for(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
-        """The first result of `look` that is not None; it is called now and after every change. None: timed out."""
+        """The first result of `look` that is not None; `look` is called now and after every change. None after the timeout."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while (found := look()) is None:
@@ -203,13 +201,13 @@ class Fleet:
         return found
 
     def look_again(self) -> None:
-        """Something else has changed that those in `wait_for` look at."""
+        """Make `wait_for` check again after a change elsewhere."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
     async def wait_until_absent(self, is_there: Callable[[], bool], for_s: float) -> None:
-        """Returns when `is_there` has been false for `for_s` seconds; it is called now and after every change."""
+        """Wait until `is_there` has been false for `for_s` seconds; it is called now and after every change."""
         while True:
             await self.wait_for(lambda: None if is_there() else True, _FOR_EVER_S)
             if await self.wait_for(lambda: is_there() or None, for_s) is None:
@@ -270,7 +268,7 @@ class Fleet:
             late, last = now - last - _CHECK_TICKS_S, now
             for watched in self._watched:
                 if late > 1:
-                    # this process was stopped; the workers' messages wait in its sockets
+                    # this process was suspended; the workers' messages wait in its sockets
                     watched.extend_deadline(late)
                 watched.check_tick(now - TICK_STILL_S)
 

@@ -1,4 +1,4 @@
-"""Reading what one worker has published in Redis: everything at once, then change by change."""
+"""Reads one worker's published blocks from Redis: a snapshot, then changes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SCAN_COUNT = 1000
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a set while it was read, and the stream's position when the reading began."""
+    """The content of a worker's set of blocks, and the stream's position at the beginning of the scan."""
 
     reader: ChangeReader
-    """Positioned at the last entry before the scan: the entries that follow correct what the scan has missed."""
+    """Positioned at the last entry before the scan; later entries contain the changes that the scan missed."""
     hashes: frozenset[bytes]
 
 
@@ -33,7 +33,7 @@ class ChangeReader:
         """The number of the last change read."""
 
     def read(self, entries: Iterable[tuple[object, object]]) -> list[KvCacheEvents]:
-        """The next changes. Raises: InvalidRequest for a gap and for anything malformed: start over then."""
+        """The next changes. Raises: InvalidRequest for a gap or a malformed entry; the caller then starts over."""
         changes: list[KvCacheEvents] = []
         for entry_id, fields in entries:
             position, numbered = read_entry_id(entry_id), read_change(fields)
@@ -45,7 +45,7 @@ class ChangeReader:
 
 
 async def read_snapshot(redis: Redis, keys: Keys, worker: WorkerKey) -> Snapshot | None:
-    """None while the worker has published nothing.
+    """Read a snapshot; None if the worker has published nothing.
 
     Raises: InvalidRequest for a malformed value, or too many; `REDIS_ERRORS`.
     """

@@ -1,6 +1,6 @@
-"""`KvEventSubscription`: keeps the index true to what one worker holds, from Redis, or from the worker itself when Redis cannot.
+"""`KvEventSubscription`: keeps one worker's blocks in the prefix index, from Redis, or from the worker if Redis fails.
 
-At any time at most one source writes. A source begins with everything, so changing it needs no care.
+At most one source writes at a time. Each source begins with all blocks, so sources can be changed at any time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pdserve.router.workers.worker import Worker, WorkerIdentity
 log = logging.getLogger(__name__)
 
 ASK_AFTER_S = 3.0
-"""Seconds without usable values in Redis about a worker's blocks after which the worker is asked."""
+"""Seconds without valid values in Redis about a worker's blocks after which the router requests them from the worker."""
 ASK_AGAIN_S = 0.5
 
 
 class FeedSource(enum.Enum):
-    """NONE: the index keeps what it has. LOADING: a snapshot from Redis is being written into it."""
+    """Source of a worker's blocks. NONE: the index is unchanged. LOADING: a snapshot from Redis is being written into it."""
 
     NONE = "none"
     LOADING = "loading"
@@ -44,7 +44,7 @@ class KvEventSubscription:
     def __init__(
         self, worker: Worker, held: KvEventSink, key: DeploymentKey, counts: Counter[str], now_s: float
     ) -> None:
-        """counts: what went wrong, by kind. now_s: the loop's time."""
+        """counts: kind -> number of invalid values. now_s: the loop's time."""
         self.worker = worker
         self.source = FeedSource.NONE
         self.reader: ChangeReader | None = None
@@ -56,17 +56,17 @@ class KvEventSubscription:
         self._last_warning = ""
 
     def load(self, snapshot: Callable[[], Coroutine[None, None, Snapshot | None]]) -> None:
-        """Begin with what Redis holds, unless that is under way or done."""
+        """Start loading a snapshot from Redis, unless that has begun or is done."""
         if self.source is not FeedSource.REDIS and not self._is_loading:
             self._snapshot_task = asyncio.create_task(self._load(snapshot))
 
     @property
     def _is_loading(self) -> bool:
-        """Redis answers, each time within a second, or this would be over."""
+        """True while a snapshot is being loaded; ends by itself if Redis does not answer within 1 s."""
         return self._snapshot_task is not None and not self._snapshot_task.done()
 
     def take(self, entries: Iterable[tuple[object, object]]) -> bool:
-        """The next entries of the stream, while the source is REDIS; False after a gap or nonsense."""
+        """Apply the next entries of the stream, if the source is REDIS; False after a gap or an invalid entry."""
         if self.source is not FeedSource.REDIS or self.reader is None:
             return True
         try:
@@ -79,7 +79,7 @@ class KvEventSubscription:
         return True
 
     def confirm(self, seq: int, now_s: float) -> None:
-        """The worker's record counts `seq` changes, and all entries up to now were taken."""
+        """Compare with the worker's record, which counts `seq` changes, after all entries were applied."""
         if self.source is FeedSource.REDIS and self.reader is not None:
             if self.reader.seq < seq:
                 self.invalidate(f"{seq} changes were made, the stream ends at {self.reader.seq}")
@@ -88,18 +88,18 @@ class KvEventSubscription:
                 self._last_warning = ""
 
     def invalidate(self, cause: str) -> None:
-        """Values in Redis cannot be trusted: forget this worker's blocks until a source starts again."""
+        """Remove this worker's blocks until a source starts again, because values in Redis are invalid."""
         if self.source is FeedSource.REDIS:
             self.source, self.reader = FeedSource.NONE, None
             self._held.cleared(self.worker.key)
         self.warn_once(cause)
 
     def warn_once(self, cause: str) -> None:
-        """Count it, and log it unless it was the last warning, too."""
+        """Count a cause, and log it unless it equals the last warning."""
         self._counts["blocks"] += 1
         if cause != self._last_warning:
             self._last_warning = cause
-            log.warning("what Redis holds of worker %s's blocks is read anew: %s", self.worker, cause)
+            log.warning("the blocks of worker %s in Redis are read again: %s", self.worker, cause)
 
     def poll(self, now_s: float) -> None:
         """Called several times a second, whether Redis answers or not."""
@@ -109,14 +109,14 @@ class KvEventSubscription:
         elif now_s - self._confirmed_at > ASK_AFTER_S and not self._is_loading:
             self._counts["asked_worker"] += 1
             log.warning(
-                "Redis has said nothing usable about worker %s's blocks for %g s: the worker tells them itself",
+                "Redis has returned nothing valid about worker %s's blocks for %g s: the worker sends them itself",
                 self.worker, ASK_AFTER_S,
             )  # fmt: skip
             self.source, self.reader = FeedSource.WORKER, None
             self._watch_task = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """The worker is lost, or the router stops."""
+        """End the subscription, because the worker is lost or the router stops."""
         self.source, self.reader = FeedSource.NONE, None
         tasks = [task for task in (self._snapshot_task, self._watch_task) if task is not None]
         for task in tasks:
@@ -142,7 +142,7 @@ class KvEventSubscription:
         self._held.cleared(key)
         while piece := tuple(islice(rest, MAX_HASHES)):
             self._held.stored(key, piece)
-            # requests have precedence
+            # let requests run first
             await asyncio.sleep(0)
         self.source, self.reader = FeedSource.REDIS, found.reader
         self._confirmed_at = asyncio.get_running_loop().time()
@@ -158,7 +158,7 @@ class KvEventSubscription:
                 if isinstance(event, KvCacheEvents):
                     apply_change(self._held, self.worker.key, event)
         except (PdServeError, grpc.aio.UsageError) as error:
-            log.info("worker %s stopped telling its blocks: %s", self.worker, error)
+            log.info("the block events of worker %s ended: %s", self.worker, error)
         finally:
             await events.aclose()
         await asyncio.sleep(ASK_AGAIN_S)

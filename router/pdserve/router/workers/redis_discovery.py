@@ -1,7 +1,7 @@
-"""`RedisDirectory`: finds workers through Redis, and follows what they publish about their blocks.
+"""`RedisDirectory`: finds workers through Redis, and reads the block events that they publish there.
 
-Redis adds workers and never removes them. One look is one or two round trips, several times a second; no request
-waits for one. While Redis is away the index keeps what it has, until the workers are asked themselves.
+Redis adds workers and never removes them. A poll is one or two round trips, several times per second; no request waits for it.
+While Redis is unreachable the index is unchanged, until block events are requested from the workers.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from pdserve.router.workers.worker import Worker, WorkerRole
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.1
-"""For changes of blocks."""
+"""Seconds between polls for block events."""
 FIND_EVERY_S = 0.5
-"""For workers."""
+"""Seconds between polls for workers."""
 FORGET_AFTER_S = 10.0
 """Seconds after which an address without a record and without a live worker is forgotten."""
 SNAPSHOTS_AT_ONCE = 4
-"""One after another is warm sooner than all at once; and connections are few."""
+"""Snapshots that are loaded at the same time; few, so that the first are complete sooner and connections suffice."""
 MAX_NEW_ADDRESSES = 64
-"""New addresses to which one look connects; the next look continues."""
+"""Most new addresses per poll; the next poll continues."""
 ENTRIES_AT_ONCE = 64
-"""Entries of one stream in one look."""
+"""Most entries of one stream per poll."""
 
 
 class RedisDirectory:
-    """Runs beside the fleet. Owns the client."""
+    """Polls Redis beside the fleet. Owns the Redis client."""
 
     def __init__(self, redis: Redis, where: str, namespace: str, held: KvEventSink, key: DeploymentKey) -> None:
-        """where: names the server, for the log. held: is informed of the blocks that workers hold. key: signs records."""
+        """where: the server's name for the log. held: receives the workers' blocks. key: verifies records."""
         self.breaker = CircuitBreaker(
             f"Redis at {where}", "the router goes on with the workers it knows; it is tried again", log
         )
         self.counts: Counter[str] = Counter(record=0, workers=0, blocks=0, asked_worker=0)
-        """Unusable values by kind: record, workers, blocks; and asked_worker, when a worker was asked instead."""
+        """Kind (record, workers, blocks) -> invalid values; `asked_worker` -> requests to workers instead."""
         self._redis = redis
         self._keys = Keys(namespace)
         self._held = held
@@ -90,7 +90,7 @@ class RedisDirectory:
                     except REDIS_ERRORS as error:
                         self.breaker.failed(error_kind(error), error_text(error))
                     except Exception:
-                        log.exception("a look into Redis failed")
+                        log.exception("polling Redis failed")
                         self.breaker.failed("bug", "the traceback stands above")
                     else:
                         self.breaker.succeeded()
@@ -109,7 +109,7 @@ class RedisDirectory:
             for feed in self._feeds.values()
             if feed.reader is not None
         }
-        # records before streams: what a record counts must then be in its stream
+        # records before streams, so that the stream contains all changes that the record counts
         reading = self._redis.pipeline(transaction=False)
         for worker_id in worker_ids:
             reading.hmget(self._keys.worker(worker_id), list(RECORD_FIELDS))
@@ -154,10 +154,10 @@ class RedisDirectory:
                 self._warn_once("record", worker_id, f"the record of worker {worker_id}: {error.message}")
 
     async def _take_entries(self, following: Mapping[bytes, KvEventSubscription], result: object) -> set[WorkerKey]:
-        """The workers whose streams were read to their end."""
+        """Apply stream entries; returns the workers whose streams were read to the end."""
         found: dict[bytes, list[tuple[object, object]]] = {}
         if isinstance(result, Exception):
-            # one foreign value under one key fails the whole command
+            # a foreign value under one key fails the whole command
             await self._find_unreadable(following, result)
             return set()
         if isinstance(result, list):
@@ -207,7 +207,7 @@ class RedisDirectory:
         except REDIS_ERRORS as error:
             if concerns_keys(error_kind(error)):
                 raise InvalidRequest(error_text(error), "blocks") from error
-            # the next look finds it again, and counts it
+            # the next poll finds the value again, and counts it
             return None
 
     async def _poll_subscriptions(self, lives: Sequence[Worker], now_s: float) -> None:
@@ -217,18 +217,18 @@ class RedisDirectory:
         for key, worker in alive.items():
             if key not in self._feeds:
                 self._feeds[key] = KvEventSubscription(worker, self._held, self._key, self.counts, now_s)
-                # its blocks are read at once
+                # read its blocks at once
                 self._find_at = 0.0
             self._feeds[key].poll(now_s)
 
     def _unusable(self, kind: str, key: str, error: Exception) -> None:
-        """A foreign value under a key of ours is a warning; anything else is Redis' own failure, and raised."""
+        """Warn of a foreign value under a key of the namespace; raise any other error, which is a failure of Redis."""
         if not concerns_keys(error_kind(error)):
             raise error
         self._warn_once(kind, key, f"{kind} {key} in Redis is unusable: {error_text(error)}")
 
     def _warn_once(self, kind: str, key: str, message: str) -> None:
-        """Count it, and log it unless it is the last message of its key."""
+        """Count a warning, and log it unless it equals the last one of its key."""
         self.counts[kind] += 1
         if len(self._warnings) > MAX_WORKERS:
             self._warnings.clear()
@@ -238,7 +238,7 @@ class RedisDirectory:
 
 
 def make_directory(settings: RouterSettings, held: KvEventSink, key: DeploymentKey) -> RedisDirectory | None:
-    """None when no Redis is given. Raises: ConfigError."""
+    """A `RedisDirectory`; None without Redis in the settings. Raises: ConfigError."""
     if settings.redis is None:
         return None
     url = parse_redis_url(settings.redis)

@@ -29,9 +29,9 @@ _Call = grpc.aio.StreamStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchEvent
 async def watch(
     channel: grpc.aio.Channel, key: DeploymentKey, where: str, *, blocks: bool = False
 ) -> AsyncGenerator[WorkerIdentity | WorkerLoad | KvCacheEvents, None]:
-    """The identity of the worker at the other end, after it has authenticated, then its reports until the stream ends or breaks.
+    """Yield the worker's identity, after it has authenticated, then its reports until the stream ends or breaks.
 
-    The router authenticates when the second value is requested. where: names the worker in warnings. blocks: also request block
+    The router authenticates when the second value is requested. where: the worker's name in warnings. blocks: also request block
     events.
     Raises: KeyMismatch, ClockSkew, ProtocolMismatch, InvalidRequest for an identity that cannot be used, PeerError for
     a message that cannot be decoded, and other PdServeErrors when the stream breaks or contradicts itself. Closing the
@@ -57,7 +57,7 @@ async def watch(
 async def _first(call: _Call) -> worker_pb2.WatchEvent:
     event = await call.read()
     if event is grpc.aio.EOF:
-        raise WorkerLost("its watch stream ended before it had said who it is")
+        raise WorkerLost("its watch stream ended before its identity arrived")
     return cast(worker_pb2.WatchEvent, event)
 
 
@@ -121,7 +121,7 @@ def _identity(message: worker_pb2.Identity) -> WorkerIdentity:
 
 
 LEAST_RATE, MOST_RATE = 1e-3, 1e9
-"""Tokens per second that a worker may report; anything else counts as unknown."""
+"""Range of tokens per second in reports; other values count as unknown."""
 
 
 def _load(message: worker_pb2.Load) -> WorkerLoad:
@@ -139,13 +139,13 @@ def _load(message: worker_pb2.Load) -> WorkerLoad:
         num_sessions=message.num_sessions,
         max_sessions=message.max_sessions,
         max_waiting=message.max_waiting,
-        # estimates divide by it: numbers beyond these bounds would overflow, and NaN is in none
+        # estimates divide by the rate; values outside the range would overflow, and NaN is outside
         prefill_tokens_per_s=rate if LEAST_RATE <= rate <= MOST_RATE else 0.0,
     )
 
 
 def _blocks(blocks: worker_pb2.Blocks, sequence: int) -> KvCacheEvents:
-    """Raises: WorkerLost when a change is missing or malformed: earlier events can then not be trusted."""
+    """Decode block events. Raises: WorkerLost if a change is missing or malformed, since the index would then be wrong."""
     if blocks.sequence != sequence:
         raise WorkerLost(f"its change of blocks {blocks.sequence} came where {sequence} was expected")
     return KvCacheEvents(cleared=blocks.cleared, stored=_hashes(blocks.stored), removed=_hashes(blocks.removed))

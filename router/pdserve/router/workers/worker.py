@@ -29,7 +29,7 @@ class WorkerRole(enum.Enum):
 
 
 class WorkerState(enum.Enum):
-    """LIVE may get work; DRAINING keeps what it has; DEAD is final for this epoch of the worker."""
+    """LIVE: may get requests. DRAINING: finishes its requests. DEAD: lost; a reconnect makes another `Worker`."""
 
     LIVE = "live"
     DRAINING = "draining"
@@ -45,7 +45,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """None for a role that this router does not know."""
     protocol_version: int
     address: str
-    """host:port that peers should use."""
+    """host:port for peers."""
     layout: KvLayout
     tokenizer_fingerprint: str
     max_model_len: int
@@ -54,15 +54,15 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     connectors: tuple[str, ...] = ()
     max_local_prefill_tokens: int | None = None
     max_num_seqs: int = 64
-    """Sequences in one step of its engine, at most."""
+    """Most sequences in one step of its engine."""
     hidden_size: int = 0
-    """Numbers in an embedding; 0: it computes none."""
+    """Length of an embedding; 0 if it computes none."""
     sampler_version: int = 1
     """Workers of one version sample the same tokens from the same logits."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's report, every second."""
+    """A worker's load report, sent every second."""
 
     engine_tick: int = 0
     draining: bool = False
@@ -77,9 +77,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_sessions: int = 0
     """Streaming sessions, also between turns."""
     max_sessions: int = 0
-    """Sessions at most; 0: not reported, or none."""
+    """Most sessions; 0 if not reported, or none."""
     max_waiting: int = 0
-    """Requests that may wait there, those for remote KV included; 0: not reported."""
+    """Most waiting requests, including those for remote KV; 0 if not reported."""
     prefill_tokens_per_s: float = 0.0
     """Tokens per second beyond a step's constant cost; 0: unknown."""
 
@@ -89,11 +89,11 @@ class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     calls: int = 0
     tokens: int = 0
-    """To prefill."""
+    """Prompt tokens to compute."""
     all_blocks: int = 0
-    """Held, those shared with others counted again."""
+    """Held blocks, with shared blocks counted per request."""
     new_blocks: int = 0
-    """Held, without those that were cached before."""
+    """Held blocks, without those that were cached before."""
 
     def __add__(self, other: LoadEstimate) -> LoadEstimate:
         return LoadEstimate(
@@ -113,8 +113,7 @@ class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Worker:
-    """One connection to one epoch of a worker. A restart makes another `Worker`, and so does a connection that was broken and made
-    again."""
+    """One connection to one epoch of a worker. A restart, and also a reconnect, makes another `Worker`."""
 
     def __init__(self, identity: WorkerIdentity, channel: ServiceChannel, load: WorkerLoad | None = None) -> None:
         self.identity = identity
@@ -127,13 +126,13 @@ class Worker:
         self.joined_at = time.monotonic()
         self.died_at = math.inf
         self.num_in_flight = 0
-        """Calls that this router has open here."""
+        """Open calls of this router."""
         self.num_placed = 0
-        """Calls that this router has ever opened here."""
+        """All calls that this router has opened."""
         self._own = LoadEstimate()
-        """Load of the calls that this router has open here: blocks held and tokens to compute."""
+        """Load of this router's open calls: held blocks and tokens to compute."""
         self._own_reported = LoadEstimate()
-        """The same, as far as the last report may have counted it."""
+        """The part of `_own` that the last report may include."""
         self._ended_lately: deque[tuple[float, LoadEstimate]] = deque()
         self._on_lost: set[Callable[[Worker], None]] = set()
 
@@ -147,33 +146,33 @@ class Worker:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens to compute here: for this router, and what its last report showed beyond that."""
+        """Prompt tokens to compute: those of this router, and those that its last report showed in addition."""
         return self._own.tokens + max(0, self.load.num_waiting_tokens - self._own_reported.tokens)
 
     @property
     def num_requests(self) -> int:
-        """Requests here: this router's, and what its last report showed beyond them."""
+        """Number of requests: those of this router, and those that its last report showed in addition."""
         reported = self.load.num_running + self.load.num_waiting + self.load.num_remote_kv
         return self._own.calls + max(0, reported - self._own_reported.calls)
 
     @property
     def has_full_queue(self) -> bool:
-        """True if it would refuse a request, by its last report."""
+        """True if the worker would refuse a request, by its last report."""
         load = self.load
         return 0 < load.max_waiting <= load.num_waiting + load.num_remote_kv
 
     @property
     def has_all_sessions(self) -> bool:
-        """True if it would refuse a session, as its last report shows it."""
+        """True if the worker would refuse a session, by its last report."""
         return 0 < self.load.max_sessions <= self.load.num_sessions
 
     @property
     def held_blocks(self) -> int:
-        """Blocks in use here: what this router's calls added, and what its last report showed beyond all they hold."""
+        """Blocks in use: those that this router's calls added, and those that its last report showed beyond theirs."""
         return self._own.new_blocks + max(0, self.load.blocks_in_use - self._own_reported.all_blocks)
 
     def report(self, load: WorkerLoad) -> None:
-        """Take the worker's own word on its load; what exceeds this router's own account is others' work."""
+        """Apply a load report. The part above this router's own account is the work of other routers."""
         self.load = load
         self._forget_ended()
         self._own_reported = sum((share for _, share in self._ended_lately), self._own)
@@ -181,12 +180,12 @@ class Worker:
             self.state = WorkerState.DRAINING if load.draining else WorkerState.LIVE
 
     def refuse_more(self) -> None:
-        """The worker has reported that it drains, before its next load report."""
+        """Set DRAINING at once, before the next load report, because the worker refused a request."""
         if self.state is WorkerState.LIVE:
             self.state = WorkerState.DRAINING
 
     def mark_lost(self, cause: str, *, stalled: bool = False) -> None:
-        """Set DEAD and call all subscribers, once. stalled: the engine made no progress; the connection works."""
+        """Set DEAD and call all subscribers, once. stalled: True if the engine made no progress although the connection works."""
         if self.state is WorkerState.DEAD:
             return
         self.state, self.cause_of_death = WorkerState.DEAD, cause
@@ -221,7 +220,7 @@ class Worker:
 
 
 class LoadReservation:
-    """One call in the router's own account of a worker. Every method may be called again, which does nothing."""
+    """One call in the router's own account of a worker. Repeated calls of a method have no effect."""
 
     __slots__ = ("_share", "_worker")
 
@@ -231,7 +230,7 @@ class LoadReservation:
         worker._open(share)
 
     def computed(self) -> None:
-        """The prompt is prefilled; its blocks remain held."""
+        """Remove the tokens of the computed prompt; its blocks remain held."""
         if self._share is not None and self._share.tokens:
             tokens = LoadEstimate(tokens=self._share.tokens)
             self._share -= tokens

@@ -24,21 +24,21 @@ log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
 _REFUSALS = (KeyMismatch, ProtocolMismatch, InvalidRequest)
-"""With these a watch ends where the worker answers, but cannot be used."""
+"""Errors of a watch whose worker answers, but cannot be used."""
 FIRST_MESSAGE_TIMEOUT_S = 5.0
 TICK_STILL_S = 3.0
 """Seconds after which an engine_tick that does not move means that the engine stalls."""
 
 
 class CompatibilityCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """The values in which a worker must agree with this router."""
+    """Values that must be equal at a worker and this router."""
 
     key: DeploymentKey
-    """Which the worker has proved to have before it is asked for anything."""
+    """The deployment key; a worker proves that it has the key before it gets requests."""
     tokenizer_fingerprint: str
 
     def mismatch(self, identity: WorkerIdentity, role: WorkerRole) -> str | None:
-        """Why this worker cannot be used at an address meant for `role`, naming both values; None if it can."""
+        """The reason why a worker cannot be used at an address of `role`, with both values; None if it can."""
         if identity.role is not role:
             found = identity.role.value if identity.role else "unknown"
             return f"its role is {found}, but the address was given as {role.value}"
@@ -51,7 +51,7 @@ class CompatibilityCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerWatcher:
-    """Keeps `worker`, the current epoch at this address, or None."""
+    """Keeps a watch open to one address. `worker` is the current epoch there, or None."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class WorkerWatcher:
     ) -> None:
         """changed: called after `worker`, its state or `refused` changed.
 
-        held: is informed of the worker's blocks; None when the directory does that. found: the address comes from a directory.
-        The worker there must name it as its own: otherwise a process could relay the answers of a worker elsewhere.
+        held: receives the worker's blocks; None if the directory does that. found: True if the address comes from a directory. The
+        worker's identity must then contain it, since another process could relay the answers of a worker elsewhere.
         """
         self.address = address
         self.role = role
         self.worker: Worker | None = None
         self.refused: str | None = None
-        """Why the worker behind this address is not used; None while none is refused."""
+        """The reason why the worker at this address is refused; None if it is not."""
         self._expected = expected
         self._changed = changed
         self._held = held
@@ -108,7 +108,8 @@ class WorkerWatcher:
             await self._channel.close()
 
     def _note_refusal(self, refusal: str | None, cause: str) -> None:
-        """refusal: why the worker that answered cannot be used, if one did. cause: why the watch ended."""
+        """Record and log the end of a watch. refusal: the reason why the worker cannot be used, if it answered. cause: the
+        error."""
         before = self.refused
         self.refused = refusal
         if refusal is not None:
@@ -116,7 +117,7 @@ class WorkerWatcher:
         elif self.worker is None and failed_to_shake_hands(cause):
             self.refused = cause
             if before is None:
-                # otherwise it would look like a worker that has not started yet
+                # otherwise this could not be distinguished from a worker that has not started
                 self._warn(
                     f"no {self.role.value} worker is reached at {self.address}: {cause}; do both sides have TLS, "
                     "certificates of one CA, and there one made out to this host or to tls_server_name?"
@@ -125,12 +126,13 @@ class WorkerWatcher:
             self._changed(self)
 
     def check_tick(self, still_since: float) -> None:
-        """Mark the worker lost when its tick has not moved since `still_since`, loop time; it is live again when the tick moves."""
+        """Mark the worker lost if its tick has not moved since `still_since`, in loop time; it is live again when the tick
+        moves."""
         if self.worker is not None and self._tick_moved_at < still_since:
-            self._mark_lost(f"its engine_tick has stood still for {TICK_STILL_S:g} s", stalled=True)
+            self._mark_lost(f"its engine_tick has not moved for {TICK_STILL_S:g} s", stalled=True)
 
     def extend_deadline(self, seconds: float) -> None:
-        """Leave out seconds for which the router itself was suspended."""
+        """Extend the time limit by the seconds for which the router was suspended."""
         self._tick_moved_at += seconds
 
     async def _watch_once(self, channel: grpc.aio.Channel) -> None:
@@ -141,7 +143,7 @@ class WorkerWatcher:
                 async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
                     first = await anext(events, None)
             except TimeoutError:
-                raise WorkerLost(f"no word within {FIRST_MESSAGE_TIMEOUT_S:g} s") from None
+                raise WorkerLost(f"no message within {FIRST_MESSAGE_TIMEOUT_S:g} s") from None
             if not isinstance(first, WorkerIdentity):
                 raise WorkerLost("its first message was not its identity")
             self.refused = self._objection(first)
@@ -193,7 +195,7 @@ class WorkerWatcher:
         self._changed(self)
 
     def _warn(self, message: str) -> None:
-        """Once, however often the address is tried again."""
+        """Log a warning once, not at each retry of the address."""
         if message != self._last_warning:
             self._last_warning = message
             log.warning("%s", message)
