@@ -36,15 +36,15 @@ Pairs = Sequence[tuple[list[int], list[int]]]
 
 
 def first_difference(pair: tuple[list[int], list[int]]) -> int:
-    """Output position of the first token in which the two differ."""
+    """Output position of the first token that differs."""
     return next(place for place, (alone, among) in enumerate(zip(*pair, strict=True)) if alone != among)
 
 
 def report(batch: int, pairs: Pairs, num_tokens: int) -> list[int]:
-    """Numbers of the sequences that differ."""
+    """Print the differences; returns the numbers of the sequences that differ."""
     differing = [number for number, (alone, among) in enumerate(pairs) if alone != among]
     places = [first_difference(pairs[number]) for number in differing]
-    # after the first difference the two are different texts, which say nothing about the sampler
+    # after the first difference the contexts differ, so later tokens cannot be compared
     compared = len(pairs) * num_tokens - sum(num_tokens - place - 1 for place in places)
     print(f"\namong {batch}: {len(differing):,} of {len(pairs):,} sequences differ, ", end="")
     print(f"{len(differing) / compared:.1e} of {compared:,} tokens after equal beginnings")
@@ -56,7 +56,7 @@ def report(batch: int, pairs: Pairs, num_tokens: int) -> list[int]:
 
 
 def print_margins(oracle: Oracle, asked: Asked, pairs: Pairs, differing: Sequence[int], max_margins: int) -> None:
-    """By what margin the tokens of some of the sequences had won, in the float32 logits of the oracle."""
+    """Print the margins of the sampled tokens of some sequences, in the float32 logits of the oracle."""
     chosen = differing[:: max(1, -(-len(differing) // max_margins))]
     margins = []
     for number in chosen:

@@ -1,8 +1,8 @@
-"""What authenticated calls cost: processor time of each part, and of a whole gRPC call with and without a proof.
+"""Cost of authenticated calls: processor time of each part, and of a whole gRPC call with and without a proof.
 
 Usage: python benchmarks/call_proofs.py
 
-Times are processor time of one thread, the least of several runs: others on the machine do not count.
+Times are processor time of one thread, the least of several runs, so that other processes do not count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Servicer(DecodeServiceServicer):
 
 
 def micros(call: Callable[[], object], times: int) -> float:
-    """Of one call, microseconds."""
+    """Processor time of one call, microseconds."""
     best = float("inf")
     for _ in range(RUNS):
         started = time.thread_time()
@@ -55,7 +55,7 @@ def parts(num_tokens: int) -> dict[str, float]:
     hashes = hasher.extend(b"r" * 16, tokens)
 
     def verify() -> None:
-        # each proof is good once
+        # each proof is valid once
         [(_, proof)] = signer.metadata(GENERATE.path, WORKER, raw)
         verifier.verify_message(GENERATE.path, verifier.verify(GENERATE.path, proof), raw)
 

@@ -1,4 +1,4 @@
-"""`pdserve up` for a benchmark: started, waited for, pinned as it pins itself, stopped."""
+"""Starts `pdserve up` for a benchmark, waits for it, pins its processes, and stops it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def serving(
     """The base URL of a cluster; one prefill and one decode worker unless `flags` say otherwise.
 
     pinned: whole processes as `pin_trees` says; else only the workers' computing threads, as `pdserve up` does it.
-    grpc_port: of the router's gRPC front end, for those who ask it.
+    grpc_port: port of the router's gRPC front end.
     """
     port = free_port()
     command = [

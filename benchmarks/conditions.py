@@ -1,4 +1,4 @@
-"""What stands beside every number: machine, versions, load."""
+"""`conditions`: machine, versions and load, which are printed beside results."""
 
 from __future__ import annotations
 

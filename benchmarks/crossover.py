@@ -1,8 +1,8 @@
-"""Where prefill/decode loses: time to first token, and what others at decode pay, against prefill at decode.
+"""Compares remote prefill with prefill at decode: time to first token, and the delay of other streams at decode.
 
-Two clusters of the same shape run side by side, one that always prefills remotely, one that never does, and are asked in
-turns. Cells: prompt length, how much of it is cached and where, streams at decode. The router's own estimates, of a
-third cluster that may choose, stand beside the measurement.
+Two clusters of the same shape run side by side, one that always prefills remotely and one that never does, and get requests in
+turn. Cells: prompt length, its cached part and the place of that, streams at decode. The estimates of the router of a third
+cluster, which may choose, are printed beside the measurements.
 
 Usage: python benchmarks/crossover.py [--model demo|DIR] [--num 9] [--json FILE]
 """
@@ -67,11 +67,11 @@ class Side:
             self.tpots.append((await self.prober.ask(prompt_of(32, next(_seeds), self._vocabulary), 60)).tpot_s)
 
     async def ttft_s(self, cell: Cell) -> float:
-        """Of one request that meets the caches as the cell says."""
+        """TTFT of one request, with the cache contents of the cell."""
         prompt = prompt_of(cell.prompt_tokens, next(_seeds), self._vocabulary)
         shared = prompt[: int(0.9 * cell.prompt_tokens)]
         if cell.cached != "nothing":
-            # one token has no decode call: where prefill is remote, it is all that learns the prefix
+            # a request of one token has no decode call: with remote prefill, only the prefill worker caches the prefix
             await self.prober.ask(shared, 1 if cell.cached == "90 % at prefill" else 2)
         return (await self.prober.ask(prompt, 2)).ttft_s
 
@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--num", type=int, default=9, help="requests of each kind")
-    parser.add_argument("--json", type=Path, help="where the raw figures go")
+    parser.add_argument("--json", type=Path, help="file for the raw figures")
     options = parser.parse_args()
     folder: Path = model_folder(options.model)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]

@@ -1,4 +1,4 @@
-"""Encode and decode of what crosses an engine's queues, as msgpack: microseconds each, best of several runs.
+"""Time to encode and decode the structs of an engine's queues as msgpack: microseconds, best of several runs.
 
 Usage: python benchmarks/engine_structs.py
 """

@@ -1,9 +1,8 @@
-"""One greedy tenant beside nine quiet ones, on a clock that only this script moves: the router's admission as it is, before an
-engine that is a formula.
+"""One greedy tenant beside nine quiet ones, on a simulated clock: the router's admission in front of a simulated engine.
 
-The engine steps as `paced_worker.py` does: `STEP_S`, and `TOKEN_S` for each token; sequences that decode come first, then
-prompts in order of arrival, `STEP_TOKENS` in a step at most. What the nine wait for is the router's doing alone, so the same
-numbers come out on every machine. `fairness.py` measures the same with processes, and with all that a machine adds.
+The engine steps as in `paced_worker.py`: `STEP_S`, and `TOKEN_S` per token; decoding sequences come first, then prompts in order of
+arrival, at most `STEP_TOKENS` per step. Only the router decides how long the nine wait, so the results are the same on every
+machine. `fairness.py` measures the same with processes on a real machine.
 
 Usage: python benchmarks/fair_share.py [--seconds 600] [--out results/fair_share.txt]
 """
@@ -34,14 +33,14 @@ SEED = 11
 
 @dataclass(eq=False)
 class Asked:
-    """A request."""
+    """One request of a tenant."""
 
     tenant: str
     came_s: float
     prompt: int
     output: int
     left: int = 0
-    """Of the prompt, to compute."""
+    """Prompt tokens still to compute."""
     produced: int = 0
     placed_s: float = 0.0
     first_s: float = 0.0
@@ -72,7 +71,7 @@ class World:
         )
 
     def ask(self, tenant: str) -> Asked | None:
-        """A request comes; None if it is refused."""
+        """Make a request; None if it is refused."""
         client, expel = Client(key_name=tenant, tenant=tenant), lambda: None
         asked = Asked(tenant, self.now_s, self.draw.randint(*PROMPT_TOKENS), self.draw.randint(*OUTPUT_TOKENS))
         try:
@@ -95,12 +94,12 @@ class World:
         self.done.append(asked)
 
     async def settle(self) -> None:
-        """Everything that can happen at this moment happens."""
+        """Run the event loop until nothing more happens at the current time."""
         for _ in range(8):
             await asyncio.sleep(0)
 
     def begin_step(self) -> tuple[float, list[Asked]]:
-        """How long a step takes, and which sequences have a token at its end."""
+        """(seconds of the step, sequences that get a token at its end)."""
         budget = STEP_TOKENS - len(self._decoding)
         num_tokens, ready = len(self._decoding), list(self._decoding)
         while self._prompts and budget:
@@ -114,7 +113,7 @@ class World:
         return STEP_S + TOKEN_S * num_tokens, ready
 
     def end_step(self, ready: list[Asked]) -> None:
-        """Each has one more token."""
+        """Give each of these sequences a token."""
         for asked in ready:
             asked.produced += 1
             if asked.place is not None:
@@ -172,7 +171,7 @@ def line(name: str, done: list[Asked]) -> str:
 
 
 async def measure(seconds: float) -> list[str]:
-    """The lines that are shown."""
+    """The lines of the result."""
     alone = await run(WARM_UP_S + 60.0, 0.0, greedy=True)
     requests_per_s = sum(asked.came_s > 0 and asked.first_s > WARM_UP_S for asked in alone.done) / 60.0
     per_s = 0.5 * requests_per_s / (NUM_QUIET + 1)

@@ -1,10 +1,10 @@
-"""One greedy tenant beside nine quiet ones that each offer half of their fair share: what the nine see of it.
+"""One greedy tenant beside nine quiet ones that each use half of their fair share: its effect on the nine.
 
-A router with a key for each tenant, and workers whose steps last as long as `paced_worker.py` says: what they can do then
-does not depend on what else this machine does. First the greedy tenant alone shows how much that is. Then slices with and
-without it alternate, with the same arrivals of the nine in both, so that both meet the same machine. The greedy one keeps
-`GREEDY_AT_ONCE` requests open, several times what the fleet has places for, and sends the next when one has ended, or soon
-after one was refused. It asks from a process of its own, so that its answers do not delay the nine at the client's side.
+A router with a key per tenant, and workers with the step times of `paced_worker.py`, so that their capacity does not depend on
+other processes of this machine. First the greedy tenant runs alone, which measures the capacity. Then slices with and without it
+alternate, with the same arrivals of the nine in both, so that both run under the same conditions. The greedy tenant keeps
+`GREEDY_AT_ONCE` requests open, several times the number of places, and sends the next when one has ended, or soon after one was
+refused. It runs in a separate process, so that its answers do not delay the nine at the client's side.
 
 Usage: python benchmarks/fairness.py [--slices 6] [--slice-s 15] [--max-num-seqs 64] [--prefill 0] [--out results/fairness.txt]
 """
@@ -40,34 +40,34 @@ from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 
 NUM_QUIET = 9
 PROMPT_TOKENS, OUTPUT_TOKENS = (32, 96), (16, 48)
-"""Drawn evenly between these."""
+"""Ranges of uniformly drawn lengths."""
 VOCABULARY = 2000
 GREEDY_AT_ONCE = 160
 SHARE_OFFERED = 0.5
 SEED = 11
 PROCESS_S = 1.0
-"""A process takes about so long to start."""
+"""Seconds that a process takes to start, approximately."""
 AHEAD_S = 8.0
-"""The greedy tenant asks for so long before the nine begin: what it began at once has ended by then, at different times."""
+"""Seconds for which the greedy tenant runs before the nine begin, so that its first requests have ended at different times."""
 
 
 @dataclass
 class Seen:
-    """By some tenants, in slices of one kind."""
+    """Results of some tenants in slices of one kind."""
 
     ttft_s: list[float] = field(default_factory=list)
     queue_s: list[float] = field(default_factory=list)
-    """In the router, from the tokenized prompt to its place."""
+    """Seconds in the router from the tokenized prompt to its place."""
     num_asked: int = 0
     num_refused: int = 0
     num_tokens: int = 0
-    """Prompts and outputs of what was served."""
+    """Prompt and output tokens of served requests."""
     ended_s: list[float] = field(default_factory=list)
-    """When each that was served ended; `time.monotonic()` seconds, which all processes of a machine share."""
+    """End of each served request; `time.monotonic()` seconds, which all processes of a machine share."""
 
 
 def line(name: str, slices: list[Seen]) -> str:
-    """Counts over all slices; times of the median slice: what stops the whole machine for a second is not in it."""
+    """One line of results. Counts are over all slices, times of the median slice, which leaves out pauses of the whole machine."""
     asked, served, refused = (
         sum(values)
         for values in zip(*((seen.num_asked, len(seen.ttft_s), seen.num_refused) for seen in slices), strict=True)
@@ -81,18 +81,18 @@ def line(name: str, slices: list[Seen]) -> str:
 
 
 def median_part(slices: list[Seen], part: float) -> float:
-    """Of a TTFT's percentile, over the slices."""
+    """Median over the slices of a percentile of TTFT."""
     return statistics.median(part_of(seen.ttft_s, part) for seen in slices)
 
 
 def part_of(values: list[float], part: float) -> float:
-    """The value that so many are below; 0 of none."""
+    """The quantile `part` of the values; 0 if there are none."""
     return sorted(values)[min(len(values) - 1, int(part * len(values)))] if values else 0.0
 
 
 @dataclass(frozen=True)
 class Tenants:
-    """Their keys, and the file that lets them in."""
+    """Keys of the tenants, and their keys file."""
 
     keys: dict[str, str]
 
@@ -148,7 +148,7 @@ def is_healthy(http_port: int, num_workers: int) -> bool:
 
 
 async def ask(stub: Any, key: str, draw: random.Random, seen: Seen) -> bool:
-    """One request; False when it was refused."""
+    """Send one request; False if it was refused."""
     prompt = [draw.randrange(10, VOCABULARY) for _ in range(draw.randint(*PROMPT_TOKENS))]
     output = draw.randint(*OUTPUT_TOKENS)
     request = inference_pb2.GenerateRequest(
@@ -177,7 +177,7 @@ async def ask(stub: Any, key: str, draw: random.Random, seen: Seen) -> bool:
 
 
 async def keep_asking(stub: InferenceServiceStub, key: str, seed: int, seen: Seen, until_s: float) -> None:
-    """One of the greedy tenant's many."""
+    """Send requests of the greedy tenant, one after the other."""
     draw = random.Random(seed)
     while time.perf_counter() < until_s:
         if not await ask(stub, key, draw, seen):
@@ -185,7 +185,7 @@ async def keep_asking(stub: InferenceServiceStub, key: str, seed: int, seen: See
 
 
 async def arrive(stub: InferenceServiceStub, key: str, seed: int, seen: Seen, per_s: float, until_s: float) -> None:
-    """One quiet tenant: requests at random moments, whatever became of those before."""
+    """Send requests of a quiet tenant at random times, independent of earlier ones."""
     draw = random.Random(seed)
     asked: set[asyncio.Task[bool]] = set()
     while (wait_s := draw.expovariate(per_s)) < until_s - time.perf_counter():
@@ -196,7 +196,7 @@ async def arrive(stub: InferenceServiceStub, key: str, seed: int, seen: Seen, pe
 
 
 async def greedily(address: str, key: str, seconds: float) -> Seen:
-    """The greedy tenant, for so long."""
+    """Run the greedy tenant for `seconds`."""
     seen, until_s = Seen(), time.perf_counter() + seconds
     async with grpc.aio.insecure_channel(address) as channel, asyncio.TaskGroup() as group:
         stub = InferenceServiceStub(channel)
@@ -206,7 +206,7 @@ async def greedily(address: str, key: str, seconds: float) -> Seen:
 
 
 async def quietly(address: str, tenants: Tenants, seed: int, per_s: float, seconds: float, seen: Seen) -> None:
-    """The nine, for so long; returns when all of theirs has ended."""
+    """Run the nine for `seconds`; returns when all their requests have ended."""
     until_s = time.perf_counter() + seconds
     async with grpc.aio.insecure_channel(address) as channel, asyncio.TaskGroup() as group:
         stub = InferenceServiceStub(channel)
@@ -216,7 +216,7 @@ async def quietly(address: str, tenants: Tenants, seed: int, per_s: float, secon
 
 
 class GreedyProcess:
-    """The greedy tenant, in a process of its own."""
+    """The greedy tenant in a separate process."""
 
     def __init__(self, address: str, key: str, seconds: float) -> None:
         command = [sys.executable, __file__, "--greedy", address, "--slice-s", str(seconds)]
@@ -225,7 +225,7 @@ class GreedyProcess:
         )
 
     def wait(self, into: Seen) -> None:
-        """Until it has ended; adds what it saw."""
+        """Wait until it has ended, and add its results."""
         output, _ = self._process.communicate(timeout=600)
         found = json.loads(output)
         into.ttft_s += found["ttft_s"]
@@ -236,11 +236,11 @@ class GreedyProcess:
 
 
 def measure(address: str, tenants: Tenants, slices: int, slice_s: float) -> list[str]:
-    """The lines that are shown."""
+    """The lines of the result."""
     greedy_key = tenants.keys["greedy"]
     alone, end_s = Seen(), time.monotonic() + PROCESS_S + AHEAD_S + slice_s
     GreedyProcess(address, greedy_key, AHEAD_S + slice_s).wait(alone)
-    # what ends after the last request has come would count for a time in which the fleet was not full
+    # requests that end after the last arrival do not count, since the fleet was not full then
     requests_per_s = sum(end_s - slice_s <= moment < end_s - PROCESS_S for moment in alone.ended_s) / (
         slice_s - PROCESS_S
     )

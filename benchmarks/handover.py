@@ -1,4 +1,4 @@
-"""From the end of a prompt's computation at prefill to decode's first step, while decode is busy.
+"""Time from the end of a prompt's computation at prefill to decode's first step, while decode is busy.
 
 Usage: python benchmarks/handover.py [--model demo|DIR] [--prompt-tokens 1000] [--streams 4] [--num 60] [--set name=value ...]
 """
@@ -30,7 +30,7 @@ STREAM_TOKEN = "one token of the streams, decode's step"
 
 
 async def measure(address: str, options: argparse.Namespace, vocabulary: int) -> dict[str, list[float]]:
-    """Step -> seconds of every request; and what a token of the streams took meanwhile."""
+    """(phase -> seconds of every request, seconds per token of the other streams)."""
     prober = Prober(address)
     over = False
     tokens_s: list[float] = []

@@ -1,4 +1,4 @@
-"""A closed-loop load on an OpenAI completions endpoint: so many requests, so many at once, all of one shape."""
+"""A closed-loop load on an OpenAI completions endpoint: a number of equal requests with a fixed concurrency."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Target(Protocol):
     def name(self) -> str: ...
 
     async def first_call(self, client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
-        """What must happen before the streamed request; returns the body to stream with."""
+        """Make the call before the streamed request; returns the body of the streamed request."""
 
     @property
     def url(self) -> str: ...
@@ -36,7 +36,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PdServe:
-    """One router: it does everything."""
+    """A pdserve router, which needs no first call."""
 
     url: str
     model: str
@@ -48,7 +48,7 @@ class PdServe:
 
 @dataclass(frozen=True, slots=True)
 class VllmPrefillDecode:
-    """vLLM's prefill and decode servers, called one after the other as its proxy does."""
+    """vLLM's prefill and decode servers, called in turn as by vLLM's proxy."""
 
     prefill_url: str
     url: str
@@ -64,7 +64,7 @@ class VllmPrefillDecode:
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
-    """What is sent."""
+    """The requests of a load."""
 
     num_requests: int
     concurrency: int
@@ -76,7 +76,7 @@ class LoadShape:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What came of it. Times in seconds."""
+    """Results of a load. Times in seconds."""
 
     requests_per_s: float
     ttft_p50_s: float
@@ -90,7 +90,7 @@ class LoadResult:
 
 
 async def run_load(target: Target, shape: LoadShape) -> LoadResult:
-    """Send it all. Every prompt is drawn anew, so nothing is found in a prefix cache."""
+    """Send all requests. Every prompt is random, so that nothing is found in a prefix cache."""
     draw = random.Random(shape.seed)
     gate = asyncio.Semaphore(shape.concurrency)
     async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=shape.concurrency + 4)) as client:
@@ -107,13 +107,13 @@ async def run_load(target: Target, shape: LoadShape) -> LoadResult:
     return LoadResult(
         requests_per_s=shape.num_requests / wall,
         ttft_p50_s=statistics.median(run[0] for run in runs),
-        # a server may put several tokens into one chunk: the time of the whole, over the tokens that were asked for
+        # a server may send several tokens in one chunk, so the total time is divided by the requested tokens
         tpot_p50_s=statistics.median((run[-1] - run[0]) / (shape.output_tokens - 1) for run in runs),
     )
 
 
 async def _stream(client: httpx.AsyncClient, target: Target, prompt: list[int], output_tokens: int) -> list[float]:
-    """Seconds from the first byte out to each chunk in."""
+    """Seconds from the first sent byte to each received chunk."""
     start = time.perf_counter()
     body = {"prompt": prompt, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     body = await target.first_call(client, body)

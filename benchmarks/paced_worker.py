@@ -1,7 +1,7 @@
-"""`pdserve prefill` or `decode` without a model's arithmetic: each step lasts as long as on a device of a given pace.
+"""`pdserve prefill` or `decode` without a model's arithmetic: each step takes the time of a simulated device.
 
-Everything else is as it is: scheduler, pools, prefix cache, services. Where several processes share a few cores, a fleet's
-capacity would else be whatever the others leave; here a benchmark of queues measures the queues. Answers mean nothing.
+Scheduler, pools, prefix cache and services are the real ones. With real arithmetic, several processes on a few cores would have a
+capacity that depends on other processes; with simulated steps, a benchmark of queues measures the queues. Outputs have no meaning.
 
 Usage: python benchmarks/paced_worker.py decode --port 50052 ...
 """
@@ -21,9 +21,9 @@ from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.models.model_inputs import ModelInputs
 
 STEP_S = 0.025
-"""A step takes so long, whatever is in it."""
+"""Seconds of a step without tokens."""
 TOKEN_S = 0.0002
-"""And so much longer for each token that it computes."""
+"""Additional seconds per computed token."""
 
 
 class NoArithmetic:
@@ -48,7 +48,7 @@ class NoArithmetic:
 
 
 def pace() -> None:
-    """From now on every step of this process takes its time."""
+    """Make every step of this process take the simulated time."""
     execute, sample = ModelRunner.execute_model, ModelRunner.sample_tokens
     due_s = 0.0
 

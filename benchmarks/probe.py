@@ -1,4 +1,4 @@
-"""Single requests over gRPC, with the moments that every service saw of them."""
+"""Single requests over gRPC, with the moments of all services."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What one request came to."""
+    """Times of one request."""
 
     ttft_s: float
-    """At the client."""
+    """TTFT at the client."""
     tpot_s: float
-    """Likewise; 0 for one token."""
+    """TPOT at the client; 0 for one token."""
     timeline: Timeline
 
 
 class Prober:
-    """Asks one router."""
+    """Sends requests to one router."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address)
@@ -35,7 +35,7 @@ class Prober:
         await self._channel.close()
 
     async def ask(self, prompt: Sequence[int], max_tokens: int, salt: str = "") -> Probe:
-        """One greedy request, to its end."""
+        """Send one greedy request and read its whole answer."""
         request = inference_pb2.GenerateRequest(
             tokens=inference_pb2.TokenPrompt(token_ids=prompt),
             sampling=request_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),

@@ -1,6 +1,6 @@
-"""The same bytes without a connector, for comparison: copied within a process, from a bare socket, by NIXL alone.
+"""Moves the same bytes without a connector, for comparison: copies within a process, a plain socket, and NIXL alone.
 
-None of them digests, takes turns between readers, notices a stall, or knows who may read what.
+These have no digests, no fairness among readers, no detection of stalls, and no permissions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What sampling costs beside the rule before it: 152k tokens, float32, both rules in turns in one process.
+"""Cost of sampling compared with an earlier rule: 152k tokens, float32, both rules in turn in one process.
 
-The rule before: one uniform number per row and the cumulative distribution in the order of the ids; with top_p, top_k or
-min_p, in the order of a stable sort of the vocabulary. It is written here as it stood, in torch.
+The earlier rule: one uniform number per row and the cumulative distribution in the order of the ids; with top_p, top_k or min_p, in
+the order of a stable sort of the vocabulary. It is implemented here in torch.
 
 Usage: python benchmarks/sampler.py [--rounds 7] > benchmarks/results/sampler.txt
 """
@@ -62,7 +62,7 @@ def metadata(count: int, vocab_size: int, fields: dict[str, float]) -> SamplingM
 
 
 def before(logits: Tensor, asked: SamplingMetadata) -> NDArray[np.int64]:
-    """The rule before."""
+    """Sample by the earlier rule."""
     columns = (asked.top_p, asked.top_k, asked.min_p, asked.temperature)
     top_p, top_k, min_p, temperature = (torch.from_numpy(values).unsqueeze(-1) for values in columns)
     logits.max(-1)

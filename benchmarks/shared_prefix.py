@@ -1,11 +1,11 @@
-"""Prompts that share prefixes: how much of them is found in a cache, placed by prefix and in turn, beside an oracle.
+"""Prompts that share prefixes: cached tokens with placement by prefix and in turn, compared with an oracle.
 
-Two clusters of two prefill and two decode workers stand side by side, one with `kv_aware`, one with `round_robin`. They
-get the same requests in the same order, in alternating slices, so that both meet the same machine. The oracle places the
-same requests knowing what every pool holds: at decode if one has the prefix, else at prefill if one has it, else where
-the prefix that was used longest ago makes room.
+Two clusters of two prefill and two decode workers run side by side, one with `kv_aware`, one with `round_robin`. They get the same
+requests in the same order, in alternating slices, so that both run under the same conditions. The oracle places the same requests
+with knowledge of every pool: at decode if one has the prefix, else at prefill if one has it, else at the worker whose least
+recently used prefix is oldest.
 
-One after the other they can be compared exactly. With several at once the pools also hold what is being served, which the
+With one request at a time the comparison is exact. With several at once the pools also hold blocks of running requests, which the
 oracle does not count.
 
 Usage: python benchmarks/shared_prefix.py [--requests 400] [--concurrency 1 4] [--out results/shared_prefix.json]
@@ -43,7 +43,7 @@ SEED = 7
 
 @dataclass
 class Served:
-    """What came of one policy."""
+    """Results of one policy."""
 
     cached_tokens: int = 0
     prompt_tokens: int = 0

@@ -1,4 +1,4 @@
-"""What structured outputs cost: compile times, microseconds a step, and what the first of them does to another stream.
+"""Cost of structured outputs: compile times, microseconds per step, and the delay of another stream by the first grammar.
 
 Usage: python benchmarks/structured_outputs.py
 Over the bundled model's vocabulary, and over one of 131,072 tokens made of random pieces of words.

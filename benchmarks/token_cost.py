@@ -1,7 +1,7 @@
-"""What an output token costs each process of a cluster in processor time: its computing thread, and all the rest.
+"""Processor time per output token of each process of a cluster: its computing thread, and all other threads.
 
-The rest is what streaming costs beside the model: turning outputs into messages, sending, detokenizing, the client's
-stream. It says how many tokens a second one router, and one worker's asyncio thread, can carry.
+The other threads do the streaming: making messages of outputs, sending, detokenizing, the client's stream. Their time limits the
+tokens per second of one router, and of one worker's asyncio thread.
 
 Usage: python benchmarks/token_cost.py [--model demo|DIR] [--streams 4 16 64] [--seconds 10] [--front grpc http]
                                         [--set name=value ...]
@@ -52,7 +52,7 @@ def processor_s(processes: list[psutil.Process]) -> Counter[tuple[str, str]]:
 
 
 async def stream(ask: Ask, num_streams: int, seconds: float, vocabulary: int) -> int:
-    """Keep so many streams open for so long; returns the output tokens that came."""
+    """Keep `num_streams` streams open for `seconds`; returns the number of output tokens."""
     ends_at = time.monotonic() + seconds
     num_tokens = 0
 

@@ -1,10 +1,9 @@
-"""What recording spans costs: processor time of router and workers for a request that is traced, and for one that is not.
+"""Cost of recording spans: processor time of router and workers for requests with and without tracing.
 
-One cluster is asked one request at a time; every second one comes with a trace context that is not sampled, so whatever
-else the machine does meets both alike. Processor time is what the kernel counts for every thread of the cluster. Spans
-are exported later, by threads of their own, which falls on both. So the whole of it is measured apart as well: the
-spans of a request made, exported and received in this process alone, over and over. That is an upper bound, for it has
-the collector's part in it.
+One cluster gets one request at a time; every second request has a trace context that is not sampled, so that other processes of the
+machine affect both kinds equally. Processor time is the kernel's count for all threads of the cluster. Spans are exported later by
+separate threads, which affects both kinds. The total cost is therefore also measured separately: the spans of a request are
+repeatedly made, exported and received in this process. That is an upper bound, because it includes the collector.
 
 Usage: python benchmarks/tracing_cost.py [--pairs 300] [--prompt-tokens 128] [--output-tokens 32]
 """
@@ -38,7 +37,7 @@ from pdserve.common.timeline import PATH_PHASES, now_unix_ns
 from pdserve.models.model_folder import model_folder
 
 SETTLE_S = 0.01
-"""In which workers make the spans of an answered request."""
+"""Seconds in which workers make the spans of an answered request."""
 LAST_EXPORT_S = 3.0
 WARM_UP = 20
 WORKER_SPANS = ("prefill.queue", "prefill.compute", "decode.reserve", "kv.transfer", "decode.queue", "decode.generate")

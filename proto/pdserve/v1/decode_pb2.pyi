@@ -48,7 +48,7 @@ Global___DecodeTurn: typing_extensions.TypeAlias = DecodeTurn
 
 @typing.final
 class NextTurn(google.protobuf.message.Message):
-    """Follows everything that the session has so far, its output included."""
+    """Follows all earlier tokens of the session, including its output."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -76,7 +76,7 @@ class NextTurn(google.protobuf.message.Message):
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def sampling(self) -> pdserve.v1.request_pb2.SamplingParams:
-        """of this turn alone"""
+        """of this turn only"""
 
     @property
     def trace_headers(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
@@ -162,7 +162,7 @@ Global___DecodeRequest: typing_extensions.TypeAlias = DecodeRequest
 
 @typing.final
 class Source(google.protobuf.message.Message):
-    """Where the KV blocks are. Comes from the router's fleet, never from a client."""
+    """The worker that has the KV blocks. The address comes from the router's fleet, never from a client."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -202,7 +202,7 @@ class DecodeEvent(google.protobuf.message.Message):
     def admitted(self) -> pdserve.v1.prefill_pb2.Admitted: ...
     @property
     def needs_prefill(self) -> Global___NeedsPrefill:
-        """the last event: nothing was done here"""
+        """the last event; the worker has done nothing"""
 
     @property
     def prefilling_locally(self) -> Global___PrefillingLocally:
@@ -214,7 +214,7 @@ class DecodeEvent(google.protobuf.message.Message):
     def outputs(self) -> pdserve.v1.request_pb2.Outputs: ...
     @property
     def prompt_logprobs(self) -> pdserve.v1.request_pb2.PromptLogprobs:
-        """before the first outputs, where this worker computes the prompt and they are asked for"""
+        """before the first outputs, if this worker computes the prompt and they are requested"""
 
     def __init__(
         self,
@@ -238,8 +238,8 @@ Global___DecodeEvent: typing_extensions.TypeAlias = DecodeEvent
 
 @typing.final
 class NeedsPrefill(google.protobuf.message.Message):
-    """More is uncached here than `Attempt.local_prefill_tokens` or this worker's `max_local_prefill_tokens`; the attempt does
-    not count.
+    """More tokens are uncached here than `Attempt.local_prefill_tokens` or this worker's `max_local_prefill_tokens`; the attempt //
+    does not count as failed.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -268,7 +268,7 @@ Global___PrefillingLocally: typing_extensions.TypeAlias = PrefillingLocally
 
 @typing.final
 class Landed(google.protobuf.message.Message):
-    """All blocks are here and verified; the source may end in any way from now on."""
+    """All blocks have landed and are verified; a later failure of the source has no effect."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

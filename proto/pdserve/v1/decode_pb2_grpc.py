@@ -55,28 +55,28 @@ class DecodeServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Continue a prompt whose KV comes from `source`, or prefill it here when there is none.
-        A status ends the call early: ABORTED (transfer_failed, evicted) and UNAVAILABLE (draining) may be tried elsewhere,
-        ABORTED with digest_mismatch not; the router decides.
+        """Continue a prompt whose KV comes from `source`, or prefill it here without a source. // A status ends the call early. After
+        ABORTED (transfer_failed, evicted) and UNAVAILABLE (draining) the router may try // another worker, after ABORTED with
+        digest_mismatch it may not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """A sequence whose input comes turn by turn, prefilled here and never moved. The first message opens it; each further
-        one is read when the turn before has ended, which is at `Outputs` with a finish reason. Positions count from 0 in
-        each turn. The worker keeps the KV between turns, or finds again what others did not need in the meantime.
-        The session lives as long as the call: DEADLINE_EXCEEDED when it is idle for session_idle_timeout_s,
-        RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining) between turns when the worker leaves.
+        """A session: a sequence with several inputs (turns), prefilled here and never transferred. The first message opens it; // each
+        further message is read after the turn before has ended with a finish reason in `Outputs`. Positions count from 0 // in each
+        turn. Between turns the worker keeps the KV until other sequences need its blocks. // The session ends with the call:
+        DEADLINE_EXCEEDED if it is idle for session_idle_timeout_s, // RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining)
+        between turns if the worker drains.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EndSequences(self, request, context):
-        """Some sequences of a running request have ended where their text is made, by a stop string: they are not computed
-        any further, and end in the stream of Generate; the others go on. What is not running here is passed over.
+        """End sequences of a running request whose text a stop string has completed. They are not computed // further, and end in the
+        stream of Generate; other sequences continue. Unknown requests and sequences are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,40 +26,40 @@ class DecodeServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> DecodeServiceAsyncStub: ...
     Generate: grpc.UnaryStreamMultiCallable[pdserve.v1.decode_pb2.DecodeRequest, pdserve.v1.decode_pb2.DecodeEvent]
-    """Continue a prompt whose KV comes from `source`, or prefill it here when there is none.
-    A status ends the call early: ABORTED (transfer_failed, evicted) and UNAVAILABLE (draining) may be tried elsewhere,
-    ABORTED with digest_mismatch not; the router decides.
+    """Continue a prompt whose KV comes from `source`, or prefill it here without a source. // A status ends the call early. After
+    ABORTED (transfer_failed, evicted) and UNAVAILABLE (draining) the router may try // another worker, after ABORTED with
+    digest_mismatch it may not.
     """
     Session: grpc.StreamStreamMultiCallable[pdserve.v1.decode_pb2.DecodeTurn, pdserve.v1.decode_pb2.DecodeEvent]
-    """A sequence whose input comes turn by turn, prefilled here and never moved. The first message opens it; each further
-    one is read when the turn before has ended, which is at `Outputs` with a finish reason. Positions count from 0 in
-    each turn. The worker keeps the KV between turns, or finds again what others did not need in the meantime.
-    The session lives as long as the call: DEADLINE_EXCEEDED when it is idle for session_idle_timeout_s,
-    RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining) between turns when the worker leaves.
+    """A session: a sequence with several inputs (turns), prefilled here and never transferred. The first message opens it; // each
+    further message is read after the turn before has ended with a finish reason in `Outputs`. Positions count from 0 // in each
+    turn. Between turns the worker keeps the KV until other sequences need its blocks. // The session ends with the call:
+    DEADLINE_EXCEEDED if it is idle for session_idle_timeout_s, // RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining)
+    between turns if the worker drains.
     """
     EndSequences: grpc.UnaryUnaryMultiCallable[pdserve.v1.decode_pb2.EndSequencesRequest, pdserve.v1.decode_pb2.EndSequencesResponse]
-    """Some sequences of a running request have ended where their text is made, by a stop string: they are not computed
-    any further, and end in the stream of Generate; the others go on. What is not running here is passed over.
+    """End sequences of a running request whose text a stop string has completed. They are not computed // further, and end in the
+    stream of Generate; other sequences continue. Unknown requests and sequences are ignored.
     """
 
 @typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Generate: grpc.aio.UnaryStreamMultiCallable[pdserve.v1.decode_pb2.DecodeRequest, pdserve.v1.decode_pb2.DecodeEvent]  # type: ignore[assignment]
-    """Continue a prompt whose KV comes from `source`, or prefill it here when there is none.
-    A status ends the call early: ABORTED (transfer_failed, evicted) and UNAVAILABLE (draining) may be tried elsewhere,
-    ABORTED with digest_mismatch not; the router decides.
+    """Continue a prompt whose KV comes from `source`, or prefill it here without a source. // A status ends the call early. After
+    ABORTED (transfer_failed, evicted) and UNAVAILABLE (draining) the router may try // another worker, after ABORTED with
+    digest_mismatch it may not.
     """
     Session: grpc.aio.StreamStreamMultiCallable[pdserve.v1.decode_pb2.DecodeTurn, pdserve.v1.decode_pb2.DecodeEvent]  # type: ignore[assignment]
-    """A sequence whose input comes turn by turn, prefilled here and never moved. The first message opens it; each further
-    one is read when the turn before has ended, which is at `Outputs` with a finish reason. Positions count from 0 in
-    each turn. The worker keeps the KV between turns, or finds again what others did not need in the meantime.
-    The session lives as long as the call: DEADLINE_EXCEEDED when it is idle for session_idle_timeout_s,
-    RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining) between turns when the worker leaves.
+    """A session: a sequence with several inputs (turns), prefilled here and never transferred. The first message opens it; // each
+    further message is read after the turn before has ended with a finish reason in `Outputs`. Positions count from 0 // in each
+    turn. Between turns the worker keeps the KV until other sequences need its blocks. // The session ends with the call:
+    DEADLINE_EXCEEDED if it is idle for session_idle_timeout_s, // RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining)
+    between turns if the worker drains.
     """
     EndSequences: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.decode_pb2.EndSequencesRequest, pdserve.v1.decode_pb2.EndSequencesResponse]  # type: ignore[assignment]
-    """Some sequences of a running request have ended where their text is made, by a stop string: they are not computed
-    any further, and end in the stream of Generate; the others go on. What is not running here is passed over.
+    """End sequences of a running request whose text a stop string has completed. They are not computed // further, and end in the
+    stream of Generate; other sequences continue. Unknown requests and sequences are ignored.
     """
 
 class DecodeServiceServicer(metaclass=abc.ABCMeta):
@@ -69,9 +69,9 @@ class DecodeServiceServicer(metaclass=abc.ABCMeta):
         request: pdserve.v1.decode_pb2.DecodeRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pdserve.v1.decode_pb2.DecodeEvent], collections.abc.AsyncIterator[pdserve.v1.decode_pb2.DecodeEvent]]:
-        """Continue a prompt whose KV comes from `source`, or prefill it here when there is none.
-        A status ends the call early: ABORTED (transfer_failed, evicted) and UNAVAILABLE (draining) may be tried elsewhere,
-        ABORTED with digest_mismatch not; the router decides.
+        """Continue a prompt whose KV comes from `source`, or prefill it here without a source. // A status ends the call early. After
+        ABORTED (transfer_failed, evicted) and UNAVAILABLE (draining) the router may try // another worker, after ABORTED with
+        digest_mismatch it may not.
         """
 
     @abc.abstractmethod
@@ -80,11 +80,11 @@ class DecodeServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[pdserve.v1.decode_pb2.DecodeTurn],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pdserve.v1.decode_pb2.DecodeEvent], collections.abc.AsyncIterator[pdserve.v1.decode_pb2.DecodeEvent]]:
-        """A sequence whose input comes turn by turn, prefilled here and never moved. The first message opens it; each further
-        one is read when the turn before has ended, which is at `Outputs` with a finish reason. Positions count from 0 in
-        each turn. The worker keeps the KV between turns, or finds again what others did not need in the meantime.
-        The session lives as long as the call: DEADLINE_EXCEEDED when it is idle for session_idle_timeout_s,
-        RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining) between turns when the worker leaves.
+        """A session: a sequence with several inputs (turns), prefilled here and never transferred. The first message opens it; // each
+        further message is read after the turn before has ended with a finish reason in `Outputs`. Positions count from 0 // in each
+        turn. Between turns the worker keeps the KV until other sequences need its blocks. // The session ends with the call:
+        DEADLINE_EXCEEDED if it is idle for session_idle_timeout_s, // RESOURCE_EXHAUSTED beyond max_sessions, UNAVAILABLE (draining)
+        between turns if the worker drains.
         """
 
     @abc.abstractmethod
@@ -93,8 +93,8 @@ class DecodeServiceServicer(metaclass=abc.ABCMeta):
         request: pdserve.v1.decode_pb2.EndSequencesRequest,
         context: _ServicerContext,
     ) -> typing.Union[pdserve.v1.decode_pb2.EndSequencesResponse, collections.abc.Awaitable[pdserve.v1.decode_pb2.EndSequencesResponse]]:
-        """Some sequences of a running request have ended where their text is made, by a stop string: they are not computed
-        any further, and end in the stream of Generate; the others go on. What is not running here is passed over.
+        """End sequences of a running request whose text a stop string has completed. They are not computed // further, and end in the
+        stream of Generate; other sequences continue. Unknown requests and sequences are ignored.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -46,8 +46,8 @@ class KvSourceServiceServicer(object):
 
     def Attach(self, request_iterator, context):
         """First message in each direction: Open, then Accepted or Failed. An Open of the same receiver and epoch replaces its
-        older stream and goes on from `have`. Another epoch, receiver or digest is refused.
-        A stream that breaks leaves the source `lease_grace_s` for a re-attach; then the blocks are freed.
+        older stream and continues from `have`. Another epoch, receiver or digest is refused.
+        After a stream breaks, the source waits `lease_grace_s` for a re-attach before it frees the blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

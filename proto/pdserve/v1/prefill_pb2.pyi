@@ -36,7 +36,7 @@ class PrefillRequest(google.protobuf.message.Message):
     def attempt(self) -> pdserve.v1.request_pb2.Attempt: ...
     @property
     def receiver(self) -> Global___Receiver:
-        """the only worker, in this life of it, that may attach"""
+        """the only epoch of the only worker that may attach"""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ Global___PoolingResponse: typing_extensions.TypeAlias = PoolingResponse
 
 @typing.final
 class Receiver(google.protobuf.message.Message):
-    """Who will read the blocks."""
+    """The worker that will read the blocks."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -144,7 +144,7 @@ class PrefillEvent(google.protobuf.message.Message):
 
     @property
     def prompt_logprobs(self) -> pdserve.v1.request_pb2.PromptLogprobs:
-        """before `computed`, where the request asks for them"""
+        """before `computed`, if requested"""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Computed(google.protobuf.message.Message):
     FIRST_OUTPUTS_FIELD_NUMBER: builtins.int
     MOMENTS_FIELD_NUMBER: builtins.int
     num_tokens: builtins.int
-    """tokens whose KV exists: of the prompt, and of resumed output"""
+    """tokens with KV: those of the prompt and of resumed output"""
     request_digest: builtins.bytes
     @property
     def first_outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pdserve.v1.request_pb2.Outputs]:
@@ -217,7 +217,7 @@ Global___Computed: typing_extensions.TypeAlias = Computed
 
 @typing.final
 class Ended(google.protobuf.message.Message):
-    """The transfer is over; its blocks are ordinary cache now."""
+    """The transfer has ended; its blocks remain only as prefix cache."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -229,20 +229,20 @@ class Ended(google.protobuf.message.Message):
         DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
         HOW_UNSPECIFIED: Ended._How.ValueType  # 0
         RELEASED: Ended._How.ValueType  # 1
-        """the receiver has everything"""
+        """the receiver has all blocks"""
         REVOKED: Ended._How.ValueType  # 2
-        """the source gave it up: drain, error"""
+        """the source ended it: drain, error"""
         EXPIRED: Ended._How.ValueType  # 3
-        """the lease ran out"""
+        """the lease expired"""
 
     class How(_How, metaclass=_HowEnumTypeWrapper): ...
     HOW_UNSPECIFIED: Ended.How.ValueType  # 0
     RELEASED: Ended.How.ValueType  # 1
-    """the receiver has everything"""
+    """the receiver has all blocks"""
     REVOKED: Ended.How.ValueType  # 2
-    """the source gave it up: drain, error"""
+    """the source ended it: drain, error"""
     EXPIRED: Ended.How.ValueType  # 3
-    """the lease ran out"""
+    """the lease expired"""
 
     HOW_FIELD_NUMBER: builtins.int
     CAUSE_FIELD_NUMBER: builtins.int

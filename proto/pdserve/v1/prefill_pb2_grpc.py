@@ -50,10 +50,9 @@ class PrefillServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Prefill(self, request, context):
-        """Compute the prompt's KV blocks and the first token, and keep the blocks for one transfer.
-        The call lives exactly as long as the transfer; cancelling it cancels the transfer in any state.
-        Refusals come as a status before any event: INVALID_ARGUMENT, ABORTED for a transfer that has ended, UNAVAILABLE
-        while draining.
+        """Compute the prompt's KV blocks and the first token, and keep the blocks for one transfer. The call ends with the transfer;
+        cancelling the call cancels the transfer in any state. // A refusal is a status before any event: INVALID_ARGUMENT, ABORTED for
+        a transfer that has ended, UNAVAILABLE while draining.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

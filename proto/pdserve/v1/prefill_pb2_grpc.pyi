@@ -26,10 +26,9 @@ class PrefillServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: grpc.UnaryStreamMultiCallable[pdserve.v1.prefill_pb2.PrefillRequest, pdserve.v1.prefill_pb2.PrefillEvent]
-    """Compute the prompt's KV blocks and the first token, and keep the blocks for one transfer.
-    The call lives exactly as long as the transfer; cancelling it cancels the transfer in any state.
-    Refusals come as a status before any event: INVALID_ARGUMENT, ABORTED for a transfer that has ended, UNAVAILABLE
-    while draining.
+    """Compute the prompt's KV blocks and the first token, and keep the blocks for one transfer. The call ends with the transfer;
+    cancelling the call cancels the transfer in any state. // A refusal is a status before any event: INVALID_ARGUMENT, ABORTED for
+    a transfer that has ended, UNAVAILABLE while draining.
     """
     Embed: grpc.UnaryUnaryMultiCallable[pdserve.v1.prefill_pb2.PoolingRequest, pdserve.v1.prefill_pb2.PoolingResponse]
     """Compute a prompt's embedding. No token is sampled, and nothing is kept for a transfer.
@@ -40,10 +39,9 @@ class PrefillServiceStub:
 class PrefillServiceAsyncStub(PrefillServiceStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Prefill: grpc.aio.UnaryStreamMultiCallable[pdserve.v1.prefill_pb2.PrefillRequest, pdserve.v1.prefill_pb2.PrefillEvent]  # type: ignore[assignment]
-    """Compute the prompt's KV blocks and the first token, and keep the blocks for one transfer.
-    The call lives exactly as long as the transfer; cancelling it cancels the transfer in any state.
-    Refusals come as a status before any event: INVALID_ARGUMENT, ABORTED for a transfer that has ended, UNAVAILABLE
-    while draining.
+    """Compute the prompt's KV blocks and the first token, and keep the blocks for one transfer. The call ends with the transfer;
+    cancelling the call cancels the transfer in any state. // A refusal is a status before any event: INVALID_ARGUMENT, ABORTED for
+    a transfer that has ended, UNAVAILABLE while draining.
     """
     Embed: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.prefill_pb2.PoolingRequest, pdserve.v1.prefill_pb2.PoolingResponse]  # type: ignore[assignment]
     """Compute a prompt's embedding. No token is sampled, and nothing is kept for a transfer.
@@ -57,10 +55,9 @@ class PrefillServiceServicer(metaclass=abc.ABCMeta):
         request: pdserve.v1.prefill_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pdserve.v1.prefill_pb2.PrefillEvent], collections.abc.AsyncIterator[pdserve.v1.prefill_pb2.PrefillEvent]]:
-        """Compute the prompt's KV blocks and the first token, and keep the blocks for one transfer.
-        The call lives exactly as long as the transfer; cancelling it cancels the transfer in any state.
-        Refusals come as a status before any event: INVALID_ARGUMENT, ABORTED for a transfer that has ended, UNAVAILABLE
-        while draining.
+        """Compute the prompt's KV blocks and the first token, and keep the blocks for one transfer. The call ends with the transfer;
+        cancelling the call cancels the transfer in any state. // A refusal is a status before any event: INVALID_ARGUMENT, ABORTED for
+        a transfer that has ended, UNAVAILABLE while draining.
         """
 
     @abc.abstractmethod
