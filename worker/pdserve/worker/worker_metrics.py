@@ -66,9 +66,9 @@ class WorkerMetrics:
             "pdserve_kv_transfer_seconds", "From reserved blocks to the last verified one.", "connector"
         )
         self._transfer_blocks = count("pdserve_kv_transfer_blocks_total", "KV blocks landed, verified.", "connector")
-        self._transfer_bytes = count("pdserve_kv_transfer_bytes_total", "Their bytes.", "connector")
+        self._transfer_bytes = count("pdserve_kv_transfer_bytes_total", "Bytes of landed KV blocks.", "connector")
         self._output_tokens = count("pdserve_sampled_tokens_total", "Tokens sampled for routers.")
-        self._calls = count("pdserve_calls_total", "Calls of routers, by how they ended.", "call", "outcome")
+        self._calls = count("pdserve_calls_total", "Calls of routers, by outcome.", "call", "outcome")
         self._errors = count("pdserve_call_errors_total", "Calls of routers that failed, by cause.", "code")
         registry.register(_WorkerState(identity, engine, transfers))
 
@@ -106,7 +106,9 @@ class _WorkerState(Collector):
     def collect(self) -> Iterable[Metric]:
         engine, stats, identity = self._engine, self._engine.stats, self._identity
         info = GaugeMetricFamily(
-            "pdserve_worker_info", "Always 1; who this is.", labels=["worker", "role", "model_fingerprint"]
+            "pdserve_worker_info",
+            "Always 1; the labels identify the worker.",
+            labels=["worker", "role", "model_fingerprint"],
         )
         info.add_metric([identity.peer.worker_id, identity.role.value, identity.layout.model_fingerprint], 1)
         yield info
@@ -127,7 +129,7 @@ class _WorkerState(Collector):
         requests.add_metric(["waiting_for_kv"], stats.num_remote_kv_reqs)
         yield requests
         ended = CounterMetricFamily(
-            "pdserve_kv_transfers", "KV transfers that ended, by how.", labels=["role", "outcome"]
+            "pdserve_kv_transfers", "Ended KV transfers, by outcome.", labels=["role", "outcome"]
         )
         for (role, outcome), count in self._transfers.num_ended.items():
             ended.add_metric([role, outcome], count)
@@ -138,8 +140,8 @@ class _WorkerState(Collector):
             ("pdserve_kv_blocks_pinned", "Blocks in use that transfers keep for their receivers.",
              self._transfers.num_pinned),
             ("pdserve_waiting_prompt_tokens", "Prompt tokens still to compute.", stats.num_waiting_tokens),
-            ("pdserve_open_transfers", "KV transfers under way, as source or receiver.", self._transfers.num_open),
-            ("pdserve_draining", "1 while the worker takes nothing new.", int(engine.draining)),
+            ("pdserve_open_transfers", "Active KV transfers, as source or receiver.", self._transfers.num_open),
+            ("pdserve_draining", "1 while the worker accepts no new requests.", int(engine.draining)),
             ("pdserve_engine_tick_age_seconds", "Since the engine's loop last showed progress.", engine.tick_age_s),
         ):  # fmt: skip
             yield GaugeMetricFamily(name, meaning, value=value)
@@ -149,7 +151,7 @@ class _WorkerState(Collector):
             ("pdserve_prompt_tokens_computed", "Prompt tokens computed here.", stats.num_computed_prompt_tokens),
             ("pdserve_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.",
              stats.prefix_cache_queries),
-            ("pdserve_prefix_hit_tokens", "Of these, tokens that were cached.", stats.prefix_cache_hits),
-            ("pdserve_kv_transfer_fallbacks", "Transfers that went on over another connector.", self._transfers.num_fallbacks),
+            ("pdserve_prefix_hit_tokens", "The part of the queried tokens that were cached.", stats.prefix_cache_hits),
+            ("pdserve_kv_transfer_fallbacks", "Transfers that continued over another connector.", self._transfers.num_fallbacks),
         ):  # fmt: skip
             yield CounterMetricFamily(name, meaning, value=count)

@@ -22,7 +22,7 @@ class LoopLag:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
             "pdserve_event_loop_lag_seconds",
-            "How late the event loop came to a timer, every 0.1 s.",
+            "Delay of the event loop at a timer, every 0.1 s.",
             buckets=LAG_BUCKETS_S,
             registry=registry,
         )

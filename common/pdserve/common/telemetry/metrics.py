@@ -60,7 +60,7 @@ class SpanCollector(Collector):
         self._counts = counts
 
     def collect(self) -> Iterable[Metric]:
-        spans = CounterMetricFamily("pdserve_spans", "Finished spans, by what became of them.", labels=["outcome"])
+        spans = CounterMetricFamily("pdserve_spans", "Finished spans, by outcome.", labels=["outcome"])
         for outcome in ("exported", "dropped", "failed"):
             spans.add_metric([outcome], getattr(self._counts, outcome))
         yield spans
@@ -94,7 +94,9 @@ class RedisCollector(Collector):
             errors.add_metric([kind], self._breaker.errors[kind])
         yield errors
         events = CounterMetricFamily(
-            "pdserve_redis_events", "What was unusable, told again or asked elsewhere.", labels=["kind"]
+            "pdserve_redis_events",
+            "Unusable values, repeated publications and requests to workers, by kind.",
+            labels=["kind"],
         )
         for kind, count in self._events().items():
             events.add_metric([kind], count)
