@@ -1,4 +1,4 @@
-"""A worker's spans of one call, made when it has ended, below the attempt's span, whose context came with the call."""
+"""A worker's spans of one call, made after its end, as children of the attempt's span."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdserve.worker.call_stats import CallStats
 
 
 def trace_call(tracing: Tracing, record: CallStats, worker_id: str, block_bytes: int) -> None:
-    """A span for each stage that was entered; none when the caller's trace is not sampled."""
+    """Make a span per stage of the call, if the caller's trace is sampled."""
     parent = tracing.below(record.trace_headers)
     if parent is None:
         return

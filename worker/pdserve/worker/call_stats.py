@@ -1,7 +1,6 @@
 """`CallStats`: the stages and outcome of one call of a router, from moments that the engine recorded.
 
-Spans and metrics are made from it when the engine has nothing of the request any more: only then is it known how an aborted
-request ended.
+Spans and metrics are made from it after the engine has removed the request, since the end of an aborted request is known only then.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Call = Literal["prefill", "decode"]
 
 
 class Stage(NamedTuple):
-    """A stretch of a call between two moments of the engine; also a span's and a metric's name."""
+    """A stage of a call between two moments of the engine; also the name of a span and of a metric."""
 
     name: str
     start: str
@@ -47,17 +46,17 @@ REMOTE_STAGES = (
 
 
 class PassedSpan(NamedTuple):
-    """A stage as it went; `time.monotonic()` seconds."""
+    """Times of one stage, `time.monotonic()` seconds."""
 
     name: str
     start: float
     end: float
     cause: PdServeError | None
-    """The reason for an early end."""
+    """The error that ended the stage early; None if it completed."""
 
 
 class CallStats:
-    """Enter it around the call; `close` it when the engine is done."""
+    """Record of one call. Enter it around the call; `close` it when the engine has removed the request."""
 
     def __init__(
         self,
@@ -66,12 +65,12 @@ class CallStats:
         trace_headers: Mapping[str, str],
         on_closed: Callable[[CallStats], None],
     ) -> None:
-        """on_closed: called once with these stats when everything is known."""
+        """on_closed: called once with these stats after `close`."""
         self.call = call
         self.request = request
         self.trace_headers = trace_headers
         self.transfer: ReceiverTransfer | None = None
-        """True if it is a decode call whose KV comes from another worker."""
+        """The transfer of a decode call whose KV comes from another worker; else None."""
         self.moments: dict[str, float] = {"queued": request.arrival_time}
         self.prefill_chunks: list[tuple[float, int]] = []
         self.num_output_tokens = 0
@@ -82,7 +81,7 @@ class CallStats:
         self.prefills_locally = not request.remote_prefill
         self.cause: PdServeError | None = None
         self.lease_lost: PdServeError | None = None
-        """Why the transfer of a prefill call ended before its receiver had everything; no stage failed by it."""
+        """The reason why the transfer of a prefill call ended before its receiver had all blocks; not a failure of a stage."""
         self.ended_at = 0.0
         """When the call ended, `time.monotonic()` seconds."""
         self._on_closed = on_closed
@@ -102,7 +101,7 @@ class CallStats:
             self.cause = InternalError(f"the service failed: {type(error).__name__}")
 
     def take(self, output: EngineCoreOutput) -> None:
-        """The outcome that the engine reported to the router."""
+        """Record an output that was sent to the router, and its outcome."""
         self.moments.update(output.moments)
         self.prefill_chunks = output.prefill_chunks or self.prefill_chunks
         self.num_output_tokens += len(output.new_token_ids)
@@ -112,7 +111,7 @@ class CallStats:
         self._note(output.events)
 
     def close(self, aborted: Request | None = None) -> None:
-        """The engine is done with it. aborted: the request as it was, if the call's end cut it short."""
+        """Complete the record after the engine has removed the request. aborted: the request, if the end of the call aborted it."""
         if aborted is not None:
             self.moments.update(aborted.moments)
             self.moments.pop("finished", None)
@@ -126,7 +125,7 @@ class CallStats:
 
     @property
     def was_stopped(self) -> bool:
-        """True if the router may have ended it successfully: the request has stop strings, which the router finds."""
+        """True if the router may have ended the call because of a stop string, which is no failure."""
         return (
             isinstance(self.cause, Cancelled)
             and bool(self.request.sampling_params.stop)
@@ -154,7 +153,7 @@ class CallStats:
             if start is None:
                 break
             if end is None:
-                # the call's end; or an engine that had no more to do here, like one whose first token was the last
+                # the end of the call, or of the engine's work, for example if the first token was the last
                 end = max(start, self.moments.get("finished", self.ended_at))
                 passed.append(PassedSpan(stage.name, start, end, cause))
                 return passed

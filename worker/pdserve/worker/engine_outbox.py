@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineOutbox:
-    """A `KvOutbox`. Made before the engine, which sends, and before the subscriber, which needs the engine."""
+    """A `KvOutbox`. Made before the engine, which sends messages, and before the subscriber, which needs the engine."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -9,12 +9,12 @@ from pdserve.common.request.prepared_request import PreparedRequest
 
 
 def sequence_stem(request_id: str, attempt: int) -> str:
-    """`request.attempt`: a late event of one attempt never meets the next."""
+    """`request.attempt`, so that late events of an attempt do not reach the next."""
     return f"{request_id}.{attempt}"
 
 
 def engine_request_id(request_id: str, attempt: int, index: int) -> str:
-    """`request.attempt.index`, as `EngineCoreRequest.sequence_id` has it."""
+    """`request.attempt.index`, equal to `EngineCoreRequest.sequence_id`."""
     return f"{sequence_stem(request_id, attempt)}.{index}"
 
 

@@ -1,7 +1,7 @@
-"""`EngineWatchdog`: ends a worker whose engine hangs, so that its supervisor starts it again.
+"""`EngineWatchdog`: ends a worker whose engine hangs, so that its supervisor restarts it.
 
-Routers and peers stop using such a worker within seconds, but its process would keep its port, its memory, and the blocks
-that peers wait for.
+Routers and peers stop using such a worker within seconds, but its process would keep its port, its memory, and blocks that peers
+wait for.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 LOCKED_FACTOR = 2
-"""While the engine keeps the interpreter's lock, no thread can look: after this multiple of the limit, the interpreter's own
-timer ends the process."""
+"""If the engine holds the GIL, no Python thread can check it; after this multiple of the limit, a timer of the interpreter ends the
+process."""
 
 
 class EngineWatchdog:
-    """A thread that looks at the engine's tick. Time in which this process itself was suspended does not count."""
+    """A thread that checks the engine's tick. Time in which this process was suspended does not count."""
 
     def __init__(self, tick: Callable[[], int], stuck_exit_s: float, end: Callable[[int], None] | None = None) -> None:
-        """stuck_exit_s: above 0. end: called with the exit status, instead of `os._exit`."""
+        """stuck_exit_s: above 0. end: called with the exit status; default `os._exit`."""
         self._tick = tick
         self._stuck_exit_s = stuck_exit_s
         self._end = end or os._exit
@@ -36,7 +36,7 @@ class EngineWatchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; waits. Harmless when it was not started, and when called again."""
+        """End the thread and wait for it. May be called without a start, and again."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -46,12 +46,12 @@ class EngineWatchdog:
         last, still_s = self._tick(), 0.0
         try:
             while True:
-                # a C thread of the interpreter's own, which needs no lock
+                # a C thread of the interpreter, which does not need the GIL
                 faulthandler.dump_traceback_later(LOCKED_FACTOR * self._stuck_exit_s, exit=True)
                 if self._stopped.wait(look_every_s):
                     return
                 tick = self._tick()
-                # each look counts for the time between two, however long ago the last one was
+                # each check counts for one interval, also if the last one was longer ago
                 still_s = 0.0 if tick != last else still_s + look_every_s
                 last = tick
                 if still_s >= self._stuck_exit_s:

@@ -16,7 +16,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Sent in the first message of `Watch`, and written to Redis."""
+    """A worker's identity, sent in the first message of `Watch` and written to Redis."""
 
     peer: PeerId
     role: Role
@@ -31,6 +31,6 @@ class WorkerIdentity:
     max_local_prefill_tokens: int | None
     max_num_seqs: int
     hidden_size: int
-    """Numbers in an embedding."""
+    """Hidden size H, the largest length of an embedding."""
     sampler_version: int
     """Workers of one version sample the same tokens from the same logits."""

@@ -1,4 +1,4 @@
-"""`KvEventPublisher`: placement hashes of the blocks in this worker's prefix cache, and followers of their changes."""
+"""`KvEventPublisher`: placement hashes of the blocks in this worker's prefix cache, and subscribers to their changes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
 
 
 class KvEventPublisher:
-    """A copy of the prefix cache's hashes, in the asyncio thread; one step behind at most."""
+    """A copy of the prefix cache's hashes in the asyncio thread, at most one step old."""
 
     def __init__(self) -> None:
         self.hashes: set[bytes] = set()
         self._followers: set[KvEventSubscriber] = set()
 
     def apply(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Changes of an engine step, by block hash."""
+        """Apply the changes of an engine step, by block hash."""
         stored, removed = set(map(placement_hash, stored)), set(map(placement_hash, removed))
         self.hashes -= removed
         self.hashes |= stored
@@ -26,20 +26,20 @@ class KvEventPublisher:
             follower.note(stored, removed)
 
     def follow(self) -> KvEventSubscriber:
-        """A new follower; its first change is everything that is held now. It must be closed."""
+        """A new subscriber, whose first change is the current content. It must be closed."""
         follower = KvEventSubscriber(self)
         self._followers.add(follower)
         return follower
 
     def leave(self, follower: KvEventSubscriber) -> None:
-        """The subscriber gets nothing more; harmless when called again."""
+        """Remove a subscriber. May be called again."""
         self._followers.discard(follower)
 
 
 class KvEventSubscriber:
-    """Collects changes until they are taken. A slow subscriber gets fewer and larger ones.
+    """Collects changes until they are taken. A slow subscriber gets fewer and larger changes.
 
-    It keeps at most twice the number of held blocks, and a few more; beyond that it starts over with a snapshot.
+    It keeps at most about twice the number of cached blocks; above that it starts over with a snapshot.
     """
 
     def __init__(self, cached: KvEventPublisher) -> None:
@@ -49,7 +49,7 @@ class KvEventSubscriber:
         self.start_over()
 
     def start_over(self) -> None:
-        """Make the next change a snapshot: cleared, and everything that is held."""
+        """Make the next change a snapshot: `cleared`, and the whole content."""
         self._cleared = True
         self._pending = dict.fromkeys(self._cached.hashes, True)
         self._changed.set()
@@ -63,11 +63,11 @@ class KvEventSubscriber:
             self.start_over()
 
     async def wait(self) -> None:
-        """Returns when there is something to take."""
+        """Wait until there is a change to take."""
         await self._changed.wait()
 
     def take(self) -> list[KvCacheEvents]:
-        """Changes since the last call, in pieces of at most `MAX_HASHES`; empty without any."""
+        """Changes since the last call, in pieces of at most `MAX_HASHES`; empty if there are none."""
         pending, self._pending = self._pending, {}
         cleared, self._cleared = self._cleared, False
         self._changed.clear()

@@ -17,7 +17,7 @@ from pdserve.common.telemetry.metrics import metrics_server
 from pdserve.kv_transfer.control.transfer_view import TransfersPage
 
 _V4_IN_V6 = "::ffff:"
-"""Begins an IPv4 client's address where the server listens on `::`."""
+"""Prefix of an IPv4 client's address if the server listens on `::`."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetricsServer:
-    """`start` it, `stop` it."""
+    """A worker's HTTP server. `start` it, `stop` it."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class MetricsServer:
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 draws a free one. Raises: ConfigError naming the address."""
+        """Listen; port 0 selects a free port. Raises: ConfigError naming the address."""
         bound = listening_socket(host, port)
         self.port = bound.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve(sockets=[bound]))
         await self._server.listening.wait()
 
     async def stop(self) -> None:
-        """Harmless when it was not started."""
+        """Close the server; no effect if it was not started."""
         self._server.stop()
         if self._serving is not None:
             await self._serving
@@ -72,7 +72,7 @@ class MetricsServer:
         return probe_response(self._health().ok)
 
     async def _answer_transfers(self, request: Request) -> Response:
-        """For who is on this machine: it names requests and workers, and a worker has no API keys to ask for."""
+        """Serve `/debug/transfers`, only to clients on this machine: it names requests, and workers have no API keys."""
         client = request.client
         if client is None or not is_loopback(client.host.removeprefix(_V4_IN_V6)):
             return Response("only clients on this machine are answered here\n", 403, media_type="text/plain")

@@ -1,4 +1,4 @@
-"""`PeerChannels`: one kept channel to each peer, open before the first request needs it."""
+"""`PeerChannels`: one persistent channel per peer, opened before the first request needs it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ClientTls
 
 MAX_RECEIVED_BYTES = 2 << 20
-"""Bytes of one message of a peer: the digests and locations of 65,536 blocks take 0.9 MB."""
+"""Largest message of a peer; the digests and locations of 65,536 blocks take 0.9 MB."""
 MAX_IDLE_PEERS = 256
-"""Channels that are kept though nothing uses them."""
+"""Most unused channels that are kept."""
 
 
 class _Kept:
@@ -37,17 +37,17 @@ class BorrowedChannel:
         self._address = address
 
     def give_back(self) -> None:
-        """Harmless when called again."""
+        """Return the channel. May be called again."""
         peers, self._peers = self._peers, None
         if peers is not None:
             peers._give_back(self._address)
 
 
 class PeerChannels:
-    """Used in the asyncio thread. Of too many idle channels the least recently used is closed; one in use never is."""
+    """Channels by peer, used in the asyncio thread. Above `MAX_IDLE_PEERS`, the least recently used idle channel is closed."""
 
     def __init__(self, signer: CallSigner, tls: ClientTls | None = None, *, insecure: bool = False) -> None:
-        """insecure: without TLS, peers beyond loopback are connected to all the same."""
+        """insecure: connect to peers beyond loopback without TLS."""
         self._signer = signer
         self._tls = tls
         self._insecure = insecure
@@ -55,7 +55,7 @@ class PeerChannels:
         self._closing: set[asyncio.Task[None]] = set()
 
     def meet(self, address: str) -> None:
-        """Begin to connect to a peer. Idempotent. Raises: as `borrow`."""
+        """Start connecting to a peer. Idempotent. Raises: as `borrow`."""
         self._keep(address).channel.get_state(try_to_connect=True)
         self._close_idle()
 
@@ -80,7 +80,7 @@ class PeerChannels:
             )
 
     async def close(self) -> None:
-        """Close all channels, those in use too."""
+        """Close all channels, including those in use."""
         while self._kept:
             _, kept = self._kept.popitem()
             await kept.channel.close()
@@ -100,7 +100,7 @@ class PeerChannels:
 
     def _close_idle(self) -> None:
         idle = [address for address, kept in self._kept.items() if not kept.num_uses]
-        # the newest may be the one that was asked for just now
+        # the newest may be the one that is being returned
         for address in idle[: max(0, len(idle) - MAX_IDLE_PEERS)]:
             task = asyncio.create_task(self._kept.pop(address).channel.close())
             self._closing.add(task)

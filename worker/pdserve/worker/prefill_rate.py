@@ -2,9 +2,9 @@
 
     seconds of a step = constant cost + prompt tokens / tokens_per_s
 
-Both terms are fitted to the duration of steps, so that a worker whose prompts are mostly cached does not look slow: its
-steps compute few tokens and cost little more than the constant. Steps of one size cannot separate the two terms; all their
-time then counts for tokens.
+Both terms are fitted to the durations of steps. Without the constant, a worker with mostly cached prompts would seem slow, since
+its steps compute few tokens and take little longer than the constant. If all steps have the same size, the terms cannot be
+separated, and the whole time counts for tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 HALF_LIFE_S = 2.0
 """Half-life of measurements, in seconds spent on prefill."""
 KEPT_S = 15.0
-"""Seconds after which a rate is forgotten: a worker that was stopped for a moment, measured as slow and therefore avoided would
+"""Seconds after which a rate is forgotten. Otherwise a worker that was suspended, and so measured as slow, would be avoided and
 never be measured again."""
 LEAST_SHARE = 0.1
-"""Least part of a step's time that counts for tokens, even if larger steps took little longer: that is noise."""
+"""Least part of a step's time that counts for tokens, even if noise made larger steps hardly longer."""
 LEAST_SPREAD = 0.05
 """Least spread of step sizes, as variance over the square of their mean, for which a line is fitted."""
 
@@ -54,7 +54,7 @@ class _Sums:
 
 
 class PrefillRate:
-    """Fitted to the steps that compute prompt tokens, the latest weighing most; others' tokens count as a step's own time."""
+    """A rate fitted to steps with prompt tokens; recent steps weigh more. Decode tokens of a step count as constant cost."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -62,7 +62,7 @@ class PrefillRate:
         self._measured_at = 0.0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Record a step of `seconds` that computed so many prompt tokens. Harmless when it computed none."""
+        """Record a step of `seconds` with `num_tokens` prompt tokens; no effect for 0 tokens."""
         if num_tokens <= 0 or seconds <= 0:
             return
         if not self._is_known:
@@ -72,7 +72,7 @@ class PrefillRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 where nothing is known."""
+        """Prompt tokens per second; 0 if unknown."""
         return 1.0 / self._sums.token_s if self._is_known else 0.0
 
     @property

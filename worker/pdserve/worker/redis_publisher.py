@@ -1,7 +1,7 @@
 """`RedisPublisher`: keeps this worker's record, and the hashes of its blocks, in Redis.
 
 The worker's state is authoritative. Changes are written in numbered batches, each one MULTI. Every second the worker compares Redis
-with what it has written, and writes everything again when the two differ. Nothing waits for any of this.
+with the values that it has written, and writes everything again if they differ. No request waits for Redis.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from pdserve.worker.kv_event_publisher import KvEventPublisher, KvEventSubscribe
 log = logging.getLogger(__name__)
 
 PUBLISH_EVERY_S = 0.02
-"""Engine steps are shorter; several go into one batch."""
+"""Seconds between batches; engine steps are shorter, so a batch contains several."""
 LEAVE_S = 1.0
 
 
 class RedisPublisher:
-    """`run` it as a task while the worker serves; then `leave`. Owns the client."""
+    """Publishes to Redis. `run` it as a task while the worker serves, then `leave`. Owns the Redis client."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RedisPublisher:
         cached: KvEventPublisher,
         key: DeploymentKey,
     ) -> None:
-        """where: names the server, for the log. record: this epoch of this worker; its numbers are kept here.
+        """where: the server's name for the log. record: of this epoch of this worker; its counters are updated here.
 
         key: signs the record.
         """
@@ -76,9 +76,9 @@ class RedisPublisher:
             f"Redis at {where}", "the worker serves on, and routers that know it keep it; it is tried again", log
         )
         self.num_republished = 0
-        """How often everything was written again because Redis differed."""
+        """Number of times everything was written again, because Redis differed."""
         self.num_conflicts = 0
-        """How often another epoch with this worker's id was found in its record."""
+        """Number of times the record of this worker's id belonged to another epoch."""
         self._redis = redis
         self._keys = Keys(namespace)
         self._record = record
@@ -90,11 +90,11 @@ class RedisPublisher:
         self._published: set[bytes] = set()
         """The intended content of the set in Redis."""
         self._comparable = False
-        """False until everything has been written, and after a batch whose arrival is unknown."""
+        """True if Redis can be compared: everything has been written, and no batch has an unknown result."""
         self._superseded = False
         """True if a later epoch has the record of this worker's id."""
         self._clean_up = False
-        """Something under our keys is not what we put there."""
+        """True if a foreign value was found under one of the keys."""
         self._next_beat = 0.0
 
     async def run(self) -> None:
@@ -120,18 +120,18 @@ class RedisPublisher:
             follower.close()
 
     async def leave(self) -> None:
-        """Delete what this epoch has written to Redis, within `LEAVE_S`, and close the client."""
+        """Delete this epoch's values from Redis, within `LEAVE_S`, and close the client."""
         try:
             async with asyncio.timeout(LEAVE_S):
                 await self._delete_record()
                 await self._redis.delete(self._blocks_key, self._events_key)
         except REDIS_ERRORS as error:
-            log.info("nothing was taken back from Redis, where it expires: %s", error_text(error))
+            log.info("this worker's values could not be deleted from Redis, where they expire: %s", error_text(error))
         with contextlib.suppress(*REDIS_ERRORS):
             await self._redis.aclose()
 
     async def _until_due(self, follower: KvEventSubscriber) -> None:
-        """Wait for a change or the next beat; never return at once, so that changes are batched."""
+        """Wait for a change or the next beat, at least `PUBLISH_EVERY_S`, so that changes are batched."""
         await asyncio.sleep(PUBLISH_EVERY_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._next_beat - time.monotonic())):
@@ -148,7 +148,7 @@ class RedisPublisher:
             await self._publish(change)
 
     def counts(self) -> dict[str, int]:
-        """For metrics."""
+        """Event counts for metrics."""
         return {"republished": self.num_republished, "conflict": self.num_conflicts}
 
     def _failed(self, kind: str, message: str, follower: KvEventSubscriber) -> None:
@@ -206,14 +206,14 @@ class RedisPublisher:
                 return False
         except InvalidRequest:
             return False
-        # a record that is missing or of another epoch is corrected by the beat
+        # the beat corrects a missing record, or one of another epoch
         return stored is None or stored.epoch != self._record.epoch or stored.seq == self._record.seq
 
     def _notice_conflict(self, stored: WorkerRecord | None) -> None:
         """Resolve two epochs with one id: the one that registered later has the record."""
         ours = self._record
         if stored is None or (stored.registered_us, stored.epoch) <= (ours.registered_us, ours.epoch):
-            # no record, this epoch's, or an earlier one's: that has ended, or yields when it reads this record
+            # no record, this epoch's, or an earlier epoch's, which has ended or yields when it reads this record
             self._superseded = False
         elif not self._superseded:
             self._superseded = True
@@ -225,14 +225,14 @@ class RedisPublisher:
             )  # fmt: skip
 
     async def _publish(self, change: KvCacheEvents) -> None:
-        """One batch, one MULTI."""
+        """Write one batch in one MULTI."""
         if change.cleared:
             self._published.clear()
             self._comparable = True
         self._published.difference_update(change.removed)
         self._published.update(change.stored)
         seq = self._record.seq + 1
-        # a number is used once, also when it is unknown whether the batch arrives
+        # a number is used only once, also if the result of the batch is unknown
         self._record = msgspec.structs.replace(self._record, seq=seq, count=len(self._published))
         writing = self._redis.pipeline(transaction=True)
         if change.cleared:
@@ -288,7 +288,7 @@ def _ms(seconds: float) -> int:
 def make_publisher(
     settings: WorkerSettings, identity: WorkerIdentity, cached: KvEventPublisher, key: DeploymentKey
 ) -> RedisPublisher | None:
-    """None when no Redis is given. Raises: ConfigError."""
+    """A `RedisPublisher`; None without Redis in the settings. Raises: ConfigError."""
     if settings.redis is None:
         return None
     url = parse_redis_url(settings.redis)

@@ -1,4 +1,4 @@
-"""`WorkerMetrics`: what Prometheus reads from a worker. Events are counted as calls close; states are read at the scrape."""
+"""`WorkerMetrics`: a worker's Prometheus metrics. Events are counted when calls end; states are read at the scrape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TransferCounts(Protocol):
 
     @property
     def num_open(self) -> int:
-        """Under way, as source or receiver."""
+        """Active transfers, as source or receiver."""
 
     @property
     def num_pinned(self) -> int:
@@ -39,7 +39,7 @@ class TransferCounts(Protocol):
 
 
 class WorkerMetrics:
-    """Made once a worker."""
+    """Metrics of one worker."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class WorkerMetrics:
         registry.register(_WorkerState(identity, engine, transfers))
 
     def call(self, record: CallStats) -> None:
-        """A call is over."""
+        """Count an ended call."""
         outcome = record.outcome
         self._calls.labels(record.call, outcome).inc()
         if outcome not in ("ok", "cancelled", "needs_prefill"):
@@ -91,7 +91,7 @@ class WorkerMetrics:
 
 
 class _WorkerState(Collector):
-    """Read when it is asked for, so it cannot drift from the truth."""
+    """Collects current states at each scrape."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ async def run_worker(
 ) -> bool:
     """Load, serve, and on SIGTERM or SIGINT drain; a second signal ends at once.
 
-    Returns whether the engine lived to the end. Raises: ConfigError before anything is served.
+    Returns False if the engine failed. Raises: ConfigError before anything is served.
     """
     log.info("settings: %s", describe(settings))
     key, is_public = settings.key()

@@ -1,4 +1,4 @@
-"""`WorkerServicer`: what routers see of a worker, and how workers are introduced to each other."""
+"""`WorkerServicer`: serves a worker's state to routers, and introduces peers to it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._changed = asyncio.Event()
 
     def announce(self) -> None:
-        """Report a change to routers before the next second."""
+        """Send the load to routers now, before the next second."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -96,7 +96,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     sequence += 1
                     yield worker_pb2.WatchEvent(blocks=_blocks_message(sequence, change))
                 if not announced.is_set() and follower is not None:
-                    # steps are shorter; several go into one message
+                    # steps are shorter, so a message contains several
                     await asyncio.sleep(min(BLOCKS_EVERY_S, max(0.0, next_load - loop.time())))
 
     async def Meet(

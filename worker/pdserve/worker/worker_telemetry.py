@@ -1,4 +1,4 @@
-"""`WorkerTelemetry`: every call's record goes to the metrics, and to the tracer if there is one."""
+"""`WorkerTelemetry`: makes metrics and spans of every call's record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerTelemetry:
-    """Used in the asyncio thread; `close` it."""
+    """Telemetry of one worker, used in the asyncio thread. `close` it."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class WorkerTelemetry:
         engine: EngineClient,
         transfers: TransferCounts,
     ) -> None:
-        """Raises: ConfigError for a collector that cannot be."""
+        """Raises: ConfigError for an invalid collector."""
         self._identity = identity
         self._telemetry = make_telemetry(settings, identity.role.value, identity.peer.worker_id)
         self._registry = make_registry(self._telemetry.counts if self._telemetry else None)
@@ -41,7 +41,7 @@ class WorkerTelemetry:
         self._text = Exposition(self._registry)
 
     def call(self, call: Call, request: EngineCoreRequest, metadata: Mapping[str, str]) -> CallStats:
-        """A call of a router begins. metadata: the call's, names in lower case."""
+        """Begin the record of a call. metadata: the call's metadata, names in lower case."""
         headers = valid_trace_headers(metadata) or request.trace_headers
         return CallStats(call, request, headers, self._closed)
 
@@ -54,11 +54,11 @@ class WorkerTelemetry:
         self._registry.register(TlsCollector(expiries))
 
     async def exposition(self) -> bytes:
-        """The metrics now."""
+        """The current metrics."""
         return await self._text.text()
 
     async def close(self) -> None:
-        """Export the last spans; bounded."""
+        """Export the last spans, within a time limit."""
         if self._telemetry is not None:
             await asyncio.to_thread(self._telemetry.tracing.close)
 
