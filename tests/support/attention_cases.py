@@ -1,4 +1,4 @@
-"""Batches for tests of attention, over a cache of poison, and the formula that they are compared with."""
+"""Batches for tests of attention, over a cache filled with NaN and infinity, and the reference formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real cluster for tests: every service a process of its own, on free ports, ended by its id."""
+"""A real cluster for tests: one process per service, on free ports, ended by process id."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Cluster:
     worker_program: Sequence[str] = PROGRAM
     """What stands for the `pdserve` command where a worker is started."""
     tls: ClientTls | None = None
-    """How the test itself speaks to workers."""
+    """The test's own TLS identity for calls to workers."""
 
     @property
     def router(self) -> Service:
@@ -112,7 +112,7 @@ class Cluster:
         return service
 
     def restart(self, name: str) -> Service:
-        """A worker that has died comes back at its old address."""
+        """Restart an ended worker at its old address."""
         old = self.services[name]
         return self.start_worker(old.role, *old.flags, name=name, port=int(old.address.rpartition(":")[2]))
 

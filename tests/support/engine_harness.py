@@ -1,4 +1,4 @@
-"""Engines for tests: made by a factory, driven by hand, their pools checked after every step and after every test."""
+"""Engines for tests: made by a factory, stepped by the test, with pool checks after every step and every test."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Outbox:
 
 @dataclass
 class Answer:
-    """What came out for one request, in order and without a gap (I4)."""
+    """Output of one request, in order and without a gap (I4)."""
 
     first_position: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Answer:
 
 
 class Harness:
-    """One engine and everything it said."""
+    """One engine and all of its outputs."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Harness:
         raise AssertionError(f"still at work after {max_steps} steps")
 
     def collect(self) -> dict[str, Answer]:
-        """Everything said so far, by aborts and events too."""
+        """Collect all outputs so far, including those of aborts and events."""
         self._book(self.scheduler.outputs.take())
         return self.answers
 

@@ -1,4 +1,4 @@
-"""What holds for an engine over the hash model after every step, whatever happens to it."""
+"""Invariants of an engine over the hash model, checked after every step."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class StepInvariants:
         assert max(computed, default=0) <= (config.long_prefill_token_threshold or config.max_num_batched_tokens)
 
     def _check_victims(self) -> None:
-        """Nobody that stayed, and could have been the victim, has a worse priority than a victim."""
+        """No sequence that kept its blocks, and could have been preempted, has a lower priority than a preempted one."""
         scheduler = self._engine.scheduler
         stayed = [request for name, request in self._running.items() if name in scheduler.running]
         for request in self._running.values():

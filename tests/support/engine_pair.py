@@ -1,7 +1,7 @@
-"""Two engines whose KV messages are exchanged by hand: what worker and transfer do, with every delay, repetition and end on order.
+"""Two engines whose KV messages the test exchanges in place of worker and transfer, with chosen delays, repetitions and ends.
 
-A read copies one block of P's pool into D's. Reads that nobody waits for any more go on writing rubbish into their
-blocks until their hold is back, as a real one may.
+A read copies one block of P's pool into D's. Abandoned reads continue to write garbage into their blocks until their hold is
+returned, as real reads may.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Pair:
         self.p.add(prompt, attempt, transfer_source=True, **fields)
 
     def _place_evicted(self) -> None:
-        """What the router does for requests that gave their room to running ones."""
+        """Place evicted requests again, as the router does."""
         for attempts in self.attempts.values():
             last = attempts[-1]
             transfer = self.transfers[last]
@@ -133,7 +133,7 @@ class Pair:
     # ---- what others do to a request
 
     def abort(self, request_id: str) -> None:
-        """The router gives both calls up, in whatever state they are."""
+        """Abort both calls in any state, as the router does."""
         request_id = self.attempts[request_id][-1]
         self.d.core.abort_request(request_id)
         self.p.core.abort_request(request_id)
@@ -142,7 +142,7 @@ class Pair:
         self._post("p", Revoke(request_id + _AGAIN))
 
     def break_source(self, request_id: str) -> None:
-        """The source gives up; the receiver hears that it failed."""
+        """Fail the transfer at the source; the receiver gets the failure."""
         request_id = self.attempts[request_id][-1]
         transfer = self.transfers[request_id]
         if transfer.over:
@@ -286,7 +286,7 @@ class Pair:
         return self.p.key(request_id, index) if request_id in self.p.wide else self.d.key(request_id, index)
 
     def answer(self, request_id: str, index: int = 0) -> Answer:
-        """What the client sees of a sequence: the first token from P, the rest from D."""
+        """The client's output of a sequence: the first token from P, the rest from D."""
         key = self._key(self.attempts.get(request_id, [request_id])[-1], index)
         first, rest = self.p.answers.get(key, Answer()), self.d.answers.get(key, Answer())
         return Answer(

@@ -1,4 +1,4 @@
-"""Logits processors for tests, as somebody might install them."""
+"""Logits processors for tests, in the form of installed plug-ins."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Only:
 
 
 class Broken:
-    """Fails at output position `at`, for whoever asks; `how` is `raise`, `nan` or `write`."""
+    """Fails at output position `at` of each row; `how` is `raise`, `nan` or `write`."""
 
     def check(self, args: Mapping[str, Any], vocab_size: int) -> None: ...
 

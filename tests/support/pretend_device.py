@@ -1,7 +1,7 @@
-"""A device that is not there: tensors that say they lie on it, whose numbers the processor computes.
+"""A simulated device: tensors that report another device, with numbers computed by the processor.
 
-An operation between one of them and a tensor of the processor is refused, as a GPU refuses it. So whatever runs on the
-pretended device meets on a GPU neither a tensor that was forgotten on the host nor another branch of the code.
+An operation between such a tensor and a tensor of the processor is refused, as on a GPU. Code that runs on the simulated device
+therefore leaves no tensor on the host, and takes the same branches on a GPU.
 """
 
 from __future__ import annotations

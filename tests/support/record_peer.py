@@ -1,7 +1,7 @@
-"""Writes down what a service of today's protocol version says, byte by byte, with a fixed key, time and nonces.
+"""Records the messages of a service of the current protocol version, byte by byte, with a fixed key, time and nonces.
 
 Run it once for each protocol version, before the version is raised: `python tests/support/record_peer.py`. Tests play the files in
-`tests/recorded_peers/` to later code. A file is never written again: it is what services of that version say for ever.
+`tests/recorded_peers/` to later code. A file is never written again, since the messages of a version do not change.
 """
 
 from __future__ import annotations

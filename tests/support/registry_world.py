@@ -1,4 +1,4 @@
-"""Workers without an engine, routers without requests, and the two ways in which the ones hear of the others."""
+"""Workers without an engine, routers without requests, and discovery by Redis and by addresses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def eventually(look: Callable[[], Any], timeout_s: float = SOON_S) -> Any:
 
 
 class StandIn:
-    """What `WorkerServicer` asks of an engine."""
+    """The part of an engine that `WorkerServicer` uses."""
 
     def __init__(self) -> None:
         self.cached_blocks = KvEventPublisher()
@@ -129,13 +129,13 @@ class Worker:
         return self
 
     async def kill(self) -> None:
-        """As a process dies: nothing is taken back."""
+        """End as a killed process does, without deleting anything."""
         await self.stop_publishing()
         await self._server.stop(None)
         await self.peers.close()
 
     async def leave(self) -> None:
-        """As a process leaves."""
+        """End as a drained process does."""
         await self.stop_publishing()
         if self._publisher is not None:
             await self._publisher.leave()
@@ -232,7 +232,7 @@ class World:
 
 
 def source(router: Router, worker: Worker) -> FeedSource:
-    """Who tells this router of a worker's blocks now."""
+    """The current source of a worker's blocks at this router."""
     feed = router.directory._feeds.get(worker.key)
     return feed.source if feed is not None else FeedSource.NONE
 

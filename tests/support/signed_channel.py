@@ -21,7 +21,7 @@ def signed(channel: grpc.aio.Channel, receiver: WorkerKey, key: DeploymentKey = 
 
 
 async def identity_of(channel: grpc.aio.Channel, key: DeploymentKey = DEVELOPMENT_KEY) -> worker_pb2.Identity:
-    """What the worker at the other end says and proves of itself."""
+    """The worker's identity, after its proof."""
     challenge = WatchChallenge(key, blocks=False)
     call: Any = WorkerServiceStub(channel).Watch(timeout=10)
     try:

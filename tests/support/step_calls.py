@@ -1,4 +1,4 @@
-"""What a step of the scheduler costs, counted in calls rather than in seconds."""
+"""The cost of a scheduler's step, counted in function calls instead of seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both ends of a transfer without a wire: a connector, streams and owners that write down what they hear."""
+"""Both ends of a transfer without a network: a connector, streams and owners that record their calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Heard = list[tuple[Any, ...]]
 
 
 class FakeGrant:
-    """Fenced when the test says so, unless `fence_at_once`."""
+    """A grant that is fenced by the test, or at once with `fence_at_once`."""
 
     def __init__(self, fence_at_once: bool) -> None:
         self.published: dict[int, int] = {}
@@ -55,7 +55,7 @@ class FakeGrant:
 
 
 class FakeRead:
-    """A read that does what the test tells it."""
+    """A read controlled by the test."""
 
     def __init__(self, token: bytes, blocks: list[BlockToRead], listener: ReadListener, digest: BlockDigest) -> None:
         self.digest = digest
