@@ -1,4 +1,4 @@
-"""The shape of one KV block: what two workers must agree on before a byte moves between them."""
+"""`KvLayout`: the shape and format of a KV block, which must be equal at both workers of a transfer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """`float32`, `bfloat16` or `float16`."""
     model_fingerprint: str
-    """32 hex digits over everything that decides what a KV block holds."""
+    """32 hex digits: a hash of everything that determines the content of a KV block."""
 
     @property
     def block_bytes(self) -> int:
@@ -36,7 +36,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     def differences(self, other: KvLayout) -> list[str]:
-        """One line a field in which the two differ, `name: ours != theirs`; empty when the blocks are alike."""
+        """One line per field that differs, `name: ours != theirs`; empty if the layouts are equal."""
         return [
             f"{name}: {getattr(self, name)} != {getattr(other, name)}"
             for name in self.__struct_fields__

@@ -133,7 +133,7 @@ async def _events(
     block_bytes: int,
     names: Mapping[str, tuple[str, ...]],
 ) -> AsyncIterator[decode_pb2.DecodeEvent]:
-    """`Landed` or `PrefillingLocally`, once, as soon as it is known; then outputs until the last."""
+    """Yield `Landed` or `PrefillingLocally`, once, as soon as it is known, and all outputs."""
     outputs = aiter(stream)
     if landed is not None:
         first = asyncio.ensure_future(anext(outputs))

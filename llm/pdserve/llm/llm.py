@@ -1,4 +1,4 @@
-"""`LLM`: prompts in, answers out, in batches. The engine runs in the caller's thread."""
+"""`LLM`: answers batches of prompts. The engine runs in the caller's thread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ P = TypeVar("P", bound=msgspec.Struct)
 
 
 class LLM:
-    """A model and its engine, for one call at a time. The prefix cache is kept between calls.
+    """A model and its engine; one call at a time. The prefix cache persists between calls.
 
     with LLM("demo") as llm:
         [answer] = llm.generate("The capital of France is", SamplingParams(temperature=0))
@@ -161,7 +161,7 @@ class LLM:
         return [self._beams_of(request, search) for request, search in zip(valid, searches, strict=True)]
 
     def _advance(self, core: EngineCore, searches: Sequence[tuple[ValidRequest, BeamSearch]]) -> None:
-        """One token for every live beam of all of them, together."""
+        """Compute one token for every live beam of all searches, in one batch."""
         steps: list[list[BeamStep]] = [
             [self._requests.make_beam_step(request, beam.token_ids) for beam in search.live]
             for request, search in searches
@@ -192,11 +192,11 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The recommendations of the model's authors, and the usual defaults."""
+        """Sampling parameters of the model's generation_config.json; for other fields, the defaults of `SamplingParams`."""
         return self._requests.default_sampling_params()
 
     def shutdown(self) -> None:
-        """Let model and cache go; harmless when called again."""
+        """Free model and cache. May be called again."""
         if self._engine is not None:
             self._engine.close()
         self._engine = self._core = None
@@ -217,7 +217,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | MakeBar,
     ) -> list[RequestOutput]:
-        """label: what many values are called; None for a single one."""
+        """label: the name of a list of values in error messages; None for a single value."""
         with self._exclusive() as (engine, core):
             requests = self._prepare(parse, values, label, sampling_params)
             with self._computing(engine, len(requests), use_tqdm) as progress:
@@ -231,13 +231,13 @@ class LLM:
 
     @contextmanager
     def _computing(self, engine: LocalEngine, num_requests: int, use_tqdm: bool | MakeBar) -> Iterator[Progress]:
-        """Around the steps of a batch: a progress bar, torch's threads, and a sound engine after an error."""
+        """Context for the steps of a batch: shows progress, sets torch's threads, and restores the engine after an error."""
         progress = Progress(num_requests, use_tqdm)
         try:
             with _torch_threads(engine.num_threads):
                 yield progress
         except BaseException:
-            # it may have stopped anywhere in a step: the next call gets a new engine over the same pool
+            # the error may have interrupted a step, so the next call gets a new engine over the same pool
             self._core = engine.make_core()
             raise
         finally:
@@ -250,7 +250,7 @@ class LLM:
         label: str | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[LocalRequest]:
-        """All of them valid. Raises: InvalidRequest; no seed was drawn then."""
+        """Validate all prompts. Raises: InvalidRequest, before any seed is drawn."""
         params = _for_each(sampling_params, len(values), SamplingParams, "sampling_params")
         valid = []
         for place, value in enumerate(values):
@@ -260,7 +260,7 @@ class LLM:
 
     @contextmanager
     def _exclusive(self) -> Iterator[tuple[LocalEngine, EngineCore]]:
-        """The engine, for this call alone. Raises: RuntimeError when another call has it, or after `shutdown`."""
+        """The engine, for the exclusive use of this call. Raises: RuntimeError during another call, or after `shutdown`."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this LLM is at work: it serves one call at a time (AsyncLLM serves many)")
         try:
@@ -272,7 +272,7 @@ class LLM:
 
 
 def _many_prompts(prompts: object) -> tuple[Sequence[object], str | None]:
-    """The prompts, and what many are called; None for a single one. Raises: InvalidRequest."""
+    """(prompts, label of a list or None for a single prompt). Raises: InvalidRequest."""
     if is_one_prompt(prompts):
         return [prompts], None
     if not isinstance(prompts, Sequence):
@@ -281,7 +281,7 @@ def _many_prompts(prompts: object) -> tuple[Sequence[object], str | None]:
 
 
 def _for_each(params: P | Sequence[P] | None, num_prompts: int, kind: type[P], name: str) -> Sequence[P | None]:
-    """name: what the caller calls them."""
+    """One value per prompt. name: the caller's name of the argument. Raises: InvalidRequest."""
     if params is None or isinstance(params, kind):
         return [params] * num_prompts
     if not isinstance(params, Sequence):
@@ -293,7 +293,7 @@ def _for_each(params: P | Sequence[P] | None, num_prompts: int, kind: type[P], n
 
 @contextmanager
 def _torch_threads(num_threads: int) -> Iterator[None]:
-    """torch's setting is the caller's own: it is put back."""
+    """Context that sets torch's number of threads, and restores the caller's number."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

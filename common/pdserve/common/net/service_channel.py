@@ -58,7 +58,7 @@ class Undecodable:
 
 
 def readable(message: M | Undecodable) -> M:
-    """A response as it was meant. Raises: PeerError, when it could not be decoded; logged once a minute per peer."""
+    """A decoded response. Raises: PeerError if it could not be decoded, which is logged at most once per minute and peer."""
     if isinstance(message, Undecodable):
         raise message.error
     return message
@@ -70,7 +70,8 @@ def warn_of(peer: str, error: PeerError) -> None:
 
 
 def decoder(response: type[Res], peer: str) -> Callable[[bytes], Res]:
-    """For gRPC: never raises, but may return `Undecodable`, which the caller gives to `readable`."""
+    """A deserializer for gRPC, which never raises: it returns `Undecodable` for invalid bytes, which `readable` turns into an
+    error."""
 
     def decode(raw: bytes) -> Res:
         try:
@@ -83,12 +84,12 @@ def decoder(response: type[Res], peer: str) -> Callable[[bytes], Res]:
 
 
 def as_bytes(message: Message | bytes) -> bytes:
-    """For gRPC: what is serialized already passes as it is."""
+    """A serializer for gRPC; serialized messages pass unchanged."""
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 class ServiceChannel:
-    """`channel`, and how to sign calls to the worker behind it. Several may share a channel."""
+    """A gRPC channel, and the signer of calls to one worker. Several `ServiceChannel`s may share a channel."""
 
     def __init__(self, channel: grpc.aio.Channel, signer: CallSigner, receiver: WorkerKey) -> None:
         self.channel = channel
@@ -103,7 +104,7 @@ class ServiceChannel:
         timeout: float | None = None,
         metadata: Iterable[tuple[str, str]] = (),
     ) -> grpc.aio.UnaryUnaryCall[Req, Res]:
-        """Awaited, its result goes through `readable`."""
+        """Make a call. The caller passes the awaited result to `readable`."""
         raw, signed = self._sign(method, request.SerializeToString(), metadata)
         call: Any = self.channel.unary_unary(method.path, None, self._decoder(method))
         return cast("grpc.aio.UnaryUnaryCall[Req, Res]", call(raw, timeout=timeout, metadata=signed))
@@ -129,9 +130,9 @@ class ServiceChannel:
         *,
         metadata: Iterable[tuple[str, str]] = (),
     ) -> grpc.aio.StreamStreamCall[Req, Res]:
-        """first: the serialized message with which the caller begins `requests`, or that it writes first: it is signed.
+        """first: the serialized first message, which is signed; the caller yields it from `requests`, or writes it.
 
-        Each message that is read goes through `readable`.
+        The caller passes each message that it reads to `readable`.
         """
         _, signed = self._sign(method, first, metadata)
         call: Any = self.channel.stream_stream(method.path, as_bytes, self._decoder(method))

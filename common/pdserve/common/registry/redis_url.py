@@ -25,7 +25,7 @@ class RedisUrl:
     password: str | None
 
     def __str__(self) -> str:
-        """For logs: without the password."""
+        """The URL without the password, for logs."""
         who = f"{self.username or ''}{':***' if self.password else ''}@" if self.username or self.password else ""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'rediss' if self.tls else 'redis'}://{who}{host}:{self.port}/{self.db}"
@@ -34,7 +34,7 @@ class RedisUrl:
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Raises: ConfigError. It repeats no part of the URL: any may be a piece of a password that was not escaped."""
+    """Parse the setting `redis`. Raises: ConfigError, without any part of the URL, which may contain an unescaped password."""
     try:
         parts = urlsplit(url)
         port = parts.port or _DEFAULT_PORT

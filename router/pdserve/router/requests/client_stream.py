@@ -1,4 +1,4 @@
-"""`ClientStream`: buffers what one client has not read, outputs of all its choices, merged while they wait."""
+"""`ClientStream`: buffers the outputs of all choices that a client has not read, and merges them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from pdserve.text.request_output import CompletionOutput
 T = TypeVar("T")
 _TOKEN_BYTES = 4
 _MERGED_AT_ONCE = 1024
-"""Outputs that wait, before they are made one per choice: an output of one token takes hundreds of bytes."""
+"""Number of unread outputs at which they are merged to one per choice; an output of one token takes hundreds of bytes."""
 _LOGPROB_BYTES = 64
 """Approximate size of one entry of a token's log-probabilities in a stream, bytes."""
 _KEPT_LOGPROB_BYTES = 256
-"""About what one takes in memory, until a whole answer is written."""
+"""Approximate memory of one entry until a whole answer is written, bytes."""
 
 
 class ClientStream:
-    """Runs push, one front end takes. Bounded in bytes, not in messages: what waits is merged."""
+    """A queue from prompt tasks (`push`) to one front end (`take`). Limited in bytes, not in messages, because outputs are
+    merged."""
 
     def __init__(self, num_runs: int, max_bytes: int, *, whole: bool = False) -> None:
-        """max_bytes: limit for unread output. whole: the client wants everything at once, so all output waits."""
+        """max_bytes: limit of unread output. whole: True if the client gets the whole answer at once, so that all output is
+        buffered."""
         self._open_runs = num_runs
         self._max_bytes = max_bytes
         self._whole = whole
@@ -39,7 +41,8 @@ class ClientStream:
         self._taken_at = time.monotonic()
 
     def push(self, output: CompletionOutput) -> None:
-        """Raises: Cancelled when the client has left too much unread; InvalidRequest when a whole answer is too large."""
+        """Add an output. Raises: Cancelled if the client has left too much unread; InvalidRequest if a whole answer is too
+        large."""
         if self.error is not None:
             return
         self._unread.append(output)
@@ -53,7 +56,7 @@ class ClientStream:
         self._wake()
 
     def expect_prompt_logprobs(self, num_entries: int) -> None:
-        """Announce a prompt's log-probabilities. Raises: InvalidRequest, before any is computed, when they are too many."""
+        """Announce a prompt's log-probabilities. Raises: InvalidRequest if they exceed the limit, before they are computed."""
         self._add(self._logprob_bytes * num_entries, "prompt_logprobs")
 
     def _add(self, num_bytes: int, field: str | None = None) -> None:
@@ -69,30 +72,30 @@ class ClientStream:
         )
 
     def end_run(self) -> None:
-        """One run has pushed all that its choices get."""
+        """Note that one task has pushed all outputs of its choices."""
         self._open_runs -= 1
         if not self._open_runs:
             self._wake()
 
     def fail(self, error: PdServeError) -> None:
-        """The whole request ends with an error, after what was pushed; the first one counts."""
+        """End the whole request with an error, after the outputs so far; the first error counts."""
         if self.error is None and self._open_runs:
             self.error = error
             self._wake()
 
     @property
     def ended(self) -> bool:
-        """No more will be pushed."""
+        """True if no output will be pushed any more."""
         return self.error is not None or not self._open_runs
 
     def unread_for_s(self) -> float:
-        """Seconds for which the front end has been busy with the output that it took; 0 while it waits for more."""
+        """Seconds since the front end took output; 0 while it waits for more."""
         return 0.0 if self._reader is not None else time.monotonic() - self._taken_at
 
     async def take(self) -> list[CompletionOutput]:
         """New output, at most one per choice; empty at the end.
 
-        Raises: PdServeError, after everything before it was taken.
+        Raises: the request's PdServeError, after all earlier output was taken.
         """
         while not self._unread and not self.ended:
             await self._wait()
@@ -103,7 +106,7 @@ class ClientStream:
         return unread if len(unread) < 2 else merged(unread)
 
     async def take_all(self) -> list[CompletionOutput]:
-        """Everything at once, one output a choice, when the request has ended. Raises: PdServeError."""
+        """Wait for the end of the request; one whole output per choice. Raises: PdServeError."""
         while not self.ended:
             await self._wait()
         self._taken_at = time.monotonic()
@@ -124,7 +127,7 @@ class ClientStream:
 
 
 def merged(outputs: list[CompletionOutput]) -> list[CompletionOutput]:
-    """One output a choice, in the order of the choices."""
+    """One output per choice, in the order of the choices."""
     parts: dict[int, list[CompletionOutput]] = {}
     for output in outputs:
         parts.setdefault(output.index, []).append(output)
@@ -146,7 +149,7 @@ def merged(outputs: list[CompletionOutput]) -> list[CompletionOutput]:
 
 
 def _joined(parts: list[list[T] | None]) -> list[T] | None:
-    """The lists of a choice's outputs, one after the other; None for a choice without."""
+    """The concatenated lists of a choice's outputs; None if there are none."""
     if all(part is None for part in parts):
         return None
     return [entry for part in parts if part is not None for entry in part]
