@@ -12,7 +12,7 @@ import pytest
 from pdserve.common.errors import WorkerLost
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreOutputs
 from pdserve.engine import engine_thread
-from pdserve.engine.engine_thread import EngineThread
+from pdserve.engine.engine_thread import EngineThread, in_event_loop
 
 
 class ScriptedCore:
@@ -54,7 +54,8 @@ async def thread(core: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[En
     def told(outputs: EngineCoreOutputs) -> None:
         core.happened.extend(f"told {output.request_id}" for output in outputs.outputs)
 
-    thread = EngineThread(core, asyncio.get_running_loop(), told, lambda: core.happened.append("died"), 1, None)
+    call_soon = in_event_loop(asyncio.get_running_loop())
+    thread = EngineThread(core, call_soon, told, lambda error: core.happened.append("died"), 1, None)
     yield thread
     thread.stop()
     assert not thread.is_alive

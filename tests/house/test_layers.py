@@ -36,7 +36,7 @@ FLOORS = {
         {"admission"}, {"bodies", "tenants", "workers"},
     ),
     "engine": (
-        {"engine_thread", "make_engine_core"}, {"engine_core"}, {"runner"}, {"sampling", "scheduler"},
+        {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"runner"}, {"sampling", "scheduler"},
         {"kv_cache", "structured_outputs"}, {"config", "heartbeat", "output_stream", "request", "scheduler_output"},
     ),
     "models": (

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from pdserve.engine.clients.inproc_client import InprocClient
 from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.engine_thread import EngineThread
 from pdserve.llm import LLM, AsyncLLM
+from tests.support.llm_requests import core_of
 from tests.support.oracle import Oracle
 
 TINY: dict[str, Any] = {
@@ -47,8 +50,8 @@ def make_llm(folder: Path) -> Iterator[Callable[..., LLM]]:
 
     yield make
     for llm in made:
-        if llm._core is not None:
-            llm._core.scheduler.check(idle=True)
+        if llm._engine is not None:
+            core_of(llm).scheduler.check(idle=True)
         llm.shutdown()
 
 
@@ -60,22 +63,28 @@ def llm(make_llm: Callable[..., LLM]) -> LLM:
 class CheckedAsyncLLM(AsyncLLM):
     """Can be stepped by hand, and has a pool check that runs where the pool may be touched."""
 
+    @property
+    def _engine_thread(self) -> EngineThread:
+        assert isinstance(self._client, InprocClient)
+        assert self._client._thread is not None
+        return self._client._thread
+
     def step_by_hand(self) -> None:
         """From now on the engine computes only as many steps as `allow` says."""
         self._permits = threading.Semaphore(0)
-        execute = self._core.executor.execute_model
+        executor = core_of(self).executor
+        execute = executor.execute_model
 
         def when_allowed(*step: Any) -> Any:
             if not self._permits.acquire(timeout=10):
                 raise TimeoutError("no step was allowed")
             return execute(*step)
 
-        self._core.executor.execute_model = when_allowed  # type: ignore[assignment, method-assign]
+        executor.execute_model = when_allowed  # type: ignore[assignment, method-assign]
 
     def watch_posts(self) -> asyncio.Event:
         """Set whenever something has been posted to the engine's thread."""
-        thread, loop, posted = self._thread, asyncio.get_running_loop(), asyncio.Event()
-        assert thread is not None
+        thread, loop, posted = self._engine_thread, asyncio.get_running_loop(), asyncio.Event()
         post = thread.post
 
         def post_and_tell(command: Any) -> None:
@@ -90,7 +99,6 @@ class CheckedAsyncLLM(AsyncLLM):
 
     async def idle(self) -> None:
         """Wait until the engine's thread has done what was posted, then check that its pool is whole and idle."""
-        assert self._thread is not None
         checked: Future[None] = Future()
 
         def check(core: EngineCore) -> None:
@@ -100,7 +108,7 @@ class CheckedAsyncLLM(AsyncLLM):
             except Exception as error:
                 checked.set_exception(error)
 
-        self._thread.post(check)
+        self._engine_thread.post(check)
         await asyncio.wait_for(asyncio.wrap_future(checked), 10)
 
 
@@ -112,6 +120,6 @@ def running(folder: Path) -> Callable[..., AbstractAsyncContextManager[CheckedAs
     async def run(**options: Any) -> AsyncIterator[CheckedAsyncLLM]:
         async with CheckedAsyncLLM(folder, **(TINY | options)) as llm:
             yield llm
-        llm._core.scheduler.check(idle=True)
+        core_of(llm).scheduler.check(idle=True)
 
     return run

@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.common.errors import Cancelled, InvalidRequest, WorkerLost
 from pdserve.llm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
-from tests.support.llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
+from tests.support.llm_requests import MESSAGES, TEXT, core_of, greedy, prompts_of, sampled
 
 Running = Callable[..., Any]
 LONG = greedy(max_tokens=200)
@@ -61,7 +61,7 @@ async def test_a_tiny_pool_preempts_and_changes_no_stream(running: Running, llm:
     async with running(num_blocks=24, max_model_len=80) as streams, asyncio.timeout(30):
         answers = await asyncio.gather(*(last_of(streams, prompt, greedy(max_tokens=40)) for prompt in prompts))
         assert [answer.outputs for answer in answers] == [answer.outputs for answer in expected]
-        assert streams._core.scheduler.num_preemptions > 0
+        assert core_of(streams).scheduler.num_preemptions > 0
         await streams.idle()
 
 
@@ -142,7 +142,7 @@ async def test_a_wrong_request_is_refused_before_the_engine_hears_of_it(running:
             with pytest.raises(InvalidRequest) as caught:
                 await last_of(streams, prompt, params)
             assert caught.value.field == field
-        assert not streams._core.scheduler.requests
+        assert not core_of(streams).scheduler.requests
         assert (await last_of(streams, TEXT, greedy())).finished
 
 
@@ -177,7 +177,7 @@ async def test_an_engine_that_fails_ends_every_stream(running: Running) -> None:
         def fail(*_: Any) -> None:
             raise ValueError("a bug in a kernel")
 
-        streams._core.executor.execute_model = fail
+        core_of(streams).executor.execute_model = fail  # type: ignore[assignment, method-assign]
         asked = [last_of(streams, prompt, LONG) for prompt in prompts_of([8, 40])]
         for error in await asyncio.gather(*asked, return_exceptions=True):
             assert isinstance(error, WorkerLost)

@@ -13,7 +13,7 @@ import pytest
 from pdserve.common.errors import InvalidRequest
 from pdserve.llm import LLM, BeamSearchOutput, BeamSearchParams, PromptType, TextPrompt
 from pdserve.llm.beam_search import BeamSearch
-from tests.support.llm_requests import TEXT, prompts_of
+from tests.support.llm_requests import TEXT, core_of, prompts_of
 from tests.support.oracle import NEAR_TIE, Oracle
 
 EOS = list(range(5, 315, 8))
@@ -31,8 +31,7 @@ def eager_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def eager(eager_folder: Path) -> Any:
     with LLM(eager_folder, dtype="float32", block_size=4, num_blocks=256, max_model_len=256) as llm:
         yield llm
-        assert llm._core is not None
-        llm._core.scheduler.check(idle=True)
+        core_of(llm).scheduler.check(idle=True)
 
 
 def check(

@@ -13,7 +13,7 @@ import torch
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.llm import LLM, NamedLogitsProcessor, RequestOutputKind, TokensPrompt
-from tests.support.llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
+from tests.support.llm_requests import MESSAGES, TEXT, core_of, greedy, prompts_of, sampled
 from tests.support.logits_plugins import installed
 from tests.support.oracle import Oracle
 
@@ -54,8 +54,7 @@ def test_a_tiny_pool_preempts_and_changes_no_answer(make_llm: Callable[..., LLM]
     expected = ask(make_llm(num_blocks=128, max_model_len=80), prompts, params)
     small = make_llm(num_blocks=24, max_model_len=80)
     assert ask(small, prompts, params) == expected
-    assert small._core is not None
-    assert small._core.scheduler.num_preemptions > 0
+    assert core_of(small).scheduler.num_preemptions > 0
 
 
 def test_logprobs_are_those_of_transformers(llm: LLM, oracle: Oracle) -> None:
@@ -207,8 +206,7 @@ def test_after_ctrl_c_the_engine_is_empty_and_ready(llm: LLM) -> None:
     expected = ask(llm, prompts, greedy())
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, [greedy(max_tokens=2), greedy(max_tokens=200)], use_tqdm=Interrupting)
-    assert llm._core is not None
-    llm._core.scheduler.check(idle=True)
+    core_of(llm).scheduler.check(idle=True)
     assert ask(llm, prompts, greedy()) == expected
 
 
@@ -263,8 +261,7 @@ def test_metrics_say_when_what_happened(make_llm: Callable[..., LLM]) -> None:
         assert of_one.time_to_first_token >= of_one.time_in_queue >= 0
     waited = metrics[2]
     assert waited.first_scheduled_time >= min(of_one.finished_time for of_one in metrics[:2])
-    assert llm._core is not None
-    assert sum(of_one.num_preemptions for of_one in metrics) == llm._core.scheduler.num_preemptions
+    assert sum(of_one.num_preemptions for of_one in metrics) == core_of(llm).scheduler.num_preemptions
 
 
 def test_a_stop_string_ends_the_metrics_too(llm: LLM) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.common.errors import ConfigError, InvalidRequest, PromptTooLong
 from pdserve.llm import LLM, SamplingParams
+from tests.support.llm_requests import core_of
 
 GOOD = "The miller"
 CHAT = [{"role": "user", "content": "hi"}]
@@ -148,5 +149,5 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def nothing_was_done(llm: LLM) -> bool:
-    assert llm._core is not None
-    return llm._core.heartbeat.tick == 0 and not llm._core.scheduler.requests
+    core = core_of(llm)
+    return core.heartbeat.tick == 0 and not core.scheduler.requests

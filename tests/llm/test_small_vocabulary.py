@@ -15,6 +15,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.llm import LLM, BeamSearchParams, PromptType, SamplingParams, TextPrompt
 from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.llm_requests import core_of
 
 GOOD = "The miller"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -96,7 +97,7 @@ async def test_ids_that_no_check_has_seen_end_their_request_alone(running: Any, 
             return request
 
         monkeypatch.setattr(llm._requests, "make", with_a_wrong_id)
-        monkeypatch.setattr(llm._core, "verify", lambda request: None)
+        monkeypatch.setattr(core_of(llm), "verify", lambda request: None)
         good = asyncio.create_task(last(GOOD))
         with pytest.raises(InvalidRequest, match=r"prompt_token_ids\[1\] is 1000000, outside the vocabulary"):
             await last([5, 6])

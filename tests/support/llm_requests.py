@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from pdserve.llm import SamplingParams
+from pdserve.engine.clients.inproc_client import InprocClient
+from pdserve.engine.engine_core import EngineCore
+from pdserve.llm import LLM, AsyncLLM, SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE
 
 TEXT = "The miller's daughter walked to the river"
@@ -24,3 +26,10 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     """Random prompts of these lengths, the same in every test."""
     generator = random.Random(0)
     return [[generator.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def core_of(llm: LLM | AsyncLLM) -> EngineCore:
+    """The engine of one that has it in this process."""
+    client = llm._client if isinstance(llm, AsyncLLM) else llm._engine and llm._engine.client
+    assert isinstance(client, InprocClient)
+    return client.core

@@ -1,7 +1,7 @@
 """`EngineThread`: the thread in which an `EngineCore` runs, and the two queues to and from it.
 
-asyncio thread                       engine thread
---------------                       -------------
+reader's thread                      engine thread
+---------------                      -------------
 post(command)     --- inbox --->     command(core), between steps
 on_outputs(...)   <-- call_soon ---  step()
 """
@@ -36,20 +36,36 @@ def _look_again(core: EngineCore) -> None:
     """Wake the loop; the next step applies arrived results."""
 
 
+def in_event_loop(loop: asyncio.AbstractEventLoop) -> Callable[[Callable[[], None]], None]:
+    """`call_soon` for a reader in an event loop."""
+
+    def call_soon(callback: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: there is no receiver
+            loop.call_soon_threadsafe(callback)
+
+    return call_soon
+
+
 class EngineThread:
     """Starts with `start`, ends with `stop`; a failed step ends every request and the thread."""
 
     def __init__(
         self,
         core: EngineCore,
-        loop: asyncio.AbstractEventLoop,
+        call_soon: Callable[[Callable[[], None]], object],
         on_outputs: Callable[[EngineCoreOutputs], None],
-        on_death: Callable[[], None],
+        on_death: Callable[[Exception], None],
         num_threads: int,
         cpu_core: int | None,
+        failure_text: Callable[[Exception], str] = lambda error: ENGINE_FAILED,
     ) -> None:
+        """call_soon: runs a callback after earlier ones, where outputs are read: in this thread, or `in_event_loop`.
+
+        failure_text: the message with which requests end when the engine fails.
+        """
         self.core = core
-        self._loop = loop
+        self.call_soon = call_soon
+        self._failure_text = failure_text
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._num_threads = num_threads
@@ -80,12 +96,13 @@ class EngineThread:
         self._take_core()
         try:
             self._loop_until_stopped()
-        except Exception:
+        except Exception as error:
             log.exception("the engine failed; every request it had ends")
+            failure = error
             with contextlib.suppress(Exception):
-                self.core.fail_all(WorkerLost(ENGINE_FAILED))
+                self.core.fail_all(WorkerLost(self._failure_text(failure)))
                 self._tell(EngineCoreOutputs(outputs=self.core.scheduler.outputs.take()))
-            self.call_soon(self._on_death)
+            self.call_soon(lambda: self._on_death(failure))
         for callback in self._after_step:
             self.call_soon(callback)
 
@@ -128,11 +145,6 @@ class EngineThread:
 
     def _tell(self, outputs: EngineCoreOutputs) -> None:
         self.call_soon(lambda: self._on_outputs(outputs))
-
-    def call_soon(self, callback: Callable[[], None]) -> None:
-        """Run `callback` in the asyncio thread, after earlier calls and outputs."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed, so there is no receiver
-            self._loop.call_soon_threadsafe(callback)
 
     def call_after_step(self, callback: Callable[[], None]) -> None:
         """Run `callback` in the asyncio thread after the next step's outputs.

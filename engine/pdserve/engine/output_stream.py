@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from pdserve.common.errors import NeedsPrefill, PdServeError, from_code
-from pdserve.common.request.engine_types import EngineCoreOutput, LogprobsLists
+from pdserve.common.errors import InvalidRequest, NeedsPrefill, PdServeError, from_code
+from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
 
 
 class OutputStream:
@@ -122,3 +122,14 @@ def engine_error(output: EngineCoreOutput) -> PdServeError:
     if isinstance(error, NeedsPrefill):
         error.uncached_tokens = output.uncached_tokens
     return error
+
+
+def failed_output(request_id: str, error: PdServeError) -> EngineCoreOutput:
+    """The output that ends a request with an error: `engine_error` gives it back."""
+    return EngineCoreOutput(
+        request_id=request_id,
+        finish_reason=FinishReason.ERROR,
+        error_code=error.code,
+        error_message=error.message,
+        error_field=(error.field or "") if isinstance(error, InvalidRequest) else "",
+    )

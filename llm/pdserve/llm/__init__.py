@@ -1,4 +1,4 @@
-"""Offline Python API: `LLM` for batches, `AsyncLLM` for streams, one engine in this process, without network."""
+"""Offline Python API: `LLM` for batches, `AsyncLLM` for streams, `LLMEngine` step by step; one engine, without network."""
 
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
@@ -7,6 +7,7 @@ from pdserve.llm.async_llm import AsyncLLM
 from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from pdserve.llm.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
 from pdserve.llm.llm import LLM
+from pdserve.llm.llm_engine import LLMEngine
 from pdserve.llm.prompts import Conversation, PromptType, TextPrompt, TokensPrompt
 from pdserve.text.request_output import CompletionOutput, RequestOutput
 
@@ -20,6 +21,7 @@ __all__ = [
     "Conversation",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "LLMEngine",
     "NamedLogitsProcessor",
     "PoolingParams",
     "PromptType",

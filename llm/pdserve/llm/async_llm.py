@@ -1,4 +1,4 @@
-"""`AsyncLLM`: answers as streams, many at a time. The engine runs in a thread of its own."""
+"""`AsyncLLM`: answers as streams, many at a time. The engine runs in a thread or in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError, WorkerLost, from_code
-from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError, from_code
+from pdserve.common.request.engine_types import EngineCoreRequest, FinishReason
 from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.common.request.sampling_params import RequestOutputKind, SamplingParams
-from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.engine_thread import EngineThread
-from pdserve.engine.output_stream import OutputStream
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.engine.output_stream import OutputStream, failed_output
 from pdserve.llm.embedding_output import EmbeddingRequestOutput
 from pdserve.llm.local_engine import EngineOptions, LocalEngine
 from pdserve.llm.prompts import Conversation, PromptType, PromptWithSalt, as_conversation, as_prompt
@@ -35,17 +33,24 @@ class AsyncLLM:
             print(answer.outputs[0].text)
     """
 
-    def __init__(self, model: str | Path, *, seed: int | None = 0, **options: Unpack[EngineOptions]) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        seed: int | None = 0,
+        engine_process: bool = False,
+        **options: Unpack[EngineOptions],
+    ) -> None:
         """Load the model, which blocks. Parameters and errors: those of `LLM`."""
-        self._engine = LocalEngine(model, options)
-        self._core = self._engine.make_core()
-        self._requests = RequestFactory(self._engine, seed)
+        engine = LocalEngine(model, options, engine_process=engine_process)
+        self._client = engine.client
+        self._tokenizer = engine.tokenizer
+        self._requests = RequestFactory(engine, seed)
         self._streams: dict[str, OutputStream] = {}
         """By the engine's request id."""
         self._active: dict[str, str] = {}
         """The caller's request id -> the engine's."""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: EngineThread | None = None
+        self._receiving: asyncio.Task[None] | None = None
         self._ended_with: PdServeError | None = None
 
     def generate(
@@ -93,10 +98,10 @@ class AsyncLLM:
         Raises: InvalidRequest naming the field, its value and its limit; WorkerLost, Cancelled as in `generate`;
         Cancelled too when it was aborted.
         """
-        thread = self._started()
+        self._start()
         valid = await asyncio.to_thread(self._requests.validate_embedding, as_prompt(prompt), pooling_params)
         request = self._requests.make_embedding(valid, self._free_name(request_id))
-        with self._submitted(thread, request.request_id, request.core) as stream:
+        with self._submitted(request.request_id, request.core) as stream:
             output = await stream.get()
             if output.finish_reason is FinishReason.ABORT:
                 raise Cancelled(f"request {request.request_id} was aborted")
@@ -104,11 +109,15 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream ends with finish reason `abort`. Harmless when it does not exist."""
-        if (engine_id := self._active.get(request_id)) is not None and self._thread is not None:
-            self._thread.post(lambda core: core.abort_request(engine_id))
+        if (engine_id := self._active.get(request_id)) is not None:
+            self._client.abort_requests([engine_id])
+
+    async def reset_prefix_cache(self) -> bool:
+        """Drop the prefix cache; returns whether it was dropped: not while a request has blocks."""
+        return bool(await self._client.utility_async("reset_prefix_cache"))
 
     def get_tokenizer(self) -> Tokenizer:
-        return self._engine.tokenizer
+        return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The recommendations of the model's authors, and the usual defaults."""
@@ -120,19 +129,13 @@ class AsyncLLM:
         return self._ended_with is None
 
     def shutdown(self) -> None:
-        """End every request with `Cancelled`, then the engine's thread; waits for the step it is in.
+        """End every request with `Cancelled`, then the engine; waits for the step it is in.
 
         Any thread may call it, and more than once. It is called at the end of the process if the caller did not.
         """
-        ended_with = self._ended_with = self._ended_with or Cancelled("AsyncLLM was shut down")
-        if self._thread is None:
-            self._engine.close()
-            return
+        self._ended_with = self._ended_with or Cancelled("AsyncLLM was shut down")
         atexit.unregister(self.shutdown)
-        self._thread.post(lambda core: core.fail_all(ended_with))
-        self._thread.stop()
-        self._engine.close()
-        self._thread.call_soon(self._end_streams)
+        self._client.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -145,20 +148,16 @@ class AsyncLLM:
     async def _answer(
         self, parse: partial[PromptWithSalt], sampling_params: SamplingParams | None, request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        thread = self._started()
+        self._start()
         valid = await asyncio.to_thread(self._requests.validate, parse(), sampling_params)
         request = self._requests.make(valid, self._free_name(request_id))
-        kind = valid.params.output_kind
-        with self._submitted(thread, request.processor.request_id, request.core) as stream:
+        with self._submitted(request.request_id, request.core) as stream:
             async for output in stream:
-                delta = request.process(output)
+                new = request.process(output)
                 if request.ended_here(output):
-                    thread.post(partial(_end_sequence, request.core.request_id, output.index))
-                if delta is not None and not request.is_open:
-                    if kind is RequestOutputKind.DELTA and not request.is_best_of:
-                        yield request.processor.request_output([delta])
-                    elif kind is not RequestOutputKind.FINAL_ONLY or request.finished:
-                        yield request.answer
+                    self._client.end_sequence(request.core.request_id, output.index)
+                if (answer := request.output_of(new)) is not None:
+                    yield answer
                 if request.finished:
                     return
 
@@ -170,66 +169,42 @@ class AsyncLLM:
         return secrets.token_hex(8) if request_id is None else request_id
 
     @contextmanager
-    def _submitted(self, thread: EngineThread, request_id: str, core: EngineCoreRequest) -> Iterator[OutputStream]:
-        """The outputs of a request, which ends when the context is left. request_id: the caller's.
-
-        Raises: InvalidRequest for one that the engine does not accept.
-        """
-        self._core.verify(core)
+    def _submitted(self, request_id: str, core: EngineCoreRequest) -> Iterator[OutputStream]:
+        """The outputs of a request, which ends when the context is left. request_id: the caller's."""
         engine_id = core.request_id
         stream = self._streams[engine_id] = OutputStream(engine_id, num_sequences=core.n)
         self._active[request_id] = engine_id
-        thread.post(lambda engine: engine.add_request(core))
         try:
+            self._client.add_request(core)
             yield stream
         finally:
             del self._streams[engine_id], self._active[request_id]
             if not stream.has_ended:
-                thread.post(lambda engine: engine.abort_request(engine_id))
+                self._client.abort_requests([engine_id])
 
-    def _started(self) -> EngineThread:
-        """The engine's thread, bound to the running loop. Raises: what ended it."""
+    def _start(self) -> None:
+        """Receive outputs in the running loop from now on. Raises: what ended the engine."""
         self._require_running()
         loop = asyncio.get_running_loop()
-        if self._thread is None:
-            self._loop = loop
-            self._thread = EngineThread(
-                self._core, loop, self._dispatch, self._engine_died, self._engine.num_threads, cpu_core=None
-            )
-            self._thread.start()
+        if self._receiving is None:
+            self._receiving = loop.create_task(self._receive())
             # torch aborts a process that ends while another thread computes
             atexit.register(self.shutdown)
-        if self._loop is not loop:
+        if self._receiving.get_loop() is not loop:
             raise RuntimeError("this AsyncLLM belongs to another event loop")
-        return self._thread
 
     def _require_running(self) -> None:
         if (cause := self._ended_with) is not None:
             raise from_code(cause.code, cause.message)
 
-    def _dispatch(self, outputs: EngineCoreOutputs) -> None:
-        for output in outputs.outputs:
-            if (stream := self._streams.get(output.request_id)) is not None:
-                stream.put(output)
-
-    def _engine_died(self) -> None:
-        self._ended_with = self._ended_with or WorkerLost("the engine failed; its log has the details")
-        self._end_streams()
-
-    def _end_streams(self) -> None:
-        """End the streams that the engine has not ended."""
-        if (cause := self._ended_with) is None:
-            return
-        for stream in self._streams.values():
-            stream.put(
-                EngineCoreOutput(
-                    request_id=stream.request_id,
-                    finish_reason=FinishReason.ERROR,
-                    error_code=cause.code,
-                    error_message=cause.message,
-                )
-            )
-
-
-def _end_sequence(engine_id: str, index: int, core: EngineCore) -> None:
-    core.end_sequence(engine_id, index)
+    async def _receive(self) -> None:
+        """Pass outputs on until the engine's end; then end the streams that it has not ended."""
+        try:
+            while True:
+                for output in (await self._client.get_output_async()).outputs:
+                    if (stream := self._streams.get(output.request_id)) is not None:
+                        stream.put(output)
+        except PdServeError as error:
+            self._ended_with = cause = self._ended_with or error
+            for stream in self._streams.values():
+                stream.put(failed_output(stream.request_id, cause))

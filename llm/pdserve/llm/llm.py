@@ -1,4 +1,4 @@
-"""`LLM`: answers batches of prompts. The engine runs in the caller's thread."""
+"""`LLM`: answers batches of prompts. The engine runs in the caller's thread, or in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import msgspec
-import torch
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.engine.engine_core import EngineCore
 from pdserve.llm.beam_search import Beam, BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence, BeamStep
 from pdserve.llm.embedding_output import EmbeddingRequestOutput
-from pdserve.llm.engine_run import run_batch
-from pdserve.llm.local_engine import EngineOptions, LocalEngine
+from pdserve.llm.llm_engine import LLMEngine
+from pdserve.llm.local_engine import EngineOptions
 from pdserve.llm.progress import MakeBar, Progress
 from pdserve.llm.prompts import (
     Conversation,
@@ -32,7 +30,7 @@ from pdserve.llm.prompts import (
     is_one_prompt,
     named,
 )
-from pdserve.llm.request_factory import LocalEmbedding, LocalRequest, RequestFactory, ValidRequest, checked
+from pdserve.llm.request_factory import LocalEmbedding, LocalRequest, ValidRequest, checked
 from pdserve.text.request_output import RequestOutput
 from pdserve.text.tokenizer import Tokenizer
 
@@ -47,18 +45,27 @@ class LLM:
         print(answer.outputs[0].text)
     """
 
-    def __init__(self, model: str | Path, *, seed: int | None = 0, **options: Unpack[EngineOptions]) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        seed: int | None = 0,
+        engine_process: bool = False,
+        **options: Unpack[EngineOptions],
+    ) -> None:
         """Load the model.
 
         model: a folder with a Hugging Face checkpoint, or `demo` for the bundled one.
         seed: requests without a seed of their own draw it from this, so that the same calls in the same order give the
         same answers; None: from the operating system.
+        engine_process: run the engine in a process of its own, which ends with `shutdown` and with this process. When it fails,
+        calls raise WorkerLost from then on.
         Raises: ConfigError naming the option, UnsupportedModel.
         """
-        self._engine: LocalEngine | None = LocalEngine(model, options)
-        self._core: EngineCore | None = self._engine.make_core()
-        self._requests = RequestFactory(self._engine, seed)
-        self._tokenizer = self._engine.tokenizer
+        engine = LLMEngine(model, seed=seed, engine_process=engine_process, **options)
+        self._engine: LLMEngine | None = engine
+        self._requests = engine.requests
+        self._tokenizer = engine.tokenizer
         self._busy = threading.Lock()
 
     def generate(
@@ -115,7 +122,7 @@ class LLM:
         """
         values, label = _many_prompts(prompts)
         params = _for_each(pooling_params, len(values), PoolingParams, "pooling_params")
-        with self._exclusive() as (engine, core):
+        with self._exclusive() as engine:
             valid = []
             for place, value in enumerate(values):
                 with named(None if label is None else f"{label}[{place}]"):
@@ -126,7 +133,7 @@ class LLM:
                 def count(request: LocalEmbedding) -> None:
                     progress.finished(len(request.core.prompt_token_ids), 0)
 
-                run_batch(core, requests, count)
+                engine.run(requests, count)
         return [request.output for request in requests if request.output is not None]
 
     def beam_search(
@@ -143,7 +150,7 @@ class LLM:
         values, label = _many_prompts(prompts)
         params = checked(params, BeamSearchParams, "params")
         eos = self._tokenizer.eos_token_ids
-        with self._exclusive() as (engine, core):
+        with self._exclusive() as engine:
             valid = []
             for place, value in enumerate(values):
                 with named(None if label is None else f"{label}[{place}]"):
@@ -152,7 +159,7 @@ class LLM:
             with self._computing(engine, len(searches), use_tqdm) as progress:
                 open_searches = list(zip(valid, searches, strict=True))
                 while open_searches:
-                    self._advance(core, open_searches)
+                    self._advance(engine, open_searches)
                     for request, search in open_searches:
                         if search.done:
                             num_tokens = sum(len(one.beam.token_ids) for one in search.finished)
@@ -160,13 +167,13 @@ class LLM:
                     open_searches = [(request, search) for request, search in open_searches if not search.done]
         return [self._beams_of(request, search) for request, search in zip(valid, searches, strict=True)]
 
-    def _advance(self, core: EngineCore, searches: Sequence[tuple[ValidRequest, BeamSearch]]) -> None:
+    def _advance(self, engine: LLMEngine, searches: Sequence[tuple[ValidRequest, BeamSearch]]) -> None:
         """Compute one token for every live beam of all searches, in one batch."""
         steps: list[list[BeamStep]] = [
             [self._requests.make_beam_step(request, beam.token_ids) for beam in search.live]
             for request, search in searches
         ]
-        run_batch(core, [step for of_search in steps for step in of_search], lambda step: None)
+        engine.run([step for of_search in steps for step in of_search], lambda step: None)
         for (_, search), of_search in zip(searches, steps, strict=True):
             search.advance([step.candidates for step in of_search])
 
@@ -195,11 +202,16 @@ class LLM:
         """Sampling parameters of the model's generation_config.json; for other fields, the defaults of `SamplingParams`."""
         return self._requests.default_sampling_params()
 
+    def reset_prefix_cache(self) -> bool:
+        """Drop the prefix cache; returns whether it was dropped."""
+        with self._exclusive() as engine:
+            return bool(engine.client.utility("reset_prefix_cache"))
+
     def shutdown(self) -> None:
-        """Free model and cache. May be called again."""
+        """Free model and cache, and end the engine's process. May be called again."""
         if self._engine is not None:
             self._engine.close()
-        self._engine = self._core = None
+        self._engine = None
 
     def __enter__(self) -> Self:
         return self
@@ -218,7 +230,7 @@ class LLM:
         use_tqdm: bool | MakeBar,
     ) -> list[RequestOutput]:
         """label: the name of a list of values in error messages; None for a single value."""
-        with self._exclusive() as (engine, core):
+        with self._exclusive() as engine:
             requests = self._prepare(parse, values, label, sampling_params)
             with self._computing(engine, len(requests), use_tqdm) as progress:
 
@@ -226,19 +238,17 @@ class LLM:
                     processor = request.processor
                     progress.finished(len(processor.prompt_token_ids), processor.num_output_tokens)
 
-                run_batch(core, requests, count)
+                engine.run(requests, count)
         return [request.answer for request in requests]
 
     @contextmanager
-    def _computing(self, engine: LocalEngine, num_requests: int, use_tqdm: bool | MakeBar) -> Iterator[Progress]:
-        """Context for the steps of a batch: shows progress, sets torch's threads, and restores the engine after an error."""
+    def _computing(self, engine: LLMEngine, num_requests: int, use_tqdm: bool | MakeBar) -> Iterator[Progress]:
+        """Context for the steps of a batch: shows progress, and empties the engine after an error."""
         progress = Progress(num_requests, use_tqdm)
         try:
-            with _torch_threads(engine.num_threads):
-                yield progress
+            yield progress
         except BaseException:
-            # the error may have interrupted a step, so the next call gets a new engine over the same pool
-            self._core = engine.make_core()
+            engine.reset()
             raise
         finally:
             progress.close()
@@ -259,14 +269,14 @@ class LLM:
         return [self._requests.make(request) for request in valid]
 
     @contextmanager
-    def _exclusive(self) -> Iterator[tuple[LocalEngine, EngineCore]]:
+    def _exclusive(self) -> Iterator[LLMEngine]:
         """The engine, for the exclusive use of this call. Raises: RuntimeError during another call, or after `shutdown`."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this LLM is at work: it serves one call at a time (AsyncLLM serves many)")
         try:
-            if self._engine is None or self._core is None:
+            if self._engine is None:
                 raise RuntimeError("this LLM was shut down")
-            yield self._engine, self._core
+            yield self._engine
         finally:
             self._busy.release()
 
@@ -289,14 +299,3 @@ def _for_each(params: P | Sequence[P] | None, num_prompts: int, kind: type[P], n
     if len(params) != num_prompts:
         raise InvalidRequest(f"{name} has {len(params)} entries, one for each of {num_prompts} prompts is needed", name)
     return params
-
-
-@contextmanager
-def _torch_threads(num_threads: int) -> Iterator[None]:
-    """Context that sets torch's number of threads, and restores the caller's number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""`LocalEngine`: a loaded model folder, with all parts that serve a prompt in this process."""
+"""`LocalEngine`: a loaded model folder, with all parts that serve a prompt without services."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Literal, TypedDict
 
 import msgspec
 
-from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import ConfigError
-from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.make_engine_core import make_engine_core
-from pdserve.engine.runner.loaded_model import load_model, model_folder
+from pdserve.engine.clients.engine_core_client import EngineCoreClient
+from pdserve.engine.clients.inproc_client import InprocClient
+from pdserve.engine.clients.loaded_engine import LoadedEngine, local_hasher
+from pdserve.engine.clients.process_client import ProcessClient
+from pdserve.engine.runner.loaded_model import model_folder
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
-from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.text.tokenizer import Tokenizer
 
 
@@ -44,58 +43,31 @@ class EngineOptions(TypedDict, total=False):
 
 
 class LocalEngine:
-    """The parts of an engine; the caller that runs the engine makes it with `make_core`."""
+    """The client of an engine, and what prepares its requests."""
 
-    def __init__(self, model: str | Path, options: EngineOptions) -> None:
-        """model: a checkpoint's folder, or `demo`. Raises: ConfigError naming the option, its value and its limit."""
-        self._settings = _settings(options)
+    def __init__(self, model: str | Path, options: EngineOptions, *, engine_process: bool = False) -> None:
+        """model: a checkpoint's folder, or `demo`. engine_process: run the engine in a process of its own.
+
+        Raises: ConfigError naming the option, its value and its limit; UnsupportedModel.
+        """
+        settings = _settings(options)
         folder = model_folder(str(model))
         self.tokenizer = Tokenizer.from_folder(folder)
-        self.model = load_model(folder, self._settings)
-        self._grammars: GrammarCompiler | None = None
-        # no hash leaves this process, so a public key is enough
-        self.hasher = BlockHasher(DEVELOPMENT_KEY, self._settings.block_size)
-        self.logits_processors = LogitsProcessors.from_entry_points(self._settings.logits_processors)
-
-    @property
-    def num_threads(self) -> int:
-        return self._settings.num_threads
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self._settings.max_num_seqs
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.decoder.config.vocab_size
-
-    def close(self) -> None:
-        """End what an engine has started beside itself; the engine must have ended. May be called again."""
-        if self._grammars is not None:
-            self._grammars.close()
-
-    def make_core(self) -> EngineCore:
-        """An engine with an empty cache over the one pool: the last one made owns it."""
-        config = self.model.engine_config(self._settings)
-        model = self.model
-        # the last engine may have left sequences in their grammars
-        self.close()
-        self._grammars = model.grammar_compiler(self._settings)
-        return make_engine_core(
-            config,
-            model.decoder,
-            model.kv_cache,
-            self.hasher,
-            self.vocab_size,
-            grammars=self._grammars,
-            logits_processors=self.logits_processors,
+        self.hasher = local_hasher(settings.block_size)
+        # loaded here too for the engine's process, since `check` is called before anything is computed
+        self.logits_processors = LogitsProcessors.from_entry_points(settings.logits_processors)
+        self.client: EngineCoreClient = (
+            ProcessClient(folder, settings)
+            if engine_process
+            else InprocClient(LoadedEngine(folder, settings, self.logits_processors))
         )
+        self.info = self.client.info
 
 
 def _settings(options: EngineOptions) -> WorkerSettings:
     if unknown := options.keys() - EngineOptions.__annotations__.keys():
         raise ConfigError(
-            f"unknown option {min(unknown)!r}; there are model, seed, {', '.join(EngineOptions.__annotations__)}"
+            f"unknown option {min(unknown)!r}; there are model, seed, engine_process, {', '.join(EngineOptions.__annotations__)}"
         )
     try:
         settings = msgspec.convert(dict(options), WorkerSettings)

@@ -14,7 +14,7 @@ import msgspec
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.sampling_params import RequestOutputKind, SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics, unix_s
 from pdserve.llm.beam_search import BeamSearchParams, BeamStep
 from pdserve.llm.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
@@ -57,6 +57,11 @@ class LocalRequest:
     """As the caller gave them."""
 
     @property
+    def request_id(self) -> str:
+        """The caller's name for it."""
+        return self.processor.request_id
+
+    @property
     def finished(self) -> bool:
         return self.processor.finished
 
@@ -91,6 +96,15 @@ class LocalRequest:
     def is_best_of(self) -> bool:
         """True if more sequences are made than the caller gets."""
         return self.params.num_sequences > self.params.n
+
+    def output_of(self, new: CompletionOutput | None) -> RequestOutput | None:
+        """The item of the caller's stream after `process` returned `new`, by the request's `output_kind`; None for none."""
+        kind = self.params.output_kind
+        if new is None or self.is_open or (kind is RequestOutputKind.FINAL_ONLY and not self.finished):
+            return None
+        if kind is RequestOutputKind.DELTA and not self.is_best_of:
+            return self.processor.request_output([new])
+        return self.answer
 
     @property
     def answer(self) -> RequestOutput:
@@ -146,12 +160,12 @@ class RequestFactory:
         """seed: None draws from the operating system."""
         self._tokenizer = engine.tokenizer
         self._hasher = engine.hasher
-        self._model_fingerprint = engine.model.layout.model_fingerprint
-        self._max_model_len = engine.model.max_model_len
-        self._max_num_seqs = engine.max_num_seqs
-        self._vocab_size = engine.vocab_size
+        self._model_fingerprint = engine.info.model_fingerprint
+        self._max_model_len = engine.info.max_model_len
+        self._max_num_seqs = engine.info.max_num_seqs
+        self._vocab_size = engine.info.vocab_size
         self._logits_processors = engine.logits_processors
-        self._hidden_size = engine.model.decoder.hidden_size
+        self._hidden_size = engine.info.hidden_size
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 

@@ -11,20 +11,18 @@ from pdserve.common.errors import (
     Draining,
     InvalidRequest,
     Overloaded,
-    PdServeError,
     WorkerLost,
 )
 from pdserve.common.request.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    FinishReason,
     SchedulerStats,
     StreamingUpdate,
 )
 from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.engine_thread import ENGINE_FAILED, EngineThread
-from pdserve.engine.output_stream import OutputStream
+from pdserve.engine.engine_thread import ENGINE_FAILED, EngineThread, in_event_loop
+from pdserve.engine.output_stream import OutputStream, failed_output
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler.kv_messages import IntoEngine
 from pdserve.worker.kv_event_publisher import KvEventPublisher
@@ -48,7 +46,7 @@ class EngineClient:
         self._taken: set[str] = set()
         """All of these."""
         self._thread = EngineThread(
-            core, asyncio.get_running_loop(), self._dispatch, self._engine_died, num_threads, cpu_core
+            core, in_event_loop(asyncio.get_running_loop()), self._dispatch, self._engine_died, num_threads, cpu_core
         )
         self.stats = SchedulerStats(num_blocks_total=core.config.num_blocks, num_blocks_free=core.config.num_blocks)
         self._prefill_rate = PrefillRate()
@@ -144,7 +142,7 @@ class EngineClient:
 
     def _expire(self, stream: OutputStream) -> None:
         """The deadline has passed: end the request here and report that to its reader."""
-        stream.put(_failed(stream, DeadlineExceeded("the request's deadline passed at the worker")))
+        stream.put(failed_output(stream.request_id, DeadlineExceeded("the request's deadline passed at the worker")))
         self.abort(stream.request_id)
 
     def _forget_deadline(self, request_id: str) -> None:
@@ -226,11 +224,11 @@ class EngineClient:
             stats.prefill_s - self.stats.prefill_s,
         )
 
-    def _engine_died(self) -> None:
+    def _engine_died(self, error: Exception) -> None:
         self.died.set()
         for stream in self._streams.values():
             if stream.awaits_more:  # it was on its way to the engine, which never took it in
-                stream.put(_failed(stream, WorkerLost(ENGINE_FAILED)))
+                stream.put(failed_output(stream.request_id, WorkerLost(ENGINE_FAILED)))
         for request_id in list(self._leaving):
             self._left(request_id, None)
 
@@ -238,13 +236,3 @@ class EngineClient:
 def _sequence_ids(request: EngineCoreRequest) -> tuple[str, ...]:
     """Ids of the request's sequences in the engine."""
     return tuple(request.sequence_id(index) for index in range(request.index, request.index + request.n))
-
-
-def _failed(stream: OutputStream, error: PdServeError) -> EngineCoreOutput:
-    """The output that ends a stream with an error of this process."""
-    return EngineCoreOutput(
-        request_id=stream.request_id,
-        finish_reason=FinishReason.ERROR,
-        error_code=error.code,
-        error_message=error.message,
-    )

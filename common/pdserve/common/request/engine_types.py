@@ -215,3 +215,8 @@ class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     """Hashes of blocks that entered the prefix cache in this step."""
     blocks_removed: list[bytes] = []
     """Hashes of blocks that left it."""
+
+    @property
+    def has_results(self) -> bool:
+        """True if there is more than the engine's state."""
+        return bool(self.outputs or self.blocks_stored or self.blocks_removed)

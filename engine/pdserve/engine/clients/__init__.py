@@ -1,0 +1,1 @@
+"""Clients of an engine in this process or in one of its own."""

@@ -1,0 +1,121 @@
+"""Messages between `ProcessClient` and the process of its engine: msgpack values behind their length, over a Unix socket pair.
+
+client -> engine   `Load`, once; then `AddRequest`, `AbortRequests`, `EndSequence`, `Utility`
+engine -> client   `Loaded`, once; then `Outputs`, `UtilityOutput`; `EngineDead`, last
+
+The end of the socket is the end of the peer.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from pdserve.common.errors import PeerError
+from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine.clients.engine_core_client import EngineInfo
+from pdserve.engine.scheduler_output import RequestFailure
+
+MAX_FRAME_BYTES = 1 << 28
+"""Log-probabilities of a prompt of 100,000 tokens with 20 candidates each take 30 MB."""
+_LENGTH = struct.Struct(">I")
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Load the model of a folder."""
+
+    folder: str
+    settings: WorkerSettings
+
+
+class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    request_id: str
+    request: msgspec.Raw
+    """An `EngineCoreRequest`, decoded on its own: one that cannot be read ends alone."""
+
+
+class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    request_ids: list[str]
+
+
+class EndSequence(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    request_id: str
+    index: int
+
+
+class Utility(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Call a function of `utilities.py`."""
+
+    call_id: int
+    name: str
+    args: list[Any]
+
+
+class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    info: EngineInfo
+
+
+class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The results of one step."""
+
+    outputs: EngineCoreOutputs
+
+
+class UtilityOutput(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A call's result, or its failure."""
+
+    call_id: int
+    result: Any = None
+    failure: RequestFailure | None = None
+
+
+class EngineDead(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The error that ended the engine, or with which it could not be loaded."""
+
+    failure: RequestFailure
+
+
+ToEngine = Load | AddRequest | AbortRequests | EndSequence | Utility
+FromEngine = Loaded | Outputs | UtilityOutput | EngineDead
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+encode = msgspec.msgpack.Encoder().encode
+
+
+def send_frame(peer: socket.socket, payload: bytes) -> None:
+    """Blocks. Raises: OSError; PeerError for a payload that the peer would refuse, of which nothing was sent."""
+    verify_length(len(payload))
+    peer.sendall(_LENGTH.pack(len(payload)))
+    peer.sendall(payload)
+
+
+def receive_frame(peer: socket.socket) -> bytearray | None:
+    """Blocks; None at the end of the socket. Raises: OSError; PeerError for a length beyond the limit."""
+    head = _received(peer, _LENGTH.size)
+    if head is None:
+        return None
+    [length] = _LENGTH.unpack(head)
+    verify_length(length)
+    return _received(peer, length)
+
+
+def verify_length(length: int) -> None:
+    """Raises: PeerError for more bytes than a message may have."""
+    if length > MAX_FRAME_BYTES:
+        raise PeerError(f"a message has {length} bytes, at most {MAX_FRAME_BYTES} can be sent")
+
+
+def _received(peer: socket.socket, length: int) -> bytearray | None:
+    data = bytearray(length)
+    rest = memoryview(data)
+    while rest:
+        count = peer.recv_into(rest)
+        if count == 0:
+            return None
+        rest = rest[count:]
+    return data

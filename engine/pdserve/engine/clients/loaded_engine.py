@@ -1,0 +1,69 @@
+"""`LoadedEngine`: a model folder's decoder and pool, and the engines that are made over them, one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine.clients.engine_core_client import EngineInfo
+from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.make_engine_core import make_engine_core
+from pdserve.engine.runner.loaded_model import load_model
+from pdserve.engine.sampling.logits_processors import LogitsProcessors
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+
+
+def local_hasher(block_size: int) -> BlockHasher:
+    """Hashes for an engine without services. They never leave this machine, so a public key is enough."""
+    return BlockHasher(DEVELOPMENT_KEY, block_size)
+
+
+class LoadedEngine:
+    """An engine without transfers, for a front end in this process or in its parent."""
+
+    def __init__(
+        self, folder: Path, settings: WorkerSettings, logits_processors: LogitsProcessors | None = None
+    ) -> None:
+        """Load the model. logits_processors: default: those that the settings name.
+
+        Raises: ConfigError naming the setting, its value and its limit; UnsupportedModel.
+        """
+        self._settings = settings
+        self._model = load_model(folder, settings)
+        self._logits_processors = logits_processors or LogitsProcessors.from_entry_points(settings.logits_processors)
+        self._grammars: GrammarCompiler | None = None
+        self.info = EngineInfo(
+            model_fingerprint=self._model.layout.model_fingerprint,
+            vocab_size=self._model.decoder.config.vocab_size,
+            hidden_size=self._model.decoder.hidden_size,
+            max_model_len=self._model.max_model_len,
+            num_blocks=self._model.num_blocks,
+            block_size=settings.block_size,
+            max_num_seqs=settings.max_num_seqs,
+        )
+
+    @property
+    def num_threads(self) -> int:
+        return self._settings.num_threads
+
+    def make_core(self) -> EngineCore:
+        """An engine with an empty cache over the one pool: the last one made owns it."""
+        # the last engine may have left sequences in their grammars
+        self.close()
+        self._grammars = self._model.grammar_compiler(self._settings)
+        return make_engine_core(
+            self._model.engine_config(self._settings),
+            self._model.decoder,
+            self._model.kv_cache,
+            local_hasher(self._settings.block_size),
+            self.info.vocab_size,
+            grammars=self._grammars,
+            logits_processors=self._logits_processors,
+        )
+
+    def close(self) -> None:
+        """End what an engine has started beside itself; the engine must have ended. May be called again."""
+        if self._grammars is not None:
+            self._grammars.close()

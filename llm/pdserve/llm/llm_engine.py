@@ -1,0 +1,167 @@
+"""`LLMEngine`: requests in, and in each step the outputs of those that have any. `LLM` is built upon it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar, Unpack
+
+from pdserve.common.errors import InternalError, InvalidRequest
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.engine.output_stream import engine_error
+from pdserve.llm.embedding_output import EmbeddingRequestOutput
+from pdserve.llm.local_engine import EngineOptions, LocalEngine
+from pdserve.llm.prompts import PromptType, as_prompt
+from pdserve.llm.request_factory import LocalEmbedding, LocalRequest, RequestFactory
+from pdserve.text.request_output import RequestOutput
+from pdserve.text.tokenizer import Tokenizer
+
+
+class EngineItem(Protocol):
+    """A request that processes its own outputs."""
+
+    @property
+    def core(self) -> EngineCoreRequest: ...
+
+    @property
+    def finished(self) -> bool:
+        """True when no further output matters; at the latest with the engine's last output."""
+
+    def process(self, output: EngineCoreOutput) -> object: ...
+
+    def ended_here(self, output: EngineCoreOutput) -> bool:
+        """True if a stop string has ended the output's sequence, which the engine does not know."""
+
+
+R = TypeVar("R", bound=EngineItem)
+
+
+class LLMEngine:
+    """A model and its engine, for one thread.
+
+    engine = LLMEngine("demo")
+    engine.add_request("mine", "The capital of France is", SamplingParams(temperature=0))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            print(output.request_id, output.outputs[0].text)
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        seed: int | None = 0,
+        engine_process: bool = False,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """Load the model. Parameters and errors: those of `LLM`."""
+        engine = LocalEngine(model, options, engine_process=engine_process)
+        self.client = engine.client
+        self.tokenizer: Tokenizer = engine.tokenizer
+        self.requests = RequestFactory(engine, seed)
+        self._unfinished: dict[str, EngineItem] = {}
+        """By the engine's request id."""
+        self._names: dict[str, str] = {}
+        """The caller's request id -> the engine's, of requests of `add_request`."""
+        self._outputs: deque[EngineCoreOutput] = deque()
+        """Outputs of the last step that are not processed yet."""
+
+    def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams | PoolingParams | None) -> None:
+        """Queue a request. request_id: a name that no other request has now. params: None is the model's defaults.
+
+        Raises: InvalidRequest naming the field, its value and its limit.
+        """
+        if request_id in self._names:
+            raise InvalidRequest(f"request_id is {request_id!r}, which another request has now", "request_id")
+        item: EngineItem
+        if isinstance(params, PoolingParams):
+            item = self.requests.make_embedding(self.requests.validate_embedding(as_prompt(prompt), params), request_id)
+        else:
+            item = self.requests.make(self.requests.validate(as_prompt(prompt), params), request_id)
+        self._names[request_id] = item.core.request_id
+        self._submit(item)
+
+    def step(self) -> list[RequestOutput | EmbeddingRequestOutput]:
+        """New outputs, by `output_kind` of their requests; empty without unfinished requests.
+
+        Raises: the error with which the engine ended a request, which is over then; other outputs come with the next call.
+        WorkerLost when the engine failed.
+        """
+        outputs: list[RequestOutput | EmbeddingRequestOutput] = []
+        for item, new in self._advance() if self._unfinished else ():
+            answer = item.output_of(new) if isinstance(item, LocalRequest) else new  # type: ignore[arg-type]
+            if isinstance(answer, RequestOutput | EmbeddingRequestOutput):
+                outputs.append(answer)
+        return outputs
+
+    def abort_request(self, request_ids: Sequence[str]) -> None:
+        """End requests of `add_request`; no output follows. Harmless for those that do not exist."""
+        ended = [self._names[name] for name in request_ids if name in self._names]
+        for engine_id in ended:
+            self._forget(engine_id)
+        self.client.abort_requests(ended)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._unfinished)
+
+    def run(self, items: Sequence[R], on_finished: Callable[[R], None]) -> None:
+        """Step until all items have ended. Raises: the error with which the engine ended one; `reset` must follow."""
+        for item in items:
+            self._submit(item)
+        open_items = {item.core.request_id: item for item in items}
+        while open_items:
+            for advanced, _ in self._advance():
+                if advanced.finished and (ended := open_items.pop(advanced.core.request_id, None)) is not None:
+                    on_finished(ended)
+
+    def reset(self) -> None:
+        """End every request, after any error."""
+        self.client.abort_requests(list(self._unfinished))
+        self._unfinished.clear()
+        self._names.clear()
+        self._outputs.clear()
+
+    def close(self) -> None:
+        """End the engine. Harmless when called again."""
+        self.client.close()
+
+    def _submit(self, item: EngineItem) -> None:
+        self._unfinished[item.core.request_id] = item
+        self.client.add_request(item.core)
+
+    def _advance(self) -> list[tuple[EngineItem, object]]:
+        """Process the outputs of a step: each request with its new output. An error is raised before or after others."""
+        if not self._outputs:
+            step = self.client.get_output()
+            if not step.has_results:
+                raise InternalError(
+                    f"the engine has nothing to do, but {len(self._unfinished)} requests have not ended"
+                )
+            self._outputs.extend(step.outputs)
+        advanced: list[tuple[EngineItem, object]] = []
+        while self._outputs:
+            output = self._outputs[0]
+            item = self._unfinished.get(output.request_id)
+            if item is not None and output.error_code:
+                if advanced:
+                    break
+                self._outputs.popleft()
+                self._forget(output.request_id)
+                raise engine_error(output)
+            self._outputs.popleft()
+            if item is None:
+                continue  # the last output of a request that was aborted or that a stop string has ended
+            advanced.append((item, item.process(output)))
+            if item.ended_here(output):
+                self.client.end_sequence(output.request_id, output.index)
+            if item.finished:
+                self._forget(output.request_id)
+        return advanced
+
+    def _forget(self, engine_id: str) -> None:
+        item = self._unfinished.pop(engine_id)
+        if isinstance(item, LocalRequest | LocalEmbedding):
+            self._names.pop(item.request_id, None)

@@ -1,0 +1,117 @@
+"""Requests and outputs of an engine are values: every field comes back from bytes as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdserve.common.errors import InvalidRequest, NeedsPrefill
+from pdserve.common.request.engine_types import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    LogprobsLists,
+    SchedulerStats,
+)
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.engine.output_stream import engine_error, failed_output
+
+SAMPLING = SamplingParams(
+    temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5,
+    logit_bias={5: -100.0, 7: 1.5}, allowed_token_ids=(5, 7), bad_words=("a",), bad_words_token_ids=((1, 2), (3,)),
+    seed=-(2**63), max_tokens=2**32 - 1, min_tokens=2, stop=("x", "é"), stop_token_ids=(1,),
+    include_stop_str_in_output=True, ignore_eos=True, skip_special_tokens=False, spaces_between_special_tokens=False,
+    logprobs=20, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA, n=2, best_of=3,
+    logits_processors=(NamedLogitsProcessor(name="ban", args={"tokens": [1], "x": None, "y": {"z": 0.5}}),),
+    structured_outputs=StructuredOutputsParams(regex="a+"),
+)  # fmt: skip
+LOGPROBS = LogprobsLists([[1, 2], [3, 4]], [[-0.5, -1.25], [-2.0, float("-inf")]], [1, 2**40])
+OTHER_FORMS = [
+    StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": ["integer", "null"]}}}),
+    StructuredOutputsParams(json='{"type": "string"}', disable_any_whitespace=True),
+    StructuredOutputsParams(choice=["a", "b"]),
+    StructuredOutputsParams(grammar='root ::= "a"'),
+    StructuredOutputsParams(json_object=True, disable_additional_properties=True),
+    StructuredOutputsParams(structural_tag="{}", whitespace_pattern=" "),
+]
+
+
+def fields_of(kind: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, Any]:
+    """The values, one for each field, none the default."""
+    for field in msgspec.structs.fields(kind):
+        assert field.name in values, f"{kind.__name__}.{field.name} has no value here"
+        assert values[field.name] != field.default, field.name
+    return values
+
+
+def copied(value: Any) -> Any:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value))
+
+
+def test_sampling_params_have_every_field() -> None:
+    fields_of(SamplingParams, msgspec.structs.asdict(SAMPLING))
+    assert copied(SAMPLING) == SAMPLING
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS, ids=lambda form: str(form)[:40])
+def test_every_form_of_structured_outputs(form: StructuredOutputsParams) -> None:
+    request = EngineCoreRequest(
+        request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams(structured_outputs=form)
+    )
+    assert copied(request) == request
+
+
+REQUEST: dict[str, Any] = {
+    "request_id": "é.0.1", "sequence_stem": "é.0", "prompt_token_ids": [0, 2**31], "sampling_params": SAMPLING,
+    "pooling_params": PoolingParams(normalize=False), "output_token_ids": [3], "eos_token_ids": (1, 2),
+    "arrival_time": 1.5, "block_hashes": [b"\x00" * 24, b"\xff" * 24], "hash_root": b"\x80", "remote_prefill": True,
+    "transfer_source": True, "wanted_from": 0, "resumable": True, "prefill_here": True, "local_prefill_tokens": 0,
+    "priority": -5, "tenant": b"\x01", "index": 3, "n": 4, "trace_headers": {"a": "b"},
+    "client_request_id": "mine", "deadline": 2.5,
+}  # fmt: skip
+OUTPUT: dict[str, Any] = {
+    "request_id": "r", "new_token_ids": [5, 6], "first_position": 2, "finish_reason": FinishReason.STOP,
+    "awaits_input": True, "stop_reason": "stop", "num_cached_tokens": 16, "prefills_locally": True,
+    "transfer_unwanted": True, "error_code": "invalid_request", "error_message": "no", "moments": {"first": 1.5},
+    "prefill_chunks": [(1.5, 64)], "new_logprobs": LOGPROBS, "prompt_logprobs": LOGPROBS, "num_preemptions": 1,
+    "events": [EngineCoreEvent(EngineCoreEventType.QUEUED, 1.5)], "pooling_output": [0.1, -1e-30],
+    "index": 1, "error_field": "top_p", "uncached_tokens": 7,
+}  # fmt: skip
+
+
+def test_requests_have_every_field() -> None:
+    request = EngineCoreRequest(**fields_of(EngineCoreRequest, REQUEST))
+    assert copied(request) == request
+
+
+def test_outputs_have_every_field() -> None:
+    output = EngineCoreOutput(**fields_of(EngineCoreOutput, OUTPUT))
+    stats = SchedulerStats(**{name: number + 1 for number, name in enumerate(SchedulerStats.__struct_fields__)})
+    outputs = EngineCoreOutputs(
+        **fields_of(
+            EngineCoreOutputs,
+            {
+                "outputs": [output, EngineCoreOutput(request_id="s", stop_reason=7)],
+                "scheduler_stats": stats,
+                "blocks_stored": [b"\x00" * 24],
+                "blocks_removed": [b"\xff" * 24],
+            },
+        )
+    )
+    assert copied(outputs) == outputs
+
+
+def test_an_error_is_the_same_after_its_output_was_sent() -> None:
+    error = engine_error(copied(failed_output("r", InvalidRequest("top_p is 2", "top_p"))))
+    assert isinstance(error, InvalidRequest)
+    assert (str(error), error.field) == ("top_p is 2", "top_p")
+    needs = copied(msgspec.structs.replace(failed_output("r", NeedsPrefill("long")), uncached_tokens=7))
+    assert isinstance(answer := engine_error(needs), NeedsPrefill)
+    assert answer.uncached_tokens == 7

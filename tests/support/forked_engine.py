@@ -1,0 +1,51 @@
+"""Processes of `ProcessClient` that need not import torch, and one whose engine fails. See `forked_process.py`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from pdserve.engine.clients.engine_connection import ChildProcess
+from pdserve.engine.clients.engine_core_proc import main
+from pdserve.engine.runner.executor import SingleDeviceExecutor
+from tests.support.forked_process import ForkedProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FATAL_TOKEN = 13
+"""A prompt that begins with it ends an engine with `BUG`."""
+BUG = "a bug in a kernel"
+
+
+def start_forked(descriptor: int) -> ChildProcess:
+    """In place of `engine_connection.start_program`."""
+    return _start(["-m", "pdserve.engine.clients.engine_core_proc", str(descriptor)], descriptor)
+
+
+def start_failing(descriptor: int) -> ChildProcess:
+    """The same; the engine fails at `FATAL_TOKEN`."""
+    return _start(["-m", "tests.support.forked_engine", str(descriptor)], descriptor)
+
+
+def _start(program: list[str], descriptor: int) -> ChildProcess:
+    environ = dict(os.environ) | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return ForkedProcess(program, output=2, environ=environ, pass_fds=[descriptor])
+
+
+def fail_at_fatal_token(execute: Any) -> Any:
+    """`execute_model` of an executor that fails."""
+
+    def execute_or_fail(executor: Any, scheduled: Any) -> None:
+        for new in scheduled.scheduled_new_reqs:
+            if new.token_ids[0] == FATAL_TOKEN:
+                raise ValueError(BUG)
+        execute(executor, scheduled)
+
+    return execute_or_fail
+
+
+if __name__ == "__main__":
+    SingleDeviceExecutor.execute_model = fail_at_fatal_token(SingleDeviceExecutor.execute_model)  # type: ignore[method-assign]
+    sys.exit(main())
