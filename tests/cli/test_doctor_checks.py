@@ -402,7 +402,7 @@ def test_whether_clients_need_a_key() -> None:
     assert verdicts(clients(front_tls_client_ca_file="ca.pem", **BEYOND)) == ["ok"]
     findings = clients(no_auth=True, **BEYOND)
     assert verdicts(findings) == ["warning"]
-    assert "anybody who reaches 0.0.0.0 may ask" in text(findings)
+    assert "every client that reaches 0.0.0.0 is served" in text(findings)
 
 
 def test_keys_that_expire_and_a_file_that_others_can_write(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 
 class ChildAnswers:
-    """Takes standard output for itself; from now on what others print there goes to standard error."""
+    """Reserves standard output for answers; other prints go to standard error."""
 
     def __init__(self) -> None:
         self._descriptor = os.dup(1)

@@ -59,7 +59,7 @@ class PdServeError(Exception):
 
 
 class InvalidRequest(PdServeError):
-    """A request that can never be served as it stands."""
+    """A request that is invalid, so that a retry cannot succeed."""
 
     code = "invalid_request"
     grpc_status = grpc.StatusCode.INVALID_ARGUMENT

@@ -127,7 +127,7 @@ class Timeline:
                 self.moments_unix_ns[name] = unix_ns
 
     def begin_attempt(self) -> None:
-        """A further attempt begins: what workers of an earlier one reported is not part of this one's path."""
+        """Begin a further attempt: moments from workers of earlier attempts are not part of its path."""
         seen = self.moments_unix_ns
         self.moments_unix_ns = {name: seen[name] for name in _OF_THE_ROUTER if name in seen}
         self.moments_unix_ns[ATTEMPTED] = now_unix_ns()

@@ -76,7 +76,7 @@ async def run_router(
             if directory is not None:
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
             if not settings.asks_for_keys and not is_loopback(settings.host) and settings.no_auth:
-                log.warning("no_auth: clients need no API key, and anybody who reaches %s may ask", settings.host)
+                log.warning("no_auth: every client that reaches %s is served without an API key", settings.host)
             front = settings.front_tls()
             renewal = TlsRenewal(settings, tls, front, settings.front_tls)
             renewal.log_expiry()

@@ -89,7 +89,7 @@ def check_clients(settings: RouterSettings) -> Iterator[Finding]:
         yield ok("no API key is needed; only this machine reaches the router")
     else:
         yield warning(
-            f"no API key is needed: anybody who reaches {settings.host} may ask",
+            f"no API key is needed: every client that reaches {settings.host} is served",
             "make keys with `pdserve keys new NAME`, and name their file in api_keys_file",
         )
 

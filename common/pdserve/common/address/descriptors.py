@@ -16,7 +16,7 @@ MIN_CONNECTIONS = 16
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit to the hard one, at most `ENOUGH_DESCRIPTORS`; returns what holds now."""
+    """Raise the soft limit to the hard one, at most `ENOUGH_DESCRIPTORS`; returns the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -45,7 +45,7 @@ class LoopLag:
         if self._longest_s < WARN_ABOVE_S or (self._warned_at is not None and now - self._warned_at < WARN_EVERY_S):
             return
         log.warning(
-            "the event loop stood still for %.2f s: a callback took so long, or the process was not run",
+            "the event loop was blocked for %.2f s: a callback took so long, or the process was not run",
             self._longest_s,
         )
         self._longest_s, self._warned_at = 0.0, now

@@ -35,14 +35,14 @@ _FRONT_FILES = ("front_tls_cert_file", "front_tls_key_file", "front_tls_client_c
 
 @dataclass(slots=True)
 class _Source(Generic[T]):
-    """Files, and what they were loaded into."""
+    """Files, and the object that was loaded from them."""
 
     peers: PeerKind
     paths: tuple[str, ...]
     server: ServerTls
     load: Callable[[], T | None]
     renew: Callable[[T], None]
-    """Lets what was loaded take over."""
+    """Puts the loaded object into use."""
     used: _Signature = field(init=False)
     """Signature of the files that were loaded, or refused, last."""
     seen: _Signature = field(init=False)
@@ -56,7 +56,7 @@ class _Source(Generic[T]):
         return self.server.current.valid_until
 
     def look(self) -> None:
-        """Load what has changed and stayed so since the last look."""
+        """Load files that have changed and are unchanged since the last check."""
         seen, self.seen = self.seen, _signature(self.paths)
         if self.seen == self.used or self.seen != seen:
             return

@@ -1,4 +1,4 @@
-"""`PoolingParams`: what a client may ask of an embedding, by vLLM's name."""
+"""`PoolingParams`: a client's parameters of an embedding, by vLLM's name."""
 
 from __future__ import annotations
 

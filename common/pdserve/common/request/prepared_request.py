@@ -55,7 +55,7 @@ def verify_client_request_id(client_request_id: str, field: str = "client_reques
 
 
 class ResumeState(msgspec.Struct, kw_only=True, frozen=True, gc=False):
-    """One sequence that earlier attempts have begun; what the client has of it."""
+    """One sequence that earlier attempts have begun, with the client's output of it."""
 
     index: int
     output_token_ids: list[int]

@@ -1,4 +1,4 @@
-"""`SamplingParams`: what a client may ask of the sampler, with vLLM's names and defaults."""
+"""`SamplingParams`: a client's parameters of sampling, with vLLM's names and defaults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_LOGITS_PROCESSOR_ARGS_BYTES = 4096
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_MAX_TOKENS = 2**32 - 1
-"""These three are what the wire can carry."""
+"""Limits of the three fields' types in the protocol."""
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -55,7 +55,7 @@ class NamedLogitsProcessor(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
     name: str
     args: dict[str, Any] = {}
-    """JSON values; what they mean is the processor's."""
+    """JSON values, which the processor interprets."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False):
@@ -79,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     repetition_penalty: float = 1.0
     """Divides the positive and multiplies the negative logits of tokens in prompt or output; above 0."""
     logit_bias: dict[int, float] = {}
-    """Token id -> what is added to its logit, from -100 to 100."""
+    """Token id -> value added to its logit, from -100 to 100."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens are sampled; None is all."""
     bad_words: tuple[str, ...] = ()

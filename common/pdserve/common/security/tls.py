@@ -88,7 +88,7 @@ class ServerTls:
 
 @dataclass(slots=True, eq=False)
 class ClientTls:
-    """Whom a connecting side trusts, and what it shows."""
+    """TLS of a connecting side: trusted authorities, and its own certificate."""
 
     ca: bytes
     certificate: bytes | None
@@ -173,7 +173,7 @@ def load_front(certificate: TlsFile, key: TlsFile, client_ca: TlsFile | None) ->
 
 
 def load_client(ca: TlsFile, certificate: TlsFile | None = None, key: TlsFile | None = None) -> ClientTls:
-    """A client of a front end. certificate and key: where the front end wants one. Raises: ConfigError."""
+    """TLS of a front end's client. certificate and key: if the front end requires them. Raises: ConfigError."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, ca)
     return ClientTls(ca.read(), certificate.read() if certificate else None, key.read() if key else None, None, context)
 
@@ -210,7 +210,7 @@ def _show(context: ssl.SSLContext, certificate: TlsFile, key: TlsFile) -> None:
 
     def no_password() -> str:
         # without this OpenSSL would ask for one on the terminal
-        raise ConfigError(f"{key}: the key is encrypted, and nobody can be asked for its password")
+        raise ConfigError(f"{key}: the key is encrypted, and a service cannot ask for its password")
 
     try:
         context.load_cert_chain(certificate.path, key.path, no_password)

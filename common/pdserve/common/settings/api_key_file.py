@@ -131,7 +131,7 @@ def read_keys(path: Path, setting: str = "api_keys_file") -> tuple[KeyEntry, ...
         raise ConfigError(f"{setting} {path}: unknown table {unknown[0]!r}; keys are tables [[keys]]")
     entries: Any = content.get("keys")
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{setting} {path} has no [[keys]]: nobody could ask")
+        raise ConfigError(f"{setting} {path} has no [[keys]]: no client could be served")
     if len(entries) > MAX_KEYS:
         raise ConfigError(f"{setting} {path} has {len(entries)} keys, at most {MAX_KEYS} are possible")
     keys = tuple(_entry(f"{setting} {path}: keys[{place}]", raw_entry) for place, raw_entry in enumerate(entries))

@@ -41,7 +41,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     on_kv_failure: Literal["local", "remote", "fail"] = "local"
     """The kind of the next attempt after a failed transfer."""
     scheduling_policy: SchedulingPolicy = "fcfs"
-    """In what order requests get a place, as on the workers: by `priority`, or by arrival alone."""
+    """Order in which requests get a place, as on the workers: by `priority`, or only by arrival."""
     max_attempts: int = 3
     request_timeout_s: float = 600.0
     """Longest deadline of a request, seconds; default of a request without one."""
@@ -153,7 +153,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         if not is_loopback(self.host) and not authenticates and not self.no_auth:
             raise ConfigError(
                 f"host is {self.host!r}, which is not loopback, and clients need no API key: api_keys_file or api_keys "
-                "is needed, or --no-auth, where anybody who reaches the router may ask"
+                "is needed, or --no-auth, with which every client that reaches the router is served"
             )
 
     def _clear_text_addresses(self) -> Iterator[tuple[str, str, str]]:

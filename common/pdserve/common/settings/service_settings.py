@@ -1,4 +1,4 @@
-"""`ServiceSettings`: what workers and router are set by alike. Frozen, units in names; `common/settings/settings.py` reads them."""
+"""`ServiceSettings`: settings that workers and router share. Frozen, units in names; `common/settings/settings.py` reads them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The secret all services share; at least 16 characters, 6 of them different."""
     deployment_key_file: str | None = None
     redis: str | None = None
-    """redis://[user:password@]host[:port][/db], or rediss:// for TLS: introduces workers and shares what they hold."""
+    """redis://[user:password@]host[:port][/db], or rediss:// for TLS: registry of workers and of their cached blocks."""
     redis_namespace: str = "pdserve"
     """Begins every key in Redis; deployments that share one Redis need one each."""
     redis_ca_file: str | None = None
@@ -76,7 +76,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     otel_bsp_schedule_delay_ms: float = 2000.0
     """Time for which finished spans wait to be exported together."""
     otel_sdk_disabled: bool = False
-    """Trace nothing, whatever `otlp` says."""
+    """Disable tracing, also if `otlp` is set."""
 
     def addresses(self) -> list[str]:
         """Every host that this service listens on or connects to by its settings."""
@@ -114,7 +114,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return None
 
     def verify(self) -> None:
-        """Raises: ConfigError naming the setting, its value and what it should be."""
+        """Raises: ConfigError naming the setting, its value and the allowed values."""
         self.tls()
         self._verify_listening()
         self._verify_redis()

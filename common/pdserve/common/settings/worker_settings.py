@@ -1,4 +1,4 @@
-"""`WorkerSettings`, and what prefill and decode workers add to them."""
+"""`WorkerSettings`, and the additional settings of prefill and decode workers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     logits_processors: tuple[str, ...] = ()
     """Entry points of the group `pdserve.logits_processors` that are loaded at start; no other plug-in is imported."""
     attention_backend: str = "auto"
-    """What computes attention: `auto` chooses by the device, `torch` runs on every device; any other name is an entry point of
+    """Implementation of attention: `auto` chooses by the device, `torch` runs on every device; any other name is an entry point of
     the group `pdserve.attention_backends`, imported only when this setting names it."""
     connector: Literal["auto", "nixl", "tcp"] = "auto"
     """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
@@ -81,7 +81,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     grammar_request_s: float = 1.0
     """The same for all tokens of a request's sequences together, seconds, plus 5 ms per token."""
     grammar_memory_mib: int = 2048
-    """Address space that the process of a grammar may take beyond what it begins with."""
+    """Address space that the process of a grammar may take in addition to its initial one."""
     engine_stuck_exit_s: float = 60.0
     """Seconds without progress of the engine after which its worker logs all stacks and exits with status 1; 0: never."""
     attach_timeout_s: float = 10.0

@@ -1,4 +1,4 @@
-"""`RequestMetrics`: when the engine did what for one request, as offline callers read it."""
+"""`RequestMetrics`: times of the engine's events of one request, for offline callers."""
 
 from __future__ import annotations
 

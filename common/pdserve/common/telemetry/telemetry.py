@@ -47,7 +47,7 @@ class OtlpEndpoint(NamedTuple):
 
 
 class Telemetry(NamedTuple):
-    """A process's tracing, and what became of its spans."""
+    """A process's tracing, and the outcomes of its spans."""
 
     tracing: Tracing
     counts: ExportCounts
