@@ -8,7 +8,7 @@ export PYTHONSAFEPATH := 1
 INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
 
-.PHONY: up demo test test-all faults fuzz soak check proto docs-generated bench lock sbom format clean
+.PHONY: up demo test test-all coverage faults fuzz soak check proto docs-generated bench lock sbom format clean
 
 up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
 	$(BIN)/pdserve up
@@ -25,6 +25,13 @@ test-all: $(VENV)/.dev  ## every test but those of make faults and make soak, th
 
 faults: $(VENV)/.dev  ## the whole kill matrix: every signal, in every phase, to every role
 	$(BIN)/python -m pytest -m "not soak" tests/faults
+
+TESTS ?= tests
+coverage: $(VENV)/.dev  ## lines of the product that TESTS run, those of processes that they start included
+	$(BIN)/python -m coverage erase
+	-$(BIN)/python -m coverage run -m pytest -q -n 3 --dist loadfile $(TESTS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 SECONDS ?= 1800
 fuzz: $(VENV)/.dev  ## hostile input at every door for SECONDS in all

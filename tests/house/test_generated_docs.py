@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from generated_docs import tests_of_modules
 from generated_docs.imported_modules import package_folders
 from generated_docs.package_drawing import all_below, direct_imports, reduced
 from generated_docs.parts import part, replace_part, texts
@@ -18,6 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(("document", "name"), texts())
 def test_generated_part_is_current(document: str, name: str) -> None:
     assert part(ROOT / document, name) == texts()[document, name], "run `make docs-generated`"
+
+
+def test_each_module_has_a_test() -> None:
+    rows = [line for line in tests_of_modules.tests_of_modules(ROOT).splitlines() if line.startswith("| `")]
+    assert len(rows) > 300
+    assert not [row for row in rows if "`tests/" not in row]
 
 
 def test_arrows_left_out_follow_from_those_drawn() -> None:
