@@ -94,7 +94,7 @@ async def test_nobody_attached_in_time_expires_it() -> None:
     bench = Bench()
     assert await over(bench) is SourceState.EXPIRED
     assert bench.transfer.cause is not None
-    assert "nobody attached" in bench.transfer.cause.message
+    assert "no receiver attached" in bench.transfer.cause.message
     assert bench.owner.heard == [("ended",)]
 
 

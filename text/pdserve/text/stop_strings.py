@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class StopAutomaton:
-    """An Aho-Corasick automaton over a request's stop strings: one step per character, whatever their number.
+    """An Aho-Corasick automaton over a request's stop strings: one step per character for any number of them.
 
     Immutable once built, so the n sequences of a request share one. Building costs their total length.
     A state is the longest suffix of the text so far that begins some stop string, or is one.

@@ -102,7 +102,7 @@ class TlsRenewal:
             self._sources.append(_Source("clients", paths, front, load_front, front.renew))
 
     def expiries(self) -> dict[PeerKind, float]:
-        """To whom a certificate is shown, and its last second, in Unix time."""
+        """Peers of a certificate -> its expiry, in Unix time."""
         return {source.peers: source.valid_until for source in self._sources}
 
     def log_expiry(self) -> None:

@@ -53,7 +53,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     resumable: bool = False
     """A session: the end of a turn is not its end; it waits in `WAITING_FOR_STREAMING_REQ` for a `StreamingUpdate`."""
     prefill_here: bool = False
-    """Prefill in this engine whatever the length: no prefill worker is live."""
+    """Prefill here a prompt of any length, because no prefill worker is live."""
     local_prefill_tokens: int | None = None
     """Most uncached tokens for which prefilling here is faster, by the router's estimate; None: its choice is final."""
     priority: int = 0

@@ -134,7 +134,7 @@ class SourceTransfer:
         self._lease_end = self._loop.call_later(
             min(expected.lease_s, limits.max_s), self._expire, "the lease has run out"
         )
-        self._patience = self._loop.call_later(limits.attach_timeout_s, self._expire, "nobody attached")
+        self._patience = self._loop.call_later(limits.attach_timeout_s, self._expire, "no receiver attached")
 
     @property
     def has_ended(self) -> bool:

@@ -242,7 +242,7 @@ def _bindings() -> Any:
         os.environ.setdefault(variable, value)
     try:
         return importlib.import_module("nixl")._bindings
-    except Exception as error:  # a broken wheel raises whatever its libraries raise
+    except Exception as error:  # a broken wheel may raise any exception of its libraries
         raise TransferFailed(f"the package nixl cannot be imported: {_reason(error)}") from error
 
 

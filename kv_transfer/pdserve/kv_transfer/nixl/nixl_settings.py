@@ -88,7 +88,7 @@ class NixlAddress(msgspec.Struct, frozen=True):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TransferFailed(f"the source's NIXL metadata cannot be read: {error}") from error
         if address.version != METADATA_VERSION:
-            raise TransferFailed(f"the source speaks version {address.version} of the NIXL connector's metadata")
+            raise TransferFailed(f"the source has version {address.version} of the NIXL connector's metadata")
         if not _NAME.fullmatch(address.agent) or len(address.hello) != HELLO_BYTES:
             raise TransferFailed(f"the source's NIXL metadata names no agent: {address.agent[:128]!r}")
         if address.block_bytes != block_bytes:

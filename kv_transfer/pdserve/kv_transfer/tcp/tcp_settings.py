@@ -98,7 +98,7 @@ class TcpAddress(msgspec.Struct, frozen=True):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TransferFailed(f"the source's TCP metadata cannot be read: {error}") from error
         if address.version != METADATA_VERSION:
-            raise TransferFailed(f"the source speaks version {address.version} of the TCP connector's metadata")
+            raise TransferFailed(f"the source has version {address.version} of the TCP connector's metadata")
         if not is_plain_host(address.host) or not 1 <= address.port <= 65535:
             raise TransferFailed(f"the source's TCP metadata names no usable address: {address.host!r}, {address.port}")
         return address

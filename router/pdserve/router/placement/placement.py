@@ -1,7 +1,7 @@
 """`place`: chooses the workers of an attempt, by pure functions over the state of the workers.
 
 Decode is chosen first, then prefill among the workers whose blocks decode can read. Costs are in blocks of 16 tokens,
-whatever a worker's own block size is, so that workers of one model can be compared:
+independent of a worker's block size, so that workers of one model can be compared:
 
     load  = prompt tokens still to compute there + 1/4 * tokens in the blocks that its running requests hold
     cost  = load + 2 * tokens of this prompt that are not cached there
