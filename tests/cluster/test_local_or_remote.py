@@ -15,9 +15,9 @@ import pytest
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.net.rpc import make_channel
 from pdserve.common.net.service_channel import GENERATE
-from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.request_bytes import encode_request
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.common.request.wire import prepared_to_wire
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.v1 import decode_pb2, request_pb2
 from tests.support.cluster_processes import KEY, Cluster, pd_cluster
@@ -79,18 +79,16 @@ async def ask_decode(cluster: Cluster, prompt: list[int], *, source: bool, limit
         hasher = BlockHasher(key, identity.layout.block_size)
         root = hasher.root(identity.layout.model_fingerprint)
         hashes = hasher.extend(root, prompt)
-        prepared = PreparedRequest(
+        prepared = GenerationRequest(
             request_id=secrets.token_hex(8),
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True),
-            eos_token_ids=(),
-            block_hashes=hashes,
             hash_root=root,
             request_digest=hasher.request_digest(root, hashes, prompt),
             deadline=time.monotonic() + 20,
         )
         request = decode_pb2.DecodeRequest(
-            request=prepared_to_wire(prepared), attempt=request_pb2.Attempt(local_prefill_tokens=limit)
+            generation_request=encode_request(prepared), attempt=request_pb2.Attempt(local_prefill_tokens=limit)
         )
         if source:
             # nobody prefills there: whoever waits for these blocks waits in vain

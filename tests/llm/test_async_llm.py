@@ -220,3 +220,21 @@ async def test_deltas_and_the_end_alone(running: Running, llm: LLM) -> None:
         final = greedy(max_tokens=20, output_kind=RequestOutputKind.FINAL_ONLY)
         [answer] = [answer async for answer in streams.generate(TEXT, final)]
         assert answer.outputs == [expected]
+
+
+async def test_fields_beside_the_prompt_reach_the_engine(running: Running) -> None:
+    headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
+    async with running() as streams, asyncio.timeout(30):
+        added = []
+        core = core_of(streams)
+        add = core.add_request
+        core.add_request = lambda request: (added.append(request), add(request))  # type: ignore[method-assign,assign]
+        async for _ in streams.generate(TEXT, greedy(), priority=3, trace_headers=headers):
+            pass
+        async for _ in streams.chat(MESSAGES, greedy(), priority=-3, trace_headers=headers):
+            pass
+        assert [(request.priority, request.trace_headers) for request in added] == [(3, headers), (-3, headers)]
+        with pytest.raises(InvalidRequest, match="priority must be from"):
+            async for _ in streams.generate(TEXT, greedy(), priority=2**31):
+                pass
+        await streams.idle()

@@ -321,3 +321,29 @@ def test_a_prompts_log_probabilities_are_those_of_transformers(llm: LLM, oracle:
             float(expected[place, prompt[place + 1]]), abs=1e-4
         )
     assert llm.generate([prompt], greedy(), use_tqdm=False)[0].prompt_logprobs is None
+
+
+def test_a_lower_priority_runs_first_where_it_is_the_policy(make_llm: Callable[..., LLM]) -> None:
+    prompts, priorities = prompts_of([5] * 4), [3, -1, 2, 0]
+
+    def order(policy: str) -> list[int]:
+        llm = make_llm(scheduling_policy=policy, max_num_seqs=1)
+        answers = llm.generate(prompts, greedy(max_tokens=3), use_tqdm=False, priority=priorities)
+        finished = [answer.metrics.first_token_time if answer.metrics else None for answer in answers]
+        return sorted(range(4), key=lambda place: finished[place] or 0)
+
+    assert order("priority") == [1, 3, 2, 0]
+    assert order("fcfs") == [0, 1, 2, 3]
+
+
+def test_a_trace_context_reaches_the_engine_with_each_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    added = []
+    core = core_of(llm)
+    add = core.add_request
+    monkeypatch.setattr(core, "add_request", lambda request: (added.append(request), add(request)))
+    headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
+    llm.generate(prompts_of([3, 4]), greedy(), use_tqdm=False, priority=7, trace_headers=headers)
+    llm.chat(MESSAGES, greedy(), use_tqdm=False, priority=-7, trace_headers=headers)
+    llm.generate(TEXT, greedy(), use_tqdm=False)
+    assert [request.priority for request in added] == [7, 7, -7, 0]
+    assert [request.trace_headers for request in added] == [headers] * 3 + [{}]

@@ -62,6 +62,25 @@ BAD_PARAMS: list[tuple[Any, str, str]] = [
 ]
 
 
+BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"priority": "high"}, "priority", "priority must be int or a list of them, not str|priority has 4 entries"),
+    ({"priority": [1, 2]}, "priority", "2 entries, one for each of 1 prompts"),
+    ({"priority": ["1"]}, "priority", "priority is '1': Expected `int`"),
+    ({"priority": True}, "priority", "priority is True: Expected `int`"),
+    ({"priority": 2**31}, "priority", "priority must be from -2147483648 to 2147483647, not 2147483648"),
+    ({"trace_headers": "00-1"}, "trace_headers", "trace_headers is '00-1': Expected `object`"),
+    ({"trace_headers": {"traceparent": 1}}, "trace_headers", "Expected `str`"),
+]
+
+
+@pytest.mark.parametrize(("fields", "field", "message"), BAD_FIELDS, ids=repr)
+def test_wrong_fields_beside_a_prompt_are_named(llm: LLM, fields: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        llm.generate(GOOD, use_tqdm=False, **fields)
+    assert caught.value.field == field
+    assert nothing_was_done(llm)
+
+
 @pytest.mark.parametrize(("params", "field", "message"), BAD_PARAMS, ids=lambda value: repr(value)[:30])
 def test_wrong_sampling_parameters_are_named(llm: LLM, params: Any, field: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:

@@ -19,7 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.protocol import PROTOCOL_VERSION
-from pdserve.common.request.wire import layout_to_wire
+from pdserve.common.request.protocol_3 import request_to_version_3, turn_to_version_3
+from pdserve.common.request.wire import layout_to_wire, request_from_wire
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallVerifier
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey
@@ -41,6 +42,8 @@ TEMPLATE = (
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32", model_fingerprint="m" * 32)
 MAX_MODEL_LEN = 256
 HIDDEN_SIZE = 8
+MAX_ANY_LEN = 1 << 20
+"""Tokens of a request that a scripted worker takes, whatever its `max_model_len` says."""
 TEXT = "abcdefghijklmnopqrstuvwxyz"
 """What every fake worker says, over and over."""
 
@@ -136,6 +139,27 @@ class Call:
 
 
 Script = Callable[["FakeWorker", Call], AsyncIterator[Any]]
+
+
+def readable(message: Any) -> Any:
+    """The message of a call with its request as `request`, for scripts and tests to read."""
+    if message.generation_request:
+        message.request.CopyFrom(request_to_version_3(request_from_wire(message, MAX_ANY_LEN)))
+    return message
+
+
+async def readable_turns(turns: AsyncIterator[decode_pb2.DecodeTurn]) -> AsyncIterator[decode_pb2.DecodeTurn]:
+    """The turns of a session as `open` and `next`."""
+    is_first = True
+    async for turn in turns:
+        if turn.generation_request:
+            request = request_from_wire(turn, MAX_ANY_LEN)
+            if is_first:
+                turn.open.CopyFrom(request_to_version_3(request))
+            else:
+                turn.next.CopyFrom(turn_to_version_3(request))
+        is_first = False
+        yield turn
 
 
 def sequences(prepared: request_pb2.PreparedRequest) -> list[int]:
@@ -341,20 +365,20 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         return worker_pb2.MeetResponse()
 
     async def Prefill(self, request, context):
-        async for event in self._play(Call(request)):
+        async for event in self._play(Call(readable(request))):
             yield event
 
     async def Generate(self, request, context):
-        async for event in self._play(Call(request)):
+        async for event in self._play(Call(readable(request))):
             yield event
 
     async def Session(self, request_iterator, context):
-        async for event in self._play(Call(None, request_iterator), self.session_script):
+        async for event in self._play(Call(None, readable_turns(request_iterator)), self.session_script):
             yield event
 
     async def Embed(self, request, context):
         script = None if self.scripts else embed_well
-        async with contextlib.aclosing(self._play(Call(request), script)) as answers:
+        async with contextlib.aclosing(self._play(Call(readable(request)), script)) as answers:
             return await anext(answers)
 
     async def EndSequences(self, request, context):

@@ -19,7 +19,7 @@ from pdserve.common.errors import (
     TransferFailed,
     WorkerLost,
 )
-from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.timeline import Timeline
@@ -549,12 +549,11 @@ async def test_cancelling_reaches_both_calls_in_the_next_turn_of_the_loop(monkey
     monkeypatch.setattr(SilentCall, "opened", [])
     monkeypatch.setattr(attempt_module, "PrefillCall", SilentCall)
     monkeypatch.setattr(attempt_module, "DecodeCall", SilentCall)
-    request = PreparedRequest(
+    request = GenerationRequest(
         request_id="r",
         prompt_token_ids=[1],
         sampling_params=SamplingParams(),
         eos_token_ids=(),
-        block_hashes=[],
         hash_root=b"",
         request_digest=b"",
         deadline=0,

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.common.errors import TransferFailed, WorkerLost
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.timeline import Timeline
 from pdserve.router.attempts import attempt as attempt_module
@@ -50,12 +50,11 @@ class FedCall:
 calls: list[FedCall] = []
 
 
-REQUEST = PreparedRequest(
+REQUEST = GenerationRequest(
     request_id="r",
     prompt_token_ids=[1],
     sampling_params=SamplingParams(),
     eos_token_ids=(),
-    block_hashes=[],
     hash_root=b"",
     request_digest=DIGEST,
     deadline=0,

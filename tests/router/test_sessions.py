@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.common.errors import DeadlineExceeded, Draining, Overloaded, WorkerLost
 from pdserve.common.net.rpc import ERROR_CODE_KEY, make_channel
-from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.router.attempts.worker_calls import SessionCall
 from pdserve.router.requests.session import StreamingSession
@@ -220,12 +220,11 @@ async def test_i6_a_workers_death_ends_a_turn_that_never_reached_it():
         worker = candidates.worker("d")
         worker.channel = signed(make_channel(f"127.0.0.1:{mute.getsockname()[1]}"), worker.key)
         session = StreamingSession()
-        request = PreparedRequest(
+        request = GenerationRequest(
             request_id="r",
             prompt_token_ids=[1],
             sampling_params=SamplingParams(),
             eos_token_ids=(),
-            block_hashes=[],
             hash_root=b"",
             request_digest=b"",
             deadline=time.monotonic() + 30,

@@ -10,12 +10,15 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 from google.protobuf.message import Message
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.net.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.registry.registry import RecordSigner, WorkerRecord
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchAnswer, WatchChallenge
@@ -46,12 +49,12 @@ def identity() -> worker_pb2.Identity:
     )  # fmt: skip
 
 
-def request() -> request_pb2.PreparedRequest:
+def request() -> GenerationRequest:
     hasher = BlockHasher(KEY, BLOCK_SIZE)
     root = hasher.root("ab" * 16)
-    return request_pb2.PreparedRequest(
-        request_id="r", prompt_token_ids=PROMPT, sampling=request_pb2.SamplingParams(temperature=0.0, max_tokens=4),
-        eos_token_ids=[1], hash_root=root, deadline_s=30.0, trace_headers={"traceparent": "00-1"},
+    return GenerationRequest(
+        request_id="r", prompt_token_ids=PROMPT, sampling_params=SamplingParams(temperature=0.0, max_tokens=4),
+        eos_token_ids=(1,), hash_root=root, timeout_s=30.0, trace_headers={"traceparent": "00-1"},
         request_digest=hasher.request_digest(root, hasher.extend(root, PROMPT), PROMPT),
     )  # fmt: skip
 
@@ -65,11 +68,13 @@ def calls() -> dict[str, Message]:
         transfer_id=transfer_id, source_epoch=WORKER[1], receiver=receiver, request_digest=request().request_digest,
         layout=identity().layout, digest_algorithms=["xxh3_64"], connectors=["tcp"],
     )  # fmt: skip
+    # with what was left of the deadline at that moment
+    data = msgspec.msgpack.encode(request())
     return {
-        PREFILL.path: prefill_pb2.PrefillRequest(request=request(), transfer_id=transfer_id, receiver=receiver),
-        EMBED.path: prefill_pb2.PoolingRequest(request=request()),
-        GENERATE.path: decode_pb2.DecodeRequest(request=request(), source=source),
-        SESSION.path: decode_pb2.DecodeTurn(open=request()),
+        PREFILL.path: prefill_pb2.PrefillRequest(generation_request=data, transfer_id=transfer_id, receiver=receiver),
+        EMBED.path: prefill_pb2.PoolingRequest(generation_request=data),
+        GENERATE.path: decode_pb2.DecodeRequest(generation_request=data, source=source),
+        SESSION.path: decode_pb2.DecodeTurn(generation_request=data),
         END_SEQUENCES.path: decode_pb2.EndSequencesRequest(request_id="r", indexes=[1]),
         ATTACH.path: kv_source_pb2.AttachRequest(open=opening),
         MEET.path: worker_pb2.MeetRequest(worker_id="prefill-0", epoch=9, address="127.0.0.1:7001"),

@@ -15,9 +15,9 @@ import grpc.aio
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.net.rpc import make_channel
 from pdserve.common.net.service_channel import ServiceChannel
-from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.protocol_3 import request_to_version_3
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.common.request.wire import prepared_to_wire
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.decode import service as decode_service
@@ -76,7 +76,14 @@ async def running_pair(
 def prepared(
     worker: Worker, prompt: list[int] | None = None, key: DeploymentKey = KEY, **changes: Any
 ) -> request_pb2.PreparedRequest:
-    """A greedy request of 4 tokens. changes: fields of `PreparedRequest`."""
+    """`generation_request` as a router of protocol version 3 sends it."""
+    return request_to_version_3(generation_request(worker, prompt, key, **changes))
+
+
+def generation_request(
+    worker: Worker, prompt: list[int] | None = None, key: DeploymentKey = KEY, **changes: Any
+) -> GenerationRequest:
+    """A greedy request of 4 tokens. changes: fields of `GenerationRequest`."""
     prompt = prompt or PROMPT
     hasher = BlockHasher(key, BLOCK_SIZE)
     root = hasher.root(worker.model.layout.model_fingerprint)
@@ -85,10 +92,9 @@ def prepared(
         "request_id": secrets.token_hex(4),
         "prompt_token_ids": prompt,
         "sampling_params": SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
-        "eos_token_ids": (),
-        "block_hashes": hashes,
         "hash_root": root,
         "request_digest": hasher.request_digest(root, hashes, prompt),
         "deadline": time.monotonic() + 30,
     }
-    return prepared_to_wire(PreparedRequest(**(fields | changes)))
+    fields |= changes
+    return GenerationRequest(**({"n": fields["sampling_params"].n} | fields))

@@ -16,9 +16,9 @@ from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import Draining
 from pdserve.common.net.rpc import ERROR_CODE_KEY, make_channel
 from pdserve.common.net.service_channel import GENERATE, PREFILL
-from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.protocol_3 import request_to_version_3
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.common.request.wire import prepared_to_wire
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.decode import service as decode_service
@@ -63,17 +63,15 @@ def prepared(layout: Any) -> Any:
     hasher = BlockHasher(DEVELOPMENT_KEY, layout.block_size)
     root = hasher.root(layout.model_fingerprint)
     hashes = hasher.extend(root, PROMPT)
-    request = PreparedRequest(
+    request = GenerationRequest(
         request_id="r",
         prompt_token_ids=PROMPT,
         sampling_params=SamplingParams(temperature=0.0, max_tokens=8),
-        eos_token_ids=(),
-        block_hashes=hashes,
         hash_root=root,
         request_digest=hasher.request_digest(root, hashes, PROMPT),
         deadline=asyncio.get_running_loop().time() + 30,
     )
-    return prepared_to_wire(request)
+    return request_to_version_3(request)
 
 
 async def end_of(call: grpc.aio.UnaryStreamCall[Any, Any]) -> str | None:

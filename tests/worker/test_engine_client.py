@@ -23,7 +23,7 @@ from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.scheduler.kv_messages import HoldReturned, ReceiveInto
 from pdserve.worker.engine_client import EngineClient
-from pdserve.worker.engine_request import engine_request_id
+from pdserve.worker.request_reader import engine_request_id
 from tests.support.engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
 from tests.support.hash_model import greedy_answer
 

@@ -1,15 +1,16 @@
 """The protocol between services: the size of its messages, its version, and which versions work together.
 
 A service works with its own version, the one before and the one after: during an upgrade two generations serve together.
-Version 1 did not authenticate, so nothing works with it any more. Version 3 adds `Identity.sampler_version`; the router takes
-a worker of version 2 for one with sampler 1.
+Version 1 did not authenticate, so nothing works with it any more. Version 3 added `Identity.sampler_version`. Version 4 carries
+requests as `generation_request` (`request/request_bytes.py`); towards version 3 they are generated messages
+(`request/protocol_3.py`).
 """
 
 from __future__ import annotations
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Bytes of one gRPC message, at most."""
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised by one with each change that older services do not support; comments describe the version before."""
 OLDEST_AUTHENTICATED = 2
 MAX_DISTANCE = 1

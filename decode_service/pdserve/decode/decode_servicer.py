@@ -14,7 +14,7 @@ from pdserve.common.address.peer_address import verify_peer_address, verify_work
 from pdserve.common.errors import Draining, InvalidRequest, NeedsPrefill, PdServeError, TransferFailed, WorkerLost
 from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
-from pdserve.common.request.prepared_request import PreparedRequest, verify_request_id
+from pdserve.common.request.generation_request import verify_request_id
 from pdserve.common.request.sampling_params import MAX_SEQUENCES
 from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.common.security.deployment_key import is_loopback
@@ -22,7 +22,7 @@ from pdserve.decode.session_servicer import LOCAL_MOMENTS, SessionServicer
 from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
-from pdserve.worker.engine_request import engine_request_id, make_engine_request
+from pdserve.worker.request_reader import engine_request_id
 
 TRANSFER_ID_BYTES = 16
 _REMOTE_MOMENTS = {
@@ -42,12 +42,9 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         worker = self._worker
-        prepared = worker.prepared(request.request)
-        if prepared.pooling_params is not None:
-            raise InvalidRequest("request.pooling is given: prefill workers compute embeddings", "pooling")
         remote = request.HasField("source")
-        engine_request = make_engine_request(
-            prepared,
+        engine_request = worker.reader.request(
+            request,
             request.attempt.number,
             remote_prefill=remote,
             prefill_here=request.attempt.prefill_here,
@@ -55,9 +52,11 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
                 request.attempt.local_prefill_tokens if request.attempt.HasField("local_prefill_tokens") else None
             ),
         )
+        if engine_request.pooling_params is not None:
+            raise InvalidRequest("request.pooling is given: prefill workers compute embeddings", "pooling")
         worker.verify_new(engine_request)
         record = worker.telemetry.call("decode", engine_request, metadata_of(context))
-        landed = self._receive(request.source, prepared, engine_request) if remote else None
+        landed = self._receive(request.source, engine_request) if remote else None
         record.transfer = worker.adapter.transfer(engine_request.request_id)
         stream = None
         try:
@@ -92,7 +91,7 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
         return decode_pb2.EndSequencesResponse()
 
     def _receive(
-        self, source: decode_pb2.Source, prepared: PreparedRequest, engine_request: EngineCoreRequest
+        self, source: decode_pb2.Source, engine_request: EngineCoreRequest
     ) -> asyncio.Future[ReceiverTransfer]:
         if len(source.transfer_id) != TRANSFER_ID_BYTES:
             raise InvalidRequest(
@@ -104,7 +103,9 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
             raise InvalidRequest(
                 f"source.address {source.address!r} cannot be reached from a worker on loopback", "source.address"
             )
-        ref = SourceRef(source.worker_id, source.epoch, source.address, source.transfer_id, prepared.request_digest)
+        ref = SourceRef(
+            source.worker_id, source.epoch, source.address, source.transfer_id, engine_request.request_digest
+        )
         worker = self._worker
         borrowed = worker.peers.borrow(source.address, (source.worker_id, source.epoch))
         try:

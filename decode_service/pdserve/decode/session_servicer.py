@@ -12,17 +12,15 @@ import grpc
 import msgspec
 
 from pdserve.common import timeline
-from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, InvalidRequest, Overloaded, PromptTooLong
+from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, InvalidRequest, Overloaded
 from pdserve.common.first_done import first_of
 from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
-from pdserve.common.request.trace_headers import valid_trace_headers
-from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, sampling_from_wire
+from pdserve.common.request.wire import moments_to_wire, outputs_to_wire
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.output_stream import OutputStream
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from pdserve.worker.call_stats import CallStats
-from pdserve.worker.engine_request import make_engine_request
 from pdserve.worker.worker import Worker
 
 StarvationGuard = AsyncIterator[decode_pb2.DecodeTurn]
@@ -125,23 +123,18 @@ class _Session:
         self, turn: decode_pb2.DecodeTurn
     ) -> tuple[EngineCoreRequest, Callable[[], OutputStream], Mapping[str, str]]:
         """The next turn's request, a function that submits it, and its trace context. Raises: InvalidRequest."""
-        kind = turn.WhichOneof("turn")
-        if kind != ("open" if self._request is None else "next"):
+        if turn.WhichOneof("turn") not in ("generation_request", "open" if self._request is None else "next"):
             raise InvalidRequest("a session's first message is `open`, and every later one is `next`", "turn")
         engine, stream = self._worker.engine, self._stream
         if self._request is None or stream is None:
-            prepared = self._worker.prepared(turn.open)
-            request = self._request = make_engine_request(prepared, 0, prefill_here=True, resumable=True)
+            request = self._request = self._worker.reader.request(turn, prefill_here=True, resumable=True)
             self._worker.verify_new(request)
             return request, lambda: engine.submit(request, self._take, self._stream_interval), self._metadata
-        if (num_tokens := len(turn.next.prompt_token_ids)) > (limit := self._worker.model.max_model_len):
-            raise PromptTooLong(
-                f"next.prompt_token_ids has {num_tokens} tokens, max_model_len is {limit}", "prompt_token_ids"
-            )
+        said = self._worker.reader.turn(turn)
         update = StreamingUpdate(
             request_id=self._request.request_id,
-            prompt_token_ids=list(turn.next.prompt_token_ids),
-            sampling_params=sampling_from_wire(turn.next.sampling, vocab_size=engine.core.vocab_size),
+            prompt_token_ids=said.prompt_token_ids,
+            sampling_params=said.sampling_params,
             arrival_time=time.monotonic(),
         )
         engine.core.verify_update(update)
@@ -157,7 +150,7 @@ class _Session:
             engine.resume(update)
             return stream
 
-        return request, resume, valid_trace_headers(turn.next.trace_headers)
+        return request, resume, said.trace_headers
 
     def _take(self, output: EngineCoreOutput) -> None:
         if self._record is not None:

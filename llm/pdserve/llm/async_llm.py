@@ -58,6 +58,9 @@ class AsyncLLM:
         prompt: PromptType,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt: each item is the whole answer so far, the last one `finished`.
 
@@ -66,11 +69,12 @@ class AsyncLLM:
 
         Tokens that arrive while the reader is busy are merged into one item. Leaving the generator aborts the request; use
         `contextlib.aclosing` where it is left early. request_id: a name for `abort`, which no other request has now;
-        default: a random one.
+        default: a random one. priority: lower runs first with `scheduling_policy="priority"`. trace_headers: W3C trace context.
         Raises, with the first item: InvalidRequest naming the field, its value and its limit; later: WorkerLost when
         the engine fails, Cancelled by `shutdown`.
         """
-        return self._answer(partial(as_prompt, prompt), sampling_params, request_id)
+        parse = partial(as_prompt, prompt)
+        return self._answer(parse, sampling_params, request_id, priority=priority, trace_headers=trace_headers)
 
     def chat(
         self,
@@ -80,6 +84,8 @@ class AsyncLLM:
         *,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation through the model's chat template: `LLM.chat`, as a stream like `generate`."""
         parse = partial(
@@ -88,7 +94,7 @@ class AsyncLLM:
             add_generation_prompt=add_generation_prompt,
             template_variables=chat_template_kwargs,
         )
-        return self._answer(parse, sampling_params, request_id)
+        return self._answer(parse, sampling_params, request_id, priority=priority, trace_headers=trace_headers)
 
     async def embed(
         self, prompt: PromptType, pooling_params: PoolingParams | None = None, request_id: str | None = None
@@ -146,10 +152,15 @@ class AsyncLLM:
         await asyncio.to_thread(self.shutdown)
 
     async def _answer(
-        self, parse: partial[PromptWithSalt], sampling_params: SamplingParams | None, request_id: str | None
+        self,
+        parse: partial[PromptWithSalt],
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        **fields: object,
     ) -> AsyncGenerator[RequestOutput, None]:
+        """fields: as in `RequestFactory.validate`."""
         self._start()
-        valid = await asyncio.to_thread(self._requests.validate, parse(), sampling_params)
+        valid = await asyncio.to_thread(self._requests.validate, parse(), sampling_params, **fields)
         request = self._requests.make(valid, self._free_name(request_id))
         with self._submitted(request.request_id, request.core) as stream:
             async for output in stream:

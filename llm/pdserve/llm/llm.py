@@ -34,7 +34,7 @@ from pdserve.llm.request_factory import LocalEmbedding, LocalRequest, ValidReque
 from pdserve.text.request_output import RequestOutput
 from pdserve.text.tokenizer import Tokenizer
 
-P = TypeVar("P", bound=msgspec.Struct)
+P = TypeVar("P", bound=msgspec.Struct | int)
 
 
 class LLM:
@@ -74,17 +74,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | MakeBar = True,
+        priority: int | Sequence[int] = 0,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt. Answers are in the order of the prompts.
 
         prompts: one or many; each a text, token ids, or a dict of either that may have a `cache_salt`.
         sampling_params: for all prompts, or one for each; None: `get_default_sampling_params`.
         use_tqdm: show progress; or a callable that makes a bar, in place of tqdm.
+        priority: for all prompts, or one for each; lower runs first with `scheduling_policy="priority"`.
+        trace_headers: W3C trace context of all prompts.
         Raises: InvalidRequest naming the field, its value and its limit, before anything is computed. After any other
         error, Ctrl-C included, the engine is empty and ready.
         """
         values, label = _many_prompts(prompts)
-        return self._answer(as_prompt, values, label, sampling_params, use_tqdm)
+        return self._answer(as_prompt, values, label, sampling_params, use_tqdm, priority, trace_headers)
 
     def chat(
         self,
@@ -94,19 +98,21 @@ class LLM:
         use_tqdm: bool | MakeBar = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] = 0,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of many, through the model's chat template.
 
         sampling_params: as in `generate`; without any, an answer may be as long as the model's length allows.
-        chat_template_kwargs: variables of this template, such as `enable_thinking`.
+        chat_template_kwargs: variables of this template, such as `enable_thinking`. priority, trace_headers: as in `generate`.
         Raises: as `generate` does.
         """
         parse = partial(
             as_conversation, add_generation_prompt=add_generation_prompt, template_variables=chat_template_kwargs
         )
         if is_one_conversation(messages):
-            return self._answer(parse, [messages], None, sampling_params, use_tqdm)
-        return self._answer(parse, messages, "conversations", sampling_params, use_tqdm)
+            return self._answer(parse, [messages], None, sampling_params, use_tqdm, priority, trace_headers)
+        return self._answer(parse, messages, "conversations", sampling_params, use_tqdm, priority, trace_headers)
 
     def embed(
         self,
@@ -163,7 +169,7 @@ class LLM:
                     for request, search in open_searches:
                         if search.done:
                             num_tokens = sum(len(one.beam.token_ids) for one in search.finished)
-                            progress.finished(len(request.encoded.token_ids), num_tokens)
+                            progress.finished(len(request.request.prompt_token_ids), num_tokens)
                     open_searches = [(request, search) for request, search in open_searches if not search.done]
         return [self._beams_of(request, search) for request, search in zip(valid, searches, strict=True)]
 
@@ -179,13 +185,13 @@ class LLM:
 
     def _beams_of(self, request: ValidRequest, search: BeamSearch) -> BeamSearchOutput:
         def text(beam: Beam) -> str:
-            detokenizer = self._tokenizer.detokenizer(request.encoded.token_ids)
+            detokenizer = self._tokenizer.detokenizer(request.request.prompt_token_ids)
             return detokenizer.add(beam.token_ids) + detokenizer.flush()
 
         return BeamSearchOutput(
             sequences=[
                 BeamSearchSequence(
-                    tokens=[*request.encoded.token_ids, *finished.beam.token_ids],
+                    tokens=[*request.request.prompt_token_ids, *finished.beam.token_ids],
                     cum_logprob=finished.beam.cum_logprob,
                     score=finished.score,
                     text=text(finished.beam),
@@ -228,10 +234,12 @@ class LLM:
         label: str | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | MakeBar,
+        priority: int | Sequence[int],
+        trace_headers: Mapping[str, str] | None,
     ) -> list[RequestOutput]:
         """label: the name of a list of values in error messages; None for a single value."""
         with self._exclusive() as engine:
-            requests = self._prepare(parse, values, label, sampling_params)
+            requests = self._prepare(parse, values, label, sampling_params, priority, trace_headers)
             with self._computing(engine, len(requests), use_tqdm) as progress:
 
                 def count(request: LocalRequest) -> None:
@@ -259,13 +267,20 @@ class LLM:
         values: Sequence[object],
         label: str | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+        trace_headers: Mapping[str, str] | None,
     ) -> list[LocalRequest]:
         """Validate all prompts. Raises: InvalidRequest, before any seed is drawn."""
         params = _for_each(sampling_params, len(values), SamplingParams, "sampling_params")
+        priorities = _for_each(priority, len(values), int, "priority")
         valid = []
         for place, value in enumerate(values):
             with named(None if label is None else f"{label}[{place}]"):
-                valid.append(self._requests.validate(parse(value), params[place]))
+                valid.append(
+                    self._requests.validate(
+                        parse(value), params[place], priority=priorities[place], trace_headers=trace_headers
+                    )
+                )
         return [self._requests.make(request) for request in valid]
 
     @contextmanager

@@ -9,6 +9,7 @@ from typing import Literal, TypedDict
 import msgspec
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.settings.service_settings import SchedulingPolicy
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.clients.engine_core_client import EngineCoreClient
 from pdserve.engine.clients.inproc_client import InprocClient
@@ -34,6 +35,8 @@ class EngineOptions(TypedDict, total=False):
     """Sequences in one step, at most."""
     max_num_batched_tokens: int
     """Tokens computed in one step, at most."""
+    scheduling_policy: SchedulingPolicy
+    """`fcfs`, the default: by arrival; `priority`: by the requests' `priority`, then by arrival."""
     num_threads: int
     """Threads that compute."""
     attention_backend: str

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import RequestOutputKind, SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics, unix_s
@@ -40,9 +42,9 @@ P = TypeVar("P", bound=msgspec.Struct)
 class ValidRequest(NamedTuple):
     """A validated request without its name and, if the caller gave none, its seed."""
 
-    encoded: EncodedPrompt
-    params: SamplingParams
-    cache_salt: str | None
+    request: GenerationRequest
+    text: str | None
+    """The prompt's text, if it is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +117,6 @@ class LocalRequest:
         return answer
 
 
-class ValidEmbedding(NamedTuple):
-    """A validated embedding request without its name."""
-
-    encoded: EncodedPrompt
-    params: PoolingParams
-    cache_salt: str | None
-
-
 @dataclass(slots=True)
 class LocalEmbedding:
     """An embedding request, with its result."""
@@ -174,9 +168,12 @@ class RequestFactory:
         recommended: dict[str, Any] = dict(self._tokenizer.generation_defaults)
         return SamplingParams(**recommended)
 
-    def validate(self, prompt: PromptWithSalt, sampling_params: SamplingParams | None) -> ValidRequest:
+    def validate(
+        self, prompt: PromptWithSalt, sampling_params: SamplingParams | None, **fields: object
+    ) -> ValidRequest:
         """Tokenize, fill in, check. sampling_params: None takes the defaults, `max_tokens` of the prompt's kind.
 
+        fields: those of `GenerationRequest` that a caller gives beside the prompt; None: the default.
         Raises: InvalidRequest naming the field, its value and its limit.
         """
         params = (
@@ -204,16 +201,16 @@ class RequestFactory:
                 f"{field} is {params.num_sequences}, at most {self._max_num_seqs} sequences run at a time (max_num_seqs)",
                 field,
             )
-        return ValidRequest(encoded, params, prompt.cache_salt)
+        return self._valid(prompt, encoded, fields, sampling_params=params)
 
-    def validate_embedding(self, prompt: PromptWithSalt, pooling_params: PoolingParams | None) -> ValidEmbedding:
+    def validate_embedding(self, prompt: PromptWithSalt, pooling_params: PoolingParams | None) -> ValidRequest:
         """Tokenize and check. Raises: InvalidRequest naming the field, its value and its limit."""
         params = PoolingParams() if pooling_params is None else checked(pooling_params, PoolingParams, "pooling_params")
         rule = LengthRule(self._max_model_len, has_output=False)
         encoded = self._encoded(prompt, rule)
         rule.verify(len(encoded.token_ids), prompt.field)
         params.verify(self._hidden_size)
-        return ValidEmbedding(encoded, params, prompt.cache_salt)
+        return self._valid(prompt, encoded, pooling_params=params)
 
     def validate_beams(self, prompt: PromptWithSalt, params: BeamSearchParams) -> ValidRequest:
         """Tokenize and check. Raises: InvalidRequest naming the field, its value and its limit."""
@@ -230,7 +227,7 @@ class RequestFactory:
         step = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=params.num_candidates(len(self._tokenizer.eos_token_ids)), seed=0
         )
-        return ValidRequest(encoded, step, prompt.cache_salt)
+        return self._valid(prompt, encoded, sampling_params=step)
 
     def _encoded(self, prompt: PromptWithSalt, length_rule: LengthRule) -> EncodedPrompt:
         encoded = encode_prompt(self._tokenizer, prompt.prompt, prompt.field, length_rule)
@@ -238,37 +235,30 @@ class RequestFactory:
         verify_cache_salt(prompt.cache_salt)
         return encoded
 
-    def make_embedding(self, request: ValidEmbedding, request_id: str | None = None) -> LocalEmbedding:
+    def _valid(
+        self,
+        prompt: PromptWithSalt,
+        encoded: EncodedPrompt,
+        fields: Mapping[str, object] = MappingProxyType({}),
+        **params: Any,
+    ) -> ValidRequest:
+        """Raises: InvalidRequest for a field of another type, or outside its limits."""
+        types = {field.name: field.type for field in msgspec.structs.fields(GenerationRequest)}
+        given = {name: converted(name, value, types[name]) for name, value in fields.items() if value is not None}
+        request = GenerationRequest(prompt_token_ids=encoded.token_ids, cache_salt=prompt.cache_salt, **given, **params)
+        request.verify_client()
+        return ValidRequest(request, encoded.text)
+
+    def make_embedding(self, valid: ValidRequest, request_id: str | None = None) -> LocalEmbedding:
         """The request for the engine. request_id: as in `make`."""
         name, stem = self._named(request_id)
-        root = self._hasher.root(self._model_fingerprint, request.cache_salt)
-        core = EngineCoreRequest(
-            request_id=f"{stem}.0",
-            sequence_stem=stem,
-            prompt_token_ids=request.encoded.token_ids,
-            pooling_params=request.params,
-            arrival_time=time.monotonic(),
-            block_hashes=self._hasher.extend(root, request.encoded.token_ids),
-            hash_root=root,
-        )
-        return LocalEmbedding(name, request.encoded.text, core)
+        return LocalEmbedding(name, valid.text, self._engine_request(valid.request, stem))
 
-    def make_beam_step(self, request: ValidRequest, output_token_ids: Sequence[int]) -> BeamStep:
+    def make_beam_step(self, valid: ValidRequest, output_token_ids: Sequence[int]) -> BeamStep:
         """The request for the candidates that follow these output tokens."""
         _, stem = self._named(None)
-        root = self._hasher.root(self._model_fingerprint, request.cache_salt)
-        token_ids = [*request.encoded.token_ids, *output_token_ids]
-        return BeamStep(
-            EngineCoreRequest(
-                request_id=f"{stem}.0",
-                sequence_stem=stem,
-                prompt_token_ids=token_ids,
-                sampling_params=request.params,
-                arrival_time=time.monotonic(),
-                block_hashes=self._hasher.extend(root, token_ids),
-                hash_root=root,
-            )
-        )
+        token_ids = [*valid.request.prompt_token_ids, *output_token_ids]
+        return BeamStep(self._engine_request(valid.request, stem, prompt_token_ids=token_ids))
 
     def _named(self, request_id: str | None) -> tuple[str, str]:
         """The caller's name for a request, by default its number, and what begins the engine's names of its sequences.
@@ -279,35 +269,40 @@ class RequestFactory:
         name = str(number) if request_id is None else request_id
         return name, f"{name}.{number}"
 
-    def make(self, request: ValidRequest, request_id: str | None = None) -> LocalRequest:
+    def make(self, valid: ValidRequest, request_id: str | None = None) -> LocalRequest:
         """The request for the engine. request_id: the caller's name for it; default: its number."""
         request_id, stem = self._named(request_id)
-        encoded, params, cache_salt = request
+        params = valid.request.sampling_params
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(_SEED_BITS))
         engine_params = for_engines(params)
-        root = self._hasher.root(self._model_fingerprint, cache_salt)
-        core = EngineCoreRequest(
-            request_id=f"{stem}.0",
-            sequence_stem=stem,
-            prompt_token_ids=encoded.token_ids,
+        core = self._engine_request(
+            valid.request,
+            stem,
             sampling_params=engine_params,
             n=engine_params.n,
             eos_token_ids=self._tokenizer.eos_token_ids,
-            arrival_time=time.monotonic(),
-            block_hashes=self._hasher.extend(root, encoded.token_ids),
-            hash_root=root,
         )
         processor = OutputProcessor(
             self._tokenizer,
             request_id=request_id,
-            prompt=encoded.text,
-            prompt_token_ids=encoded.token_ids,
+            prompt=valid.text,
+            prompt_token_ids=core.prompt_token_ids,
             sampling_params=engine_params,
             num_sequences=engine_params.n,
         )
         metrics = processor.metrics = RequestMetrics(arrival_time=unix_s(core.arrival_time))
         return LocalRequest(core, processor, metrics, params)
+
+    def _engine_request(self, request: GenerationRequest, stem: str, **fields: Any) -> EngineCoreRequest:
+        """stem: begins the ids of its sequences. fields: in place of the request's."""
+        carried = request.carried() | fields
+        root = self._hasher.root(self._model_fingerprint, request.cache_salt)
+        block_hashes = self._hasher.extend(root, carried["prompt_token_ids"])
+        carried |= {"request_id": f"{stem}.0", "hash_root": root}
+        return EngineCoreRequest(
+            **carried, sequence_stem=stem, arrival_time=time.monotonic(), block_hashes=block_hashes
+        )
 
 
 def checked(params: object, kind: type[P], name: str) -> P:
@@ -319,9 +314,13 @@ def checked(params: object, kind: type[P], name: str) -> P:
         raise InvalidRequest(f"{name} must be {kind.__name__}, not {type(params).__name__}", name)
     values = {}
     for field in msgspec.structs.fields(kind):
-        value = getattr(params, field.name)
-        try:
-            values[field.name] = msgspec.convert(value, field.type)
-        except msgspec.ValidationError as error:
-            raise InvalidRequest(f"{field.name} is {value!r:.60}: {error}", field.name) from error
+        values[field.name] = converted(field.name, getattr(params, field.name), field.type)
     return kind(**values)
+
+
+def converted(name: str, value: object, kind: Any) -> Any:
+    """The value as its field's type. name: of the field. Raises: InvalidRequest for a value of another type."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{name} is {value!r:.60}: {error}", name) from error

@@ -12,12 +12,10 @@ from pdserve.common.address.peer_address import verify_worker_id
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
-from pdserve.common.request.prepared_request import PreparedRequest
 from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
-from pdserve.worker.engine_request import make_engine_request
 from pdserve.worker.worker import Worker
 
 TRANSFER_ID_BYTES = 16
@@ -44,8 +42,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         worker = self._worker
-        prepared = worker.prepared(request.request)
-        if prepared.pooling_params is not None:
+        engine_request = worker.reader.request(
+            request, request.attempt.number, transfer_source=bool(request.transfer_id)
+        )
+        if engine_request.pooling_params is not None:
             raise InvalidRequest("request.pooling is given: embeddings are asked for with Embed", "pooling")
         if len(request.transfer_id) not in (0, TRANSFER_ID_BYTES):
             raise InvalidRequest(
@@ -53,12 +53,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             )
         if request.transfer_id:
             verify_worker_id("receiver.worker_id", request.receiver.worker_id)
-        engine_request = make_engine_request(
-            prepared, request.attempt.number, transfer_source=bool(request.transfer_id)
-        )
         worker.verify_new(engine_request)
         record = worker.telemetry.call("prefill", engine_request, metadata_of(context))
-        transfer = self._expect(request, prepared, engine_request) if request.transfer_id else None
+        transfer = self._expect(request, engine_request) if request.transfer_id else None
         stream = None
         try:
             with record:
@@ -68,7 +65,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 for piece in prompt_logprobs_to_wire(outputs[0].prompt_logprobs):
                     yield prefill_pb2.PrefillEvent(prompt_logprobs=piece)
                 if outputs[0].new_token_ids:
-                    yield prefill_pb2.PrefillEvent(computed=_computed(prepared, outputs))
+                    yield prefill_pb2.PrefillEvent(computed=_computed(engine_request, outputs))
                 if transfer is not None:
                     state = await transfer.over
                     if transfer.cause is not None and state not in _ENDED:
@@ -89,10 +86,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PoolingRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.PoolingResponse:
         worker = self._worker
-        prepared = worker.prepared(request.request)
-        if prepared.pooling_params is None:
+        engine_request = worker.reader.request(request, request.attempt.number, prefill_here=True)
+        if engine_request.pooling_params is None:
             raise InvalidRequest("request.pooling is missing: it says which embedding is wanted", "pooling")
-        engine_request = make_engine_request(prepared, request.attempt.number, prefill_here=True)
         worker.verify_new(engine_request)
         record = worker.telemetry.call("prefill", engine_request, metadata_of(context))
         stream = None
@@ -113,16 +109,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             else:
                 record.close()
 
-    def _expect(
-        self, request: prefill_pb2.PrefillRequest, prepared: PreparedRequest, engine_request: EngineCoreRequest
-    ) -> SourceTransfer:
+    def _expect(self, request: prefill_pb2.PrefillRequest, engine_request: EngineCoreRequest) -> SourceTransfer:
         expected = ExpectedTransfer(
             transfer_id=request.transfer_id,
             request_id=engine_request.request_id,
             receiver=PeerId(request.receiver.worker_id, request.receiver.epoch),
-            request_digest=prepared.request_digest,
-            lease_s=prepared.remaining_s,
-            num_blocks=-(-len(prepared.given_token_ids) // self._worker.settings.block_size),
+            request_digest=engine_request.request_digest,
+            lease_s=engine_request.remaining_s,
+            num_blocks=-(-len(engine_request.given_token_ids) // self._worker.settings.block_size),
         )
         transfer = self._worker.transfers.expect(expected)
         self._worker.adapter.source(engine_request, transfer)
@@ -133,10 +127,10 @@ def _admitted(request: EngineCoreRequest) -> prefill_pb2.Admitted:
     return prefill_pb2.Admitted(moments=moments_to_wire({timeline.PREFILL_QUEUED: request.arrival_time}))
 
 
-def _computed(prepared: PreparedRequest, outputs: Sequence[EngineCoreOutput]) -> prefill_pb2.Computed:
+def _computed(request: EngineCoreRequest, outputs: Sequence[EngineCoreOutput]) -> prefill_pb2.Computed:
     return prefill_pb2.Computed(
-        num_tokens=len(prepared.given_token_ids),
-        request_digest=prepared.request_digest,
+        num_tokens=len(request.given_token_ids),
+        request_digest=request.request_digest,
         first_outputs=[outputs_to_wire(output, {}) for output in outputs],
         moments=_moments(outputs[0], _MOMENTS),
     )

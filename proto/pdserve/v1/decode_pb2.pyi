@@ -26,21 +26,29 @@ class DecodeTurn(google.protobuf.message.Message):
 
     OPEN_FIELD_NUMBER: builtins.int
     NEXT_FIELD_NUMBER: builtins.int
+    GENERATION_REQUEST_FIELD_NUMBER: builtins.int
+    generation_request: builtins.bytes
+    """the first is whole; of a later one prompt, sampling and trace headers count"""
     @property
-    def open(self) -> pdserve.v1.request_pb2.PreparedRequest: ...
+    def open(self) -> pdserve.v1.request_pb2.PreparedRequest:
+        """of protocol version 3"""
+
     @property
-    def next(self) -> Global___NextTurn: ...
+    def next(self) -> Global___NextTurn:
+        """of protocol version 3"""
+
     def __init__(
         self,
         *,
         open: pdserve.v1.request_pb2.PreparedRequest | None = ...,
         next: Global___NextTurn | None = ...,
+        generation_request: builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["next", b"next", "open", b"open", "turn", b"turn"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["generation_request", b"generation_request", "next", b"next", "open", b"open", "turn", b"turn"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["next", b"next", "open", b"open", "turn", b"turn"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["generation_request", b"generation_request", "next", b"next", "open", b"open", "turn", b"turn"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_turn: typing_extensions.TypeAlias = typing.Literal["open", "next"]
+    _WhichOneofReturnType_turn: typing_extensions.TypeAlias = typing.Literal["open", "next", "generation_request"]
     _WhichOneofArgType_turn: typing_extensions.TypeAlias = typing.Literal["turn", b"turn"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_turn) -> _WhichOneofReturnType_turn | None: ...
 
@@ -48,7 +56,7 @@ Global___DecodeTurn: typing_extensions.TypeAlias = DecodeTurn
 
 @typing.final
 class NextTurn(google.protobuf.message.Message):
-    """Follows all earlier tokens of the session, including its output."""
+    """Of protocol version 3. Follows all earlier tokens of the session, including its output."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -102,7 +110,7 @@ class EndSequencesRequest(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     INDEXES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """of PreparedRequest"""
+    """of the request"""
     attempt: builtins.int
     """Attempt.number"""
     @property
@@ -138,8 +146,13 @@ class DecodeRequest(google.protobuf.message.Message):
     REQUEST_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
+    GENERATION_REQUEST_FIELD_NUMBER: builtins.int
+    generation_request: builtins.bytes
+    """common/request/request_bytes.py"""
     @property
-    def request(self) -> pdserve.v1.request_pb2.PreparedRequest: ...
+    def request(self) -> pdserve.v1.request_pb2.PreparedRequest:
+        """of protocol version 3, in place of generation_request"""
+
     @property
     def attempt(self) -> pdserve.v1.request_pb2.Attempt: ...
     @property
@@ -152,10 +165,11 @@ class DecodeRequest(google.protobuf.message.Message):
         request: pdserve.v1.request_pb2.PreparedRequest | None = ...,
         attempt: pdserve.v1.request_pb2.Attempt | None = ...,
         source: Global___Source | None = ...,
+        generation_request: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "request", b"request", "source", b"source"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "request", b"request", "source", b"source"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "generation_request", b"generation_request", "request", b"request", "source", b"source"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___DecodeRequest: typing_extensions.TypeAlias = DecodeRequest

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import request_pb2 as pdserve_dot_v1_dot_request__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/prefill.proto\x12\npdserve.v1\x1a\x18pdserve/v1/request.proto\"\xa1\x01\n\x0ePrefillRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.PreparedRequest\x12$\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.Attempt\x12\x13\n\x0btransfer_id\x18\x03 \x01(\x0c\x12&\n\x08receiver\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.Receiver\"d\n\x0ePoolingRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.PreparedRequest\x12$\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.Attempt\"a\n\x0fPoolingResponse\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12#\n\x07moments\x18\x03 \x03(\x0b\x32\x12.pdserve.v1.Moment\",\n\x08Receiver\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"\xc6\x01\n\x0cPrefillEvent\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AdmittedH\x00\x12(\n\x08\x63omputed\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.ComputedH\x00\x12\"\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.EndedH\x00\x12\x35\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"/\n\x08\x41\x64mitted\x12#\n\x07moments\x18\x01 \x03(\x0b\x32\x12.pdserve.v1.Moment\"\x87\x01\n\x08\x43omputed\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x16\n\x0erequest_digest\x18\x02 \x01(\x0c\x12*\n\rfirst_outputs\x18\x03 \x03(\x0b\x32\x13.pdserve.v1.Outputs\x12#\n\x07moments\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Moment\"\xa3\x01\n\x05\x45nded\x12\"\n\x03how\x18\x01 \x01(\x0e\x32\x15.pdserve.v1.Ended.How\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12#\n\x07moments\x18\x03 \x03(\x0b\x32\x12.pdserve.v1.Moment\"B\n\x03How\x12\x13\n\x0fHOW_UNSPECIFIED\x10\x00\x12\x0c\n\x08RELEASED\x10\x01\x12\x0b\n\x07REVOKED\x10\x02\x12\x0b\n\x07\x45XPIRED\x10\x03\x32\x95\x01\n\x0ePrefillService\x12\x41\n\x07Prefill\x12\x1a.pdserve.v1.PrefillRequest\x1a\x18.pdserve.v1.PrefillEvent0\x01\x12@\n\x05\x45mbed\x12\x1a.pdserve.v1.PoolingRequest\x1a\x1b.pdserve.v1.PoolingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/prefill.proto\x12\npdserve.v1\x1a\x18pdserve/v1/request.proto\"\xbd\x01\n\x0ePrefillRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.PreparedRequest\x12$\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.Attempt\x12\x13\n\x0btransfer_id\x18\x03 \x01(\x0c\x12&\n\x08receiver\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.Receiver\x12\x1a\n\x12generation_request\x18\x05 \x01(\x0c\"\x80\x01\n\x0ePoolingRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.PreparedRequest\x12$\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.Attempt\x12\x1a\n\x12generation_request\x18\x03 \x01(\x0c\"a\n\x0fPoolingResponse\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12#\n\x07moments\x18\x03 \x03(\x0b\x32\x12.pdserve.v1.Moment\",\n\x08Receiver\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"\xc6\x01\n\x0cPrefillEvent\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AdmittedH\x00\x12(\n\x08\x63omputed\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.ComputedH\x00\x12\"\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.EndedH\x00\x12\x35\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"/\n\x08\x41\x64mitted\x12#\n\x07moments\x18\x01 \x03(\x0b\x32\x12.pdserve.v1.Moment\"\x87\x01\n\x08\x43omputed\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x16\n\x0erequest_digest\x18\x02 \x01(\x0c\x12*\n\rfirst_outputs\x18\x03 \x03(\x0b\x32\x13.pdserve.v1.Outputs\x12#\n\x07moments\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Moment\"\xa3\x01\n\x05\x45nded\x12\"\n\x03how\x18\x01 \x01(\x0e\x32\x15.pdserve.v1.Ended.How\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12#\n\x07moments\x18\x03 \x03(\x0b\x32\x12.pdserve.v1.Moment\"B\n\x03How\x12\x13\n\x0fHOW_UNSPECIFIED\x10\x00\x12\x0c\n\x08RELEASED\x10\x01\x12\x0b\n\x07REVOKED\x10\x02\x12\x0b\n\x07\x45XPIRED\x10\x03\x32\x95\x01\n\x0ePrefillService\x12\x41\n\x07Prefill\x12\x1a.pdserve.v1.PrefillRequest\x1a\x18.pdserve.v1.PrefillEvent0\x01\x12@\n\x05\x45mbed\x12\x1a.pdserve.v1.PoolingRequest\x1a\x1b.pdserve.v1.PoolingResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.prefill_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=67
-  _globals['_PREFILLREQUEST']._serialized_end=228
-  _globals['_POOLINGREQUEST']._serialized_start=230
-  _globals['_POOLINGREQUEST']._serialized_end=330
-  _globals['_POOLINGRESPONSE']._serialized_start=332
-  _globals['_POOLINGRESPONSE']._serialized_end=429
-  _globals['_RECEIVER']._serialized_start=431
-  _globals['_RECEIVER']._serialized_end=475
-  _globals['_PREFILLEVENT']._serialized_start=478
-  _globals['_PREFILLEVENT']._serialized_end=676
-  _globals['_ADMITTED']._serialized_start=678
-  _globals['_ADMITTED']._serialized_end=725
-  _globals['_COMPUTED']._serialized_start=728
-  _globals['_COMPUTED']._serialized_end=863
-  _globals['_ENDED']._serialized_start=866
-  _globals['_ENDED']._serialized_end=1029
-  _globals['_ENDED_HOW']._serialized_start=963
-  _globals['_ENDED_HOW']._serialized_end=1029
-  _globals['_PREFILLSERVICE']._serialized_start=1032
-  _globals['_PREFILLSERVICE']._serialized_end=1181
+  _globals['_PREFILLREQUEST']._serialized_end=256
+  _globals['_POOLINGREQUEST']._serialized_start=259
+  _globals['_POOLINGREQUEST']._serialized_end=387
+  _globals['_POOLINGRESPONSE']._serialized_start=389
+  _globals['_POOLINGRESPONSE']._serialized_end=486
+  _globals['_RECEIVER']._serialized_start=488
+  _globals['_RECEIVER']._serialized_end=532
+  _globals['_PREFILLEVENT']._serialized_start=535
+  _globals['_PREFILLEVENT']._serialized_end=733
+  _globals['_ADMITTED']._serialized_start=735
+  _globals['_ADMITTED']._serialized_end=782
+  _globals['_COMPUTED']._serialized_start=785
+  _globals['_COMPUTED']._serialized_end=920
+  _globals['_ENDED']._serialized_start=923
+  _globals['_ENDED']._serialized_end=1086
+  _globals['_ENDED_HOW']._serialized_start=1020
+  _globals['_ENDED_HOW']._serialized_end=1086
+  _globals['_PREFILLSERVICE']._serialized_start=1089
+  _globals['_PREFILLSERVICE']._serialized_end=1238
 # @@protoc_insertion_point(module_scope)

@@ -28,10 +28,15 @@ class PrefillRequest(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     TRANSFER_ID_FIELD_NUMBER: builtins.int
     RECEIVER_FIELD_NUMBER: builtins.int
+    GENERATION_REQUEST_FIELD_NUMBER: builtins.int
     transfer_id: builtins.bytes
     """16 random bytes, used once; empty: no transfer, only the first token"""
+    generation_request: builtins.bytes
+    """common/request/request_bytes.py"""
     @property
-    def request(self) -> pdserve.v1.request_pb2.PreparedRequest: ...
+    def request(self) -> pdserve.v1.request_pb2.PreparedRequest:
+        """of protocol version 3, in place of generation_request"""
+
     @property
     def attempt(self) -> pdserve.v1.request_pb2.Attempt: ...
     @property
@@ -45,10 +50,11 @@ class PrefillRequest(google.protobuf.message.Message):
         attempt: pdserve.v1.request_pb2.Attempt | None = ...,
         transfer_id: builtins.bytes = ...,
         receiver: Global___Receiver | None = ...,
+        generation_request: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "receiver", b"receiver", "request", b"request"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "receiver", b"receiver", "request", b"request", "transfer_id", b"transfer_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "generation_request", b"generation_request", "receiver", b"receiver", "request", b"request", "transfer_id", b"transfer_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PrefillRequest: typing_extensions.TypeAlias = PrefillRequest
@@ -59,9 +65,12 @@ class PoolingRequest(google.protobuf.message.Message):
 
     REQUEST_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    GENERATION_REQUEST_FIELD_NUMBER: builtins.int
+    generation_request: builtins.bytes
+    """with `pooling_params`"""
     @property
     def request(self) -> pdserve.v1.request_pb2.PreparedRequest:
-        """with `pooling`"""
+        """with `pooling`; of protocol version 3, in place of generation_request"""
 
     @property
     def attempt(self) -> pdserve.v1.request_pb2.Attempt: ...
@@ -70,10 +79,11 @@ class PoolingRequest(google.protobuf.message.Message):
         *,
         request: pdserve.v1.request_pb2.PreparedRequest | None = ...,
         attempt: pdserve.v1.request_pb2.Attempt | None = ...,
+        generation_request: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "request", b"request"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "request", b"request"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "generation_request", b"generation_request", "request", b"request"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PoolingRequest: typing_extensions.TypeAlias = PoolingRequest

@@ -473,7 +473,9 @@ Global___TokenSequence: typing_extensions.TypeAlias = TokenSequence
 
 @typing.final
 class PreparedRequest(google.protobuf.message.Message):
-    """One request as sent in both calls; token ids only, never text."""
+    """One request as the router sends it in both calls to workers of protocol version 3; token ids only, never text. From version 4
+    on a request travels as `generation_request`.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -25,8 +25,6 @@ from pdserve.common.first_done import first_done
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.rpc import abort_with, bind, make_server
 from pdserve.common.request.engine_types import EngineCoreRequest
-from pdserve.common.request.prepared_request import PreparedRequest
-from pdserve.common.request.wire import prepared_from_wire
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallSigner, CallVerifier
 from pdserve.common.security.deployment_key import DATA_PLANE, DeploymentKey
@@ -45,7 +43,7 @@ from pdserve.kv_transfer.control.source_transfer import LeaseLimits, PeerId
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
 from pdserve.kv_transfer.host_staging_pool import HostStagingPool, host_memory
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
-from pdserve.v1 import kv_source_pb2_grpc, request_pb2, worker_pb2_grpc
+from pdserve.v1 import kv_source_pb2_grpc, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_outbox import EngineOutbox
 from pdserve.worker.engine_watchdog import EngineWatchdog
@@ -54,6 +52,7 @@ from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.metrics_server import Health, MetricsServer
 from pdserve.worker.peer_channels import PeerChannels
 from pdserve.worker.redis_publisher import make_publisher
+from pdserve.worker.request_reader import RequestReader
 from pdserve.worker.worker_servicer import WorkerServicer
 from pdserve.worker.worker_telemetry import WorkerTelemetry
 
@@ -107,12 +106,13 @@ class Worker:
             clear=tls is None or any(name != "tcp" for name in connectors.names),
         )
         outbox = EngineOutbox()
-        self.hasher = BlockHasher(deployment_key, settings.block_size)
+        hasher = BlockHasher(deployment_key, settings.block_size)
+        self.reader = RequestReader(hasher, model.max_model_len, model.decoder.config.vocab_size)
         core = make_engine_core(
             model.engine_config(settings),
             model.decoder,
             model.kv_cache,
-            self.hasher,
+            hasher,
             model.decoder.config.vocab_size,
             outbox,
             model.grammar_compiler(settings),
@@ -179,11 +179,6 @@ class Worker:
         )
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         return "pdserve.v1.KvSourceService"
-
-    def prepared(self, message: request_pb2.PreparedRequest) -> PreparedRequest:
-        """The request of a router's message, checked. Raises: as `prepared_from_wire`."""
-        model = self.model
-        return prepared_from_wire(message, self.hasher, model.max_model_len, model.decoder.config.vocab_size)
 
     def verify_new(self, request: EngineCoreRequest) -> None:
         """Check before anything is begun for a request, since everything is found by its name at its end.

@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
 
 
@@ -23,27 +23,18 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
-class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
-    """A prompt, and one or more sequences that an engine is asked to continue it with."""
+class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """A `GenerationRequest`, and what only an engine and its process know of it.
 
-    request_id: str
-    """Unique per attempt, so that a late event of one attempt never meets the next."""
+    `request_id` is unique per attempt, so that a late event of one attempt never meets the next.
+    """
+
     sequence_stem: str = ""
     """Begins the ids of the request's sequences (`sequence_id`); empty: `request_id`."""
-    prompt_token_ids: list[int]
-    sampling_params: SamplingParams = SamplingParams()
-    """No effect if `pooling_params` is given."""
-    pooling_params: PoolingParams | None = None
-    """An embedding of the prompt is requested and no token: the request ends with its prompt."""
-    output_token_ids: list[int] = []
-    """Output that the sequence has from earlier attempts: it is computed with the prompt, and counts as output."""
-    eos_token_ids: tuple[int, ...] = ()
     arrival_time: float = 0.0
     """`time.monotonic()` of this process when the request arrived, seconds."""
-    block_hashes: list[bytes] = []
+    block_hashes: list[bytes] = msgspec.field(default_factory=list)
     """Keyed chained hashes of the full blocks of prompt and earlier output, 24 bytes each."""
-    hash_root: bytes = b""
-    """Input of the first block's hash; decides which cache entries this request may use."""
     remote_prefill: bool = False
     """KV is received from another worker: the request waits in `WAITING_FOR_REMOTE_KVS` until it has landed."""
     transfer_source: bool = False
@@ -56,19 +47,6 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     """Prefill here a prompt of any length, because no prefill worker is live."""
     local_prefill_tokens: int | None = None
     """Most uncached tokens for which prefilling here is faster, by the router's estimate; None: its choice is final."""
-    priority: int = 0
-    """Lower runs first, if the engine's `scheduling_policy` is `priority`."""
-    tenant: bytes = b""
-    """Digest of the tenant: waiting for resources of the engine takes turns by it."""
-    index: int = 0
-    """Index of this sequence in the request; part of the noise's input."""
-    n: int = 1
-    """Number of sequences that continue this prompt, from `index` on: it is computed once, then they fork."""
-    trace_headers: dict[str, str] = {}
-    client_request_id: str = ""
-    """The client's id of the request, for spans."""
-    deadline: float = 0.0
-    """`time.monotonic()` of this process at which the request fails, seconds; 0: none."""
 
     def sequence_id(self, index: int) -> str:
         """Id of one of the request's sequences in the engine; that of the first is the request's."""

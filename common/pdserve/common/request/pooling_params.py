@@ -12,7 +12,9 @@ PoolingType = Literal["last", "mean"]
 POOLING_TYPES: tuple[PoolingType, ...] = get_args(PoolingType)
 
 
-class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+class PoolingParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):
     """How the last hidden states of a prompt become one vector: pooled, cut to `dimensions`, then normalised."""
 
     pooling_type: PoolingType = "last"

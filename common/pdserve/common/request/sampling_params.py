@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.common.request.structured_outputs import FIELD as STRUCTURED_OUTPUTS
+from pdserve.common.request.structured_outputs import MAX_CHOICES, StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
 """At or below this temperature the most likely token is taken."""
@@ -36,6 +37,21 @@ MAX_MAX_TOKENS = 2**32 - 1
 """Limits of the three fields' types in the protocol."""
 
 
+MAX_BAD_WORDS_TOKEN_IDS = 2 * MAX_BAD_WORDS
+"""A text is spelled with and without a space before it."""
+MAX_BAD_WORD_TOKENS = 4 * MAX_BAD_WORD_CHARS + 1
+"""Most tokens of one spelling: one per byte, and the space."""
+MAX_ENTRIES: Mapping[str, tuple[int, str]] = {
+    "stop": (MAX_STOP_STRINGS, " strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, " ids"),
+    "logit_bias": (MAX_LOGIT_BIASES, " tokens"),
+    "bad_words": (MAX_BAD_WORDS, " texts"),
+    "bad_words_token_ids": (MAX_BAD_WORDS_TOKEN_IDS, " sequences"),
+    "logits_processors": (MAX_LOGITS_PROCESSORS, ""),
+}
+"""Field of `SamplingParams` -> its most entries, and their unit."""
+
+
 class RequestOutputKind(enum.IntEnum):
     """The content of each item of a stream."""
 
@@ -58,7 +74,9 @@ class NamedLogitsProcessor(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     """JSON values, which the processor interprets."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):
     """Parameters for choosing output tokens and for the end of the output.
 
     Source: the names, meanings and defaults are those of vLLM's `SamplingParams`, for the fields that exist here.
@@ -262,6 +280,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             _require(
                 0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words", word[:40], f"1 to {MAX_BAD_WORD_CHARS} characters"
             )
+
+
+def verify_num_entries(
+    counts: Mapping[str, int],
+    vocab_size: int | None = None,
+    *,
+    of_bad_words: Sequence[int] = (),
+    num_choices: int = 0,
+) -> None:
+    """Check how many entries a client's or a peer's fields have, before anything is made of them.
+
+    counts: by field. vocab_size: None where it is not known. of_bad_words: tokens of each of `bad_words_token_ids`.
+    num_choices: of `structured_outputs`. Raises: InvalidRequest.
+    """
+    for field, num in counts.items():
+        if field in MAX_ENTRIES and num > (limit := MAX_ENTRIES[field])[0]:
+            raise InvalidRequest(f"{field} must be at most {limit[0]}{limit[1]}, not {num}", field)
+    for place, num in enumerate(of_bad_words):
+        if num > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                f"bad_words_token_ids[{place}] must be at most {MAX_BAD_WORD_TOKENS} tokens, not {num}",
+                "bad_words_token_ids",
+            )
+    if num_choices > MAX_CHOICES:
+        raise InvalidRequest(
+            f"structured_outputs.choice must have 1 to {MAX_CHOICES} texts, not {num_choices}", STRUCTURED_OUTPUTS
+        )
+    if vocab_size is not None and (num := counts.get("allowed_token_ids", 0)) > vocab_size:
+        raise InvalidRequest(f"allowed_token_ids must be at most {vocab_size} tokens, not {num}", "allowed_token_ids")
 
 
 def clamped_logit_bias(logit_bias: Mapping[int, float]) -> dict[int, float]:

@@ -20,8 +20,10 @@ MAX_DEPTH = 32
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-class StructuredOutputsFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Exactly one of the first six is given.
+class StructuredOutputsParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):
+    """The form that an output must have. Exactly one of the first six is given.
 
     Source: the names and meanings are those of vLLM's `StructuredOutputsParams`.
     """
@@ -45,11 +47,9 @@ class StructuredOutputsFields(msgspec.Struct, frozen=True, kw_only=True):
     whitespace_pattern: str | None = None
     """Known, not supported."""
 
-
-class StructuredOutputsParams(
-    StructuredOutputsFields, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False
-):
-    """The form of a request's output, as engines get it."""
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
 
     def verify(self) -> None:
         """Raise `InvalidRequest` naming the field, its value and its limit. Only an engine can check whether it compiles."""

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import msgspec
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.request.prepared_request import MAX_PRIORITY
+from pdserve.common.request.generation_request import MAX_PRIORITY
 
 MIN_KEY_CHARS = 16
 MAX_KEY_CHARS = 512

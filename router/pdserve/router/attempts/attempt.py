@@ -21,9 +21,10 @@ from pdserve.common.errors import (
     WorkerLost,
 )
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import Timeline
 from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded
+from pdserve.router.attempts.outgoing_request import OutgoingRequest
 from pdserve.router.attempts.worker_calls import (
     Admitted,
     CallFailed,
@@ -91,7 +92,7 @@ class Attempt:
     def __init__(
         self,
         number: int,
-        request: PreparedRequest,
+        request: GenerationRequest,
         placement: Placement,
         timeline: Timeline,
         relay: Callable[[Outputs], bool],
@@ -156,19 +157,21 @@ class Attempt:
         """Open both calls at once, so that the decode worker attaches while the prompt waits at the prefill worker."""
         prefill, decode = self.placement.prefill, self.placement.decode
         self._move(AttemptState.STREAMING if prefill is None else AttemptState.PREFILLING)
+        # for both calls
+        outgoing = OutgoingRequest(self.request)
         shares = self.placement.prefill_share, self.placement.decode_share
         for worker, share in zip((prefill, decode), shares, strict=True):
             if worker is not None:
                 self._reservations.append(worker.reserve(share))
                 self._unsubscribe.append(worker.subscribe_lost(self._on_lost))
         if prefill is not None:
-            call = PrefillCall(prefill, self.request, self.number, self._transfer_id, decode)
+            call = PrefillCall(prefill, outgoing, self.number, self._transfer_id, decode)
             self._prefill_call = call
             self._tasks.append(asyncio.create_task(self._follow_prefill(call, prefill)))
         if decode is not None:
             self._decode_call = DecodeCall(
                 decode,
-                self.request,
+                outgoing,
                 self.number,
                 transfer_id=self._transfer_id,
                 source=prefill,
@@ -208,7 +211,7 @@ class Attempt:
     def _decode_finished(self) -> bool:
         """True if decode has sent its last outputs before the first token is known."""
         num_finished = sum(outputs.finish_reason is not None for outputs in self._early)
-        return num_finished == self.request.num_sequences
+        return num_finished == self.request.n
 
     async def _follow_prefill(self, call: PrefillCall, worker: Worker) -> None:
         try:
@@ -310,14 +313,14 @@ class Attempt:
             self._timeline.merge(outputs.moments)
         if outputs.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             raise InternalError(f"the engine ended the request: {outputs.finish_reason}")
-        if (resume := self.request.resume) is not None and outputs.index != resume.index:
+        if self.request.is_resumed and outputs.index != self.request.index:
             raise PositionConflict(
-                f"outputs of sequence {outputs.index} arrived, but sequence {resume.index} was requested"
+                f"outputs of sequence {outputs.index} arrived, but sequence {self.request.index} was requested"
             )
         if not self._relay(outputs) or outputs.index in self._ended_sequences:
             return
         self._ended_sequences.add(outputs.index)
-        if len(self._ended_sequences) == self.request.num_sequences:
+        if len(self._ended_sequences) == self.request.n:
             self._end()
         elif outputs.finish_reason is None and self._decode_call is not None:
             # a stop string has ended its text, so decode need not continue it

@@ -10,8 +10,9 @@ import msgspec
 
 from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.net.service_channel import EMBED, readable, warn_of
-from pdserve.common.request.prepared_request import PreparedRequest
-from pdserve.common.request.wire import moments_from_wire, prepared_to_wire
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.wire import moments_from_wire
+from pdserve.router.attempts.outgoing_request import OutgoingRequest
 from pdserve.router.attempts.worker_calls import CallFailed, Moments, call_failed
 from pdserve.router.workers.worker import Worker
 from pdserve.v1 import prefill_pb2, request_pb2
@@ -26,12 +27,14 @@ class Embedded(msgspec.Struct):
     moments: Moments
 
 
-async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedded:
+async def embed(worker: Worker, request: GenerationRequest, number: int) -> Embedded:
     """Call a prefill worker for one embedding; the call ends before this returns or raises. number: of the attempt.
 
     Raises: CallFailed, also for a vector of another length than requested.
     """
-    message = prefill_pb2.PoolingRequest(request=prepared_to_wire(request), attempt=request_pb2.Attempt(number=number))
+    message = prefill_pb2.PoolingRequest(
+        **OutgoingRequest(request).fields(worker), attempt=request_pb2.Attempt(number=number)
+    )
     call = worker.channel.unary_unary(
         EMBED, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
     )
@@ -57,7 +60,7 @@ async def embed(worker: Worker, request: PreparedRequest, number: int) -> Embedd
         raise CallFailed(error, died=False) from error
 
 
-def _embedded(worker: Worker, request: PreparedRequest, response: prefill_pb2.PoolingResponse) -> Embedded:
+def _embedded(worker: Worker, request: GenerationRequest, response: prefill_pb2.PoolingResponse) -> Embedded:
     """Raises: PeerError."""
     asked = request.pooling_params.num_dimensions(worker.identity.hidden_size) if request.pooling_params else 0
     if len(response.values) != asked:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -17,15 +16,13 @@ from pdserve.common.first_done import first_of
 from pdserve.common.net.rpc import ERROR_CODE_KEY, from_rpc_error
 from pdserve.common.net.service_channel import END_SEQUENCES, GENERATE, PREFILL, SESSION, readable, warn_of
 from pdserve.common.request.engine_types import FinishReason, LogprobsLists
-from pdserve.common.request.prepared_request import PreparedRequest
-from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.wire import (
     finish_reason_from_wire,
     logprobs_from_wire,
     moments_from_wire,
-    prepared_to_wire,
-    sampling_to_wire,
 )
+from pdserve.router.attempts.outgoing_request import OutgoingRequest
 from pdserve.router.workers.worker import Worker
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
 
@@ -122,13 +119,13 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
         self,
         worker: Worker,
         call: grpc.aio.UnaryStreamCall[Any, M] | grpc.aio.StreamStreamCall[Any, M],
-        request: PreparedRequest,
+        request: GenerationRequest,
     ) -> None:
         self._call = call
         self._peer = f"worker {worker}"
         self._sampling = request.sampling_params
         """Parameters of the request, or of a session's last turn; the size of events is checked against them."""
-        self._num_sequences = request.num_sequences
+        self._num_sequences = request.n
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self.has_answered = False
         """True if the worker has sent anything, and so has admitted the request."""
@@ -228,11 +225,12 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
 
 class PrefillCall(_WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
     def __init__(
-        self, worker: Worker, request: PreparedRequest, number: int, transfer_id: bytes, receiver: Worker | None
+        self, worker: Worker, outgoing: OutgoingRequest, number: int, transfer_id: bytes, receiver: Worker | None
     ) -> None:
         """Open the call. receiver: the only worker that may read the blocks; None with an empty `transfer_id`."""
+        request = outgoing.request
         message = prefill_pb2.PrefillRequest(
-            request=prepared_to_wire(request),
+            **outgoing.fields(worker),
             attempt=request_pb2.Attempt(number=number),
             transfer_id=transfer_id,
         )
@@ -275,7 +273,7 @@ class DecodeCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
     def __init__(
         self,
         worker: Worker,
-        request: PreparedRequest,
+        outgoing: OutgoingRequest,
         number: int,
         *,
         transfer_id: bytes,
@@ -283,11 +281,12 @@ class DecodeCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         prefill_here: bool,
         local_prefill_tokens: int | None,
     ) -> None:
-        """Open the call. source: the worker that sends the KV blocks; None to prefill at `worker`."""
+        """Opens the call. source: the worker that sends the KV blocks; None to prefill at `worker`."""
+        request = outgoing.request
         self._channel = worker.channel
         self._of_sequences = decode_pb2.EndSequencesRequest(request_id=request.request_id, attempt=number)
         message = decode_pb2.DecodeRequest(
-            request=prepared_to_wire(request),
+            **outgoing.fields(worker),
             attempt=request_pb2.Attempt(
                 number=number, prefill_here=prefill_here, local_prefill_tokens=local_prefill_tokens
             ),
@@ -318,9 +317,11 @@ class DecodeCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
 class SessionCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
     """A session's call: `open` it or `go_on` with a turn, then `next` until the turn's last outputs."""
 
-    def __init__(self, worker: Worker, request: PreparedRequest) -> None:
+    def __init__(self, worker: Worker, request: GenerationRequest) -> None:
         """Make the call, with a proof for its first turn, which `open` sends."""
-        self._first = decode_pb2.DecodeTurn(open=prepared_to_wire(request)).SerializeToString()
+        self._worker = worker
+        first = OutgoingRequest(request).fields(worker, version_3="open")
+        self._first = decode_pb2.DecodeTurn(**first).SerializeToString()
         self._turns: grpc.aio.StreamStreamCall[Any, decode_pb2.DecodeEvent] = worker.channel.stream_stream(
             SESSION, self._first, metadata=request.trace_headers.items()
         )
@@ -335,14 +336,12 @@ class SessionCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         """Send the first turn."""
         await self._write(self._first)
 
-    async def go_on(self, token_ids: list[int], sampling: SamplingParams, headers: Mapping[str, str]) -> None:
-        """Send the next turn."""
-        self._num_prompt_tokens += self._sampling.max_tokens + len(token_ids)
-        self._sampling = sampling
-        turn = decode_pb2.NextTurn(
-            prompt_token_ids=token_ids, sampling=sampling_to_wire(sampling), trace_headers=dict(headers)
-        )
-        await self._write(decode_pb2.DecodeTurn(next=turn))
+    async def go_on(self, request: GenerationRequest) -> None:
+        """Send the next turn, of which prompt, sampling parameters and trace headers count."""
+        self._num_prompt_tokens += self._sampling.max_tokens + len(request.prompt_token_ids)
+        self._sampling = request.sampling_params
+        turn = OutgoingRequest(request).fields(self._worker, version_3="next")
+        await self._write(decode_pb2.DecodeTurn(**turn))
 
     async def _write(self, turn: decode_pb2.DecodeTurn | bytes) -> None:
         writing = asyncio.ensure_future(self._turns.write(turn))

@@ -11,12 +11,12 @@ import grpc.aio
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.net.rpc import metadata_of
-from pdserve.common.request.prepared_request import verify_client_request_id
+from pdserve.common.request.generation_request import verify_client_request_id
+from pdserve.common.request.params_wire import pooling_from_wire
 from pdserve.common.request.trace_headers import valid_trace_headers
-from pdserve.common.request.wire import pooling_from_wire
 from pdserve.common.timeline import Timeline
 from pdserve.router.requests.inference import Inference
-from pdserve.router.requests.preparation import EmbeddingRequest
+from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.prompt_task import Usage
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.tenants.client import ASKING, Client
@@ -81,16 +81,16 @@ class EmbedServicer(InferenceServiceServicer):
 
     def _embedding_requests(
         self, request: inference_pb2.EmbedRequest, metadata: dict[str, str], remaining_s: float | None
-    ) -> list[EmbeddingRequest]:
+    ) -> list[ClientRequest]:
         verify_client_request_id(request.client_request_id)
         if (num_inputs := len(request.inputs)) > MAX_EMBEDDING_INPUTS:
             raise InvalidRequest(f"inputs has {num_inputs} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", "inputs")
         pooling = pooling_from_wire(request.pooling)
         return [
-            EmbeddingRequest(
+            ClientRequest(
                 prompt=_input(entry, f"inputs[{place}]"),
                 field=f"inputs[{place}].{entry.WhichOneof('input')}",
-                pooling=pooling,
+                pooling_params=pooling,
                 cache_salt=request.cache_salt or None,
                 timeout_s=self._timeout_s(remaining_s),
                 trace_headers=valid_trace_headers(metadata),

@@ -19,10 +19,11 @@ from pdserve.common.net.public_server import make_public_server
 from pdserve.common.net.rpc import abort_with, metadata_of
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.common.request.prepared_request import verify_client_request_id
+from pdserve.common.request.generation_request import verify_client_request_id
+from pdserve.common.request.params_wire import sampling_from_wire, verify_entries
 from pdserve.common.request.sampling_params import RequestOutputKind
 from pdserve.common.request.trace_headers import valid_trace_headers
-from pdserve.common.request.wire import finish_reason_to_wire, sampling_from_wire, verify_entries
+from pdserve.common.request.wire import finish_reason_to_wire
 from pdserve.router.grpc_front.embed_servicer import (
     REQUEST_ID_KEY,
     Context,
@@ -44,8 +45,6 @@ from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 SERVICE_NAME = "pdserve.v1.InferenceService"
-_ABSENT_MAX_TOKENS = 2**31
-"""Placeholder for the default of `max_tokens` until the prompt's length is known; above any valid `min_tokens`."""
 _TOKENS_ON_LOOP = 128
 """Tokens up to which an answer's message is made in the event loop."""
 _TOKEN_BYTES = 1024
@@ -212,12 +211,13 @@ class InferenceServicer(EmbedServicer):
             raise InvalidRequest(
                 "sampling.bad_words_token_ids is made here; send sampling.bad_words", "sampling.bad_words_token_ids"
             )
+        params = sampling_from_wire(sampling, self._inference.tokenizer.generation_defaults)
+        if params.structured_outputs is not None:
+            params.structured_outputs.verify()
         return ClientRequest(
             prompt=_prompt(request, goes_on),
             field="session" if goes_on else request.WhichOneof("prompt") or "prompt",
-            sampling=sampling_from_wire(
-                sampling, {"max_tokens": _ABSENT_MAX_TOKENS, **self._inference.tokenizer.generation_defaults}
-            ),
+            sampling_params=params,
             max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
             max_tokens_field="sampling.max_tokens",
             cache_salt=request.cache_salt or None,

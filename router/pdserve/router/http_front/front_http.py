@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from pdserve.common.errors import InternalError, PdServeError
 from pdserve.common.net.health_probe import answer_live, probe_response
-from pdserve.common.request.prepared_request import verify_client_request_id
+from pdserve.common.request.generation_request import verify_client_request_id
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.telemetry.metrics import CONTENT_TYPE
 from pdserve.router.bodies.request_body import read_body
@@ -34,7 +34,7 @@ from pdserve.router.openai.response_writer import CompletionResponseWriter, erro
 from pdserve.router.openai.tool_response_writer import ToolResponseWriter
 from pdserve.router.placement.worker_selector import routing_view
 from pdserve.router.requests.inference import Inference
-from pdserve.router.requests.preparation import ClientRequest, EmbeddingRequest
+from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.tenants.client import Client
 from pdserve.text.prompt import ChatInput
 from pdserve.text.tokenizer import Tokenizer
@@ -123,7 +123,7 @@ class HttpFront:
             client = await self._authenticate(request)
             headers, client_request_id = valid_trace_headers(request.headers), _client_request_id(request)
 
-            def build(body: EmbeddingBody) -> tuple[EmbeddingBody, list[EmbeddingRequest]]:
+            def build(body: EmbeddingBody) -> tuple[EmbeddingBody, list[ClientRequest]]:
                 inference.check_model(body.model)
                 return body, body.requests(inference.settings.request_timeout_s, headers, client_request_id)
 
@@ -191,7 +191,7 @@ def _client_request_id(request: Request) -> str:
 def _echo(body: CompletionBody | ChatBody, requests: Sequence[ClientRequest], tokenizer: Tokenizer) -> Echo | None:
     if not isinstance(body, CompletionBody) or not body.echo:
         return None
-    return Echo([request.prompt for request in requests], requests[0].sampling.n, tokenizer)
+    return Echo([request.prompt for request in requests], requests[0].sampling_params.n, tokenizer)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

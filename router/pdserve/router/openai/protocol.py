@@ -10,12 +10,8 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.sampling_params import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIASES,
-    MAX_LOGITS_PROCESSORS,
+    MAX_ENTRIES,
     MAX_LOGPROBS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     NamedLogitsProcessor,
     SamplingParams,
     clamped_logit_bias,
@@ -24,7 +20,7 @@ from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.router.bodies.request_body import shown
 from pdserve.router.openai.no_op_fields import verify_neutral
 from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
-from pdserve.router.openai.response_format import OutputConstraint, ResponseFormat, StructuredOutputsBody, output_form
+from pdserve.router.openai.response_format import OutputConstraint, ResponseFormat, output_form
 from pdserve.router.openai.tools import NamedTool, ToolBody, tool_use
 from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_MESSAGES, MAX_METADATA, MAX_PROMPTS
@@ -77,7 +73,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: float | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    structured_outputs: StructuredOutputsBody | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     cache_salt: str | None = None
     priority: int | None = None
     logits_processors: list[NamedLogitsProcessor] | None = None
@@ -165,7 +161,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             ClientRequest(
                 prompt=prompt,
                 field=field if len(prompts) == 1 else f"{field}[{place}]",
-                sampling=sampling,
+                sampling_params=sampling,
                 max_tokens=max_tokens,
                 max_tokens_field=max_tokens_field,
                 constraint_field=form.field,
@@ -322,11 +318,7 @@ def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
 
 _MOST_ENTRIES: Mapping[str, tuple[int, str]] = {
     "messages": (MAX_MESSAGES, " messages"),
-    "stop": (MAX_STOP_STRINGS, " strings"),
-    "stop_token_ids": (MAX_STOP_TOKEN_IDS, " ids"),
-    "logit_bias": (MAX_LOGIT_BIASES, " tokens"),
-    "bad_words": (MAX_BAD_WORDS, " texts"),
-    "logits_processors": (MAX_LOGITS_PROCESSORS, ""),
+    **MAX_ENTRIES,
     "metadata": (MAX_METADATA, " pairs"),
 }
 _TOKEN_ID = re.compile(r"-?[0-9]{1,18}")

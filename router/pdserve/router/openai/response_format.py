@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsFields, StructuredOutputsParams
+from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsParams
 from pdserve.router.bodies.request_body import writing
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -27,10 +27,6 @@ class JsonSchemaBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
     json_schema: JsonSchemaBody | None = None
-
-
-class StructuredOutputsBody(StructuredOutputsFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`StructuredOutputsParams` as a JSON object; they are encoded as an array between services."""
 
 
 class OutputConstraint(NamedTuple):
@@ -53,7 +49,7 @@ class OutputConstraint(NamedTuple):
 
 
 def output_form(
-    response_format: ResponseFormat | None, structured_outputs: StructuredOutputsBody | None
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputsParams | None
 ) -> OutputConstraint:
     """Raises: InvalidRequest for a wrong `response_format`, and for both at once."""
     by_format = None if response_format is None else _of_response_format(response_format)
@@ -61,7 +57,7 @@ def output_form(
         return OutputConstraint(by_format, "response_format")
     if by_format is not None:
         raise InvalidRequest("response_format and structured_outputs both ask for a form", "response_format")
-    return OutputConstraint(StructuredOutputsParams(**msgspec.structs.asdict(structured_outputs)))
+    return OutputConstraint(structured_outputs)
 
 
 def _of_response_format(given: ResponseFormat) -> StructuredOutputsParams | None:

@@ -12,7 +12,7 @@ import msgspec
 from pdserve.common import timeline as moments
 from pdserve.common.errors import Cancelled, DeadlineExceeded, Draining, InternalError, PdServeError, WorkerLost
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.place import Cost, Place
@@ -23,7 +23,7 @@ from pdserve.router.attempts.worker_calls import CallFailed
 from pdserve.router.placement.placement import WorkerKey
 from pdserve.router.placement.routing_decision import RoutingDecision
 from pdserve.router.requests.client_error import as_client_sees
-from pdserve.router.requests.preparation import EmbeddingRequest, Limits, TokenizedRequest
+from pdserve.router.requests.preparation import ClientRequest, HashedRequest, Limits
 from pdserve.router.requests.prompt_task import WAIT_FOR_WORKER_S, Usage
 from pdserve.router.requests.request_scope import RequestScope
 from pdserve.router.requests.request_services import RequestServices
@@ -40,7 +40,7 @@ class EmbeddingInput:
     __slots__ = ("record", "request", "request_id", "timeline", "usage")
     num_sequences = 1
 
-    def __init__(self, request_id: str, request: EmbeddingRequest, record: RequestTrace) -> None:
+    def __init__(self, request_id: str, request: ClientRequest, record: RequestTrace) -> None:
         self.request_id = request_id
         self.request = request
         self.usage = Usage()
@@ -66,7 +66,7 @@ class EmbeddingTask:
         self._request = msgspec.structs.replace(served.request, timeout_s=timeout_s)
         self._services = services
         self._holds: Place | None = None
-        self._prepared: dict[tuple[str, int], PreparedRequest] = {}
+        self._prepared: dict[tuple[str, int], HashedRequest] = {}
         self._crash_guard = CrashGuard(services.deny_list, services.fleet, services.company, self._request.client)
         self._full = FullWorkers(services.settings.queue_timeout_s)
 
@@ -111,7 +111,7 @@ class EmbeddingTask:
         self._record.embedded(embedded.num_cached_tokens)
         return embedded.values
 
-    async def _attempts(self, request: TokenizedRequest) -> Embedded:
+    async def _attempts(self, request: GenerationRequest) -> Embedded:
         """Attempt after attempt until one serves the request. Raises: PdServeError."""
         blamed: frozenset[WorkerKey] = frozenset()
         number = num_counted = 0
@@ -123,7 +123,7 @@ class EmbeddingTask:
                 raise InternalError("a placement without a prefill worker")
             self._timeline.mark(moments.PLACED)
             self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
-            prepared = self._hashed(request, worker.identity.layout)
+            prepared = self._hashed(request, worker.identity.layout).request
             self._services.deny_list.check(self._request.client, prepared.request_digest)
             if not prepared.remaining_s:
                 raise self._too_late()
@@ -145,7 +145,7 @@ class EmbeddingTask:
             await asyncio.sleep(backoff_s(num_counted))
 
     async def _attempt(
-        self, prepared: PreparedRequest, number: int, decision: RoutingDecision, worker: Worker
+        self, prepared: GenerationRequest, number: int, decision: RoutingDecision, worker: Worker
     ) -> Embedded:
         """Raises: AttemptFailed."""
         reservation = worker.reserve(decision.placement.prefill_share)
@@ -168,13 +168,13 @@ class EmbeddingTask:
             raise self._no_worker()
         return limits
 
-    async def _place(self, request: TokenizedRequest, attempt: int, blamed: frozenset[WorkerKey]) -> RoutingDecision:
+    async def _place(self, request: GenerationRequest, attempt: int, blamed: frozenset[WorkerKey]) -> RoutingDecision:
         def look() -> RoutingDecision | None:
             return self._services.selector.place(
                 self._request_id,
                 attempt,
                 tenant=self._request.client.tenant,
-                num_tokens=len(request.token_ids),
+                num_tokens=len(request.prompt_token_ids),
                 max_tokens=0,
                 hashes=lambda layout: self._known_hashes(request, layout),
                 blamed=blamed | self._full.keys,
@@ -194,14 +194,15 @@ class EmbeddingTask:
         )
         raise self._no_worker()
 
-    def _known_hashes(self, request: TokenizedRequest, layout: KvLayout) -> list[bytes]:
+    def _known_hashes(self, request: GenerationRequest, layout: KvLayout) -> list[bytes]:
         """Block hashes that may be served from cache; none for mean pooling, which needs every hidden state."""
-        return self._hashed(request, layout).placement_hashes if self._request.pooling.reads_prefix_cache else []
+        pooling = request.pooling_params
+        return [] if pooling and not pooling.reads_prefix_cache else self._hashed(request, layout).placement_hashes
 
-    def _hashed(self, request: TokenizedRequest, layout: KvLayout) -> PreparedRequest:
+    def _hashed(self, request: GenerationRequest, layout: KvLayout) -> HashedRequest:
         key = (layout.model_fingerprint, layout.block_size)
         if key not in self._prepared:
-            self._prepared[key] = self._services.preparation.hashed(request, layout)
+            self._prepared[key] = self._services.preparation.hashed(request, self._request.cache, layout)
         return self._prepared[key]
 
     def _workers(self) -> list[Worker]:

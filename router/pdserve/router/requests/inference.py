@@ -22,7 +22,7 @@ from pdserve.router.placement.worker_selector import WorkerSelector
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.embedding_task import Embedding, EmbeddingInput
 from pdserve.router.requests.generation import Generation
-from pdserve.router.requests.preparation import ClientRequest, EmbeddingRequest, Limits, Preparation
+from pdserve.router.requests.preparation import ClientRequest, Limits, Preparation
 from pdserve.router.requests.prompt_task import PromptTask
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
 from pdserve.router.requests.request_services import RequestServices
@@ -139,7 +139,7 @@ class Inference:
         """
         if not 0 < len(requests) <= MAX_PROMPTS:
             raise InvalidRequest(f"prompt has {len(requests)} entries, 1 to {MAX_PROMPTS} are allowed", "prompt")
-        for sampling in (request.sampling for request in requests):
+        for sampling in (request.sampling_params for request in requests):
             sampling.verify_sequences()
             if stream and sampling.num_sequences > sampling.n:
                 raise InvalidRequest(
@@ -159,7 +159,7 @@ class Inference:
             )
             for request, priority in zip(requests, priorities, strict=True)
         ]
-        first_choices = accumulate((request.sampling.n for request in requests[:-1]), initial=0)
+        first_choices = accumulate((request.sampling_params.n for request in requests[:-1]), initial=0)
         client_stream = self._client_stream(len(requests), stream=stream)
         runs = [
             PromptTask(
@@ -226,9 +226,7 @@ class Inference:
                 field,
             )
 
-    async def embedding(
-        self, requests: Sequence[EmbeddingRequest], *, field: str, client: Client = ANYBODY
-    ) -> Embedding:
+    async def embedding(self, requests: Sequence[ClientRequest], *, field: str, client: Client = ANYBODY) -> Embedding:
         """Embeddings, one per request; they start when its `results` are awaited.
 
         field: what the client calls the list of its inputs. client: whose it is, for limits per API key.
@@ -236,7 +234,8 @@ class Inference:
         """
         if not 0 < len(requests) <= MAX_EMBEDDING_INPUTS:
             raise InvalidRequest(f"{field} has {len(requests)} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", field)
-        self.verify_embedding_size(requests[0].pooling, len(requests), field)
+        if (pooling := requests[0].pooling_params) is not None:
+            self.verify_embedding_size(pooling, len(requests), field)
         request_id = uuid.uuid4().hex
         record = self.telemetry.request(
             request_id, requests[0].trace_headers, "embeddings", requests[0].client_request_id, client

@@ -5,16 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from pdserve.common.block_hash import BlockHasher, placement_hash
 from pdserve.common.errors import Overloaded
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.common.request.prepared_request import PreparedRequest, ResumeState, verify_priority
-from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.generation_request import MAX_TIMEOUT_S, GenerationRequest
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.admission.fair_threads import FairThreads
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
@@ -33,8 +31,6 @@ from pdserve.text.prompt import (
 )
 from pdserve.text.tokenizer import Tokenizer
 
-MAX_TIMEOUT_S = 86_400.0
-"""Workers take no longer deadline."""
 _TOKENIZER_THREADS = 2
 MAX_ASIDE = 256
 """Calls that may wait for the thread beside the tokenizer's."""
@@ -42,44 +38,19 @@ _SEED_BITS = 63
 T = TypeVar("T")
 
 
-class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt, as a front end understood it."""
+class ClientRequest(GenerationRequest, kw_only=True, gc=False):
+    """One prompt, as a front end understood it: what the workers get, and what the router alone needs to know."""
 
     prompt: Prompt
     field: str
     """The client's name of the prompt field, for error messages."""
-    sampling: SamplingParams
-    """`max_tokens` of these is ignored in favour of the field below."""
     max_tokens: int | None = None
-    """None: the default of the prompt's kind."""
+    """In place of that of the sampling parameters. None: the default of the prompt's kind."""
     max_tokens_field: str = "max_tokens"
     constraint_field: str = "structured_outputs"
     """The client's name of the field that asks for a form, for error messages."""
     max_tool_calls: int | None = None
     """Calls in an answer at most, where tools are given; None for no limit."""
-    cache_salt: str | None = None
-    priority: int = 0
-    """Lower goes first, where the services' `scheduling_policy` is `priority`."""
-    timeout_s: float
-    trace_headers: dict[str, str] = {}
-    client_request_id: str = ""
-    """The client's own name for it; verified."""
-    client: Client = ANYBODY
-    cache: CacheGroup = CacheGroup()
-
-
-class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One input whose embedding is wanted, as a front end understood it."""
-
-    prompt: Prompt
-    field: str
-    """The client's name of the input field, for error messages."""
-    pooling: PoolingParams
-    cache_salt: str | None = None
-    timeout_s: float
-    trace_headers: dict[str, str] = {}
-    client_request_id: str = ""
-    """The client's own name for it; verified."""
     client: Client = ANYBODY
     cache: CacheGroup = CacheGroup()
 
@@ -105,22 +76,12 @@ class Limits(msgspec.Struct, frozen=True):
         )
 
 
-class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A valid request that only lacks its hashes, which depend on the workers' blocks."""
+class HashedRequest(NamedTuple):
+    """A request that is ready to be placed on workers of one layout."""
 
-    request_id: str
-    token_ids: list[int]
-    sampling: SamplingParams
-    cache_salt: str | None
-    cache: CacheGroup
-    tenant: bytes
-    """The request as workers get it; see `PreparedRequest`."""
-    priority: int
-    deadline: float
-    trace_headers: dict[str, str]
-    client_request_id: str = ""
-    pooling: PoolingParams | None = None
-    """For an embedding; `sampling` means nothing then."""
+    request: GenerationRequest
+    placement_hashes: list[bytes]
+    """8 bytes for each full block of what is given, by which workers publish them."""
 
 
 class Preparation:
@@ -152,9 +113,7 @@ class Preparation:
             )
         return await self._aside.run(client.tenant, call)
 
-    async def tokenize(
-        self, request: ClientRequest | EmbeddingRequest, limits: Limits | None = None, num_before: int = 0
-    ) -> list[int]:
+    async def tokenize(self, request: ClientRequest, limits: Limits | None = None, num_before: int = 0) -> list[int]:
         """The prompt's token ids. Raises: InvalidRequest, at once for a text that cannot fit into `limits`.
 
         num_before: as in `complete`.
@@ -162,7 +121,7 @@ class Preparation:
         if isinstance(request.prompt, TokenInput):
             return encode_prompt(self.tokenizer, request.prompt, request.field).token_ids
         max_model_len = limits.max_model_len if limits is not None else self._model_len
-        rule = LengthRule(max_model_len, num_before, has_output=isinstance(request, ClientRequest))
+        rule = LengthRule(max_model_len, num_before, has_output=request.pooling_params is None)
         prompt, field = request.prompt, request.field
         encoded = await self._threads.run(
             request.client.tenant, lambda: encode_prompt(self.tokenizer, prompt, field, rule)
@@ -171,10 +130,10 @@ class Preparation:
 
     async def bad_words(self, request: ClientRequest) -> tuple[tuple[int, ...], ...]:
         """Token sequences for the client's `bad_words`. Raises: InvalidRequest."""
-        words = request.sampling.bad_words
+        words = request.sampling_params.bad_words
         if not words:
             return ()
-        request.sampling.verify_bad_words()
+        request.sampling_params.verify_bad_words()
         return await self._threads.run(request.client.tenant, lambda: bad_words_token_ids(self.tokenizer, words))
 
     def complete(
@@ -185,16 +144,17 @@ class Preparation:
         limits: Limits,
         bad_words: tuple[tuple[int, ...], ...] = (),
         num_before: int = 0,
-    ) -> TokenizedRequest:
+    ) -> GenerationRequest:
         """Fill in what the client left open. Raises: InvalidRequest naming the field, its value and its limit.
 
         num_before: tokens of a session that precede these.
         """
         verify_prompt_tokens(self.tokenizer, request.prompt, token_ids, limits.vocab_size, request.field)
         verify_cache_salt(request.cache_salt)
-        verify_priority(request.priority)
+        request.verify_client()
+        params = request.sampling_params
         sampling = msgspec.structs.replace(
-            for_engines(request.sampling),
+            for_engines(params),
             # workers know no text
             bad_words=(),
             bad_words_token_ids=bad_words,
@@ -206,65 +166,45 @@ class Preparation:
                 field=request.field,
                 max_tokens_field=request.max_tokens_field,
             ),
-            seed=secrets.randbits(_SEED_BITS) if request.sampling.seed is None else request.sampling.seed,
+            seed=secrets.randbits(_SEED_BITS) if params.seed is None else params.seed,
         )
         # the front end has verified the form once for all prompts of the body
         sampling.verify(limits.vocab_size, form=False)
-        return TokenizedRequest(
-            request_id=request_id,
-            token_ids=token_ids,
-            sampling=sampling,
-            cache_salt=request.cache_salt,
-            cache=request.cache,
-            tenant=tenant_digest(self._key, request.client.tenant),
-            priority=request.priority,
-            deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
-            trace_headers=request.trace_headers,
-            client_request_id=request.client_request_id,
-        )
+        return self._completed(request_id, request, token_ids, sampling_params=sampling, n=sampling.n)
 
     def complete_embedding(
-        self, request_id: str, request: EmbeddingRequest, token_ids: list[int], limits: Limits
-    ) -> TokenizedRequest:
+        self, request_id: str, request: ClientRequest, token_ids: list[int], limits: Limits
+    ) -> GenerationRequest:
         """Raises: InvalidRequest naming the field, its value and its limit."""
         verify_prompt_tokens(self.tokenizer, request.prompt, token_ids, limits.vocab_size, request.field)
         verify_cache_salt(request.cache_salt)
+        request.verify_client()
         LengthRule(limits.max_model_len, has_output=False).verify(len(token_ids), request.field)
-        request.pooling.verify(limits.hidden_size)
-        return TokenizedRequest(
-            request_id=request_id,
-            token_ids=token_ids,
-            sampling=SamplingParams(),
-            cache_salt=request.cache_salt,
-            cache=request.cache,
-            tenant=tenant_digest(self._key, request.client.tenant),
-            priority=0,
-            deadline=time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
-            trace_headers=request.trace_headers,
-            client_request_id=request.client_request_id,
-            pooling=request.pooling,
-        )
+        if request.pooling_params is not None:
+            request.pooling_params.verify(limits.hidden_size)
+        return self._completed(request_id, request, token_ids)
 
-    def hashed(self, request: TokenizedRequest, layout: KvLayout, resume: ResumeState | None = None) -> PreparedRequest:
-        """The request for workers with blocks of this layout, or for one sequence of it, resumed after its last token."""
+    def _completed(
+        self, request_id: str, request: ClientRequest, token_ids: list[int], **fields: Any
+    ) -> GenerationRequest:
+        """What every kind of request gets from the router."""
+        completed = {
+            "request_id": request_id,
+            "prompt_token_ids": token_ids,
+            "eos_token_ids": self.tokenizer.eos_token_ids,
+            "tenant": tenant_digest(self._key, request.client.tenant),
+            "deadline": time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
+        }
+        return GenerationRequest(**request.carried() | completed | fields)
+
+    def hashed(self, request: GenerationRequest, cache: CacheGroup, layout: KvLayout) -> HashedRequest:
+        """The request for workers with blocks of this layout."""
         hasher = BlockHasher(self._key, layout.block_size)
-        root = hasher.root(layout.model_fingerprint, request.cache_salt, tenant=request.cache.name)
-        token_ids = request.token_ids if resume is None else request.token_ids + resume.output_token_ids
+        root = hasher.root(layout.model_fingerprint, request.cache_salt, tenant=cache.name)
+        token_ids = request.given_token_ids
         hashes = hasher.extend(root, token_ids)
-        return PreparedRequest(
-            request_id=request.request_id,
-            prompt_token_ids=request.token_ids,
-            sampling_params=request.sampling,
-            eos_token_ids=self.tokenizer.eos_token_ids,
-            block_hashes=hashes,
-            placement_hashes=[placement_hash(block_hash) for block_hash in hashes],
-            hash_root=root,
-            request_digest=hasher.request_digest(root, hashes, token_ids),
-            resume=resume,
-            deadline=request.deadline,
-            priority=request.priority,
-            tenant=request.tenant,
-            trace_headers=request.trace_headers,
-            client_request_id=request.client_request_id,
-            pooling_params=request.pooling,
+        digest = hasher.request_digest(root, hashes, token_ids)
+        return HashedRequest(
+            msgspec.structs.replace(request, hash_root=root, request_digest=digest),
+            [placement_hash(block_hash) for block_hash in hashes],
         )

@@ -18,7 +18,7 @@ from pdserve.common.errors import (
     WorkerLost,
 )
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.request.prepared_request import PreparedRequest, ResumeState
+from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.admission.place import Cost, Place
@@ -30,7 +30,7 @@ from pdserve.router.placement.placement import PlacementHint
 from pdserve.router.placement.routing_decision import RoutingDecision
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.router.requests.client_stream import ClientStream
-from pdserve.router.requests.preparation import ClientRequest, Limits, TokenizedRequest
+from pdserve.router.requests.preparation import ClientRequest, HashedRequest, Limits
 from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.retry_state import RetryState
 from pdserve.router.telemetry.request_trace import RequestTrace
@@ -76,19 +76,19 @@ class PromptTask:
         self._request = request
         self._stream = stream
         self._services = services
-        self.num_choices = request.sampling.n
+        self.num_choices = request.sampling_params.n
         """Sequences that the client gets."""
-        self.num_sequences = request.sampling.num_sequences
+        self.num_sequences = request.sampling_params.num_sequences
         self._processor: OutputProcessor | None = None
         self._holds: Place | None = None
-        self._prepared: dict[tuple[str, int, int, int], PreparedRequest] = {}
-        """(layout, sequence, length of the client's output) -> prepared request."""
+        self._prepared: dict[tuple[str, int, int, int], HashedRequest] = {}
+        """(layout, sequence, length of the client's output) -> hashed request."""
         self._begun: set[int] = set()
         """Sequences of which the client has output."""
         self._numbers = itertools.count()
         """Numbers of attempts."""
         self._crash_guard = CrashGuard(
-            services.deny_list, services.fleet, services.company, request.client, request.sampling
+            services.deny_list, services.fleet, services.company, request.client, request.sampling_params
         )
         self._full = FullWorkers(services.settings.queue_timeout_s)
         self._record = record.run(self.timeline)
@@ -133,14 +133,14 @@ class PromptTask:
             self.request_id, self._request, token_ids, await self._limits(), bad_words, len(before)
         )
         self.usage.prompt_tokens = len(before) + len(token_ids)
-        if (asked := request.sampling.prompt_logprobs) is not None:
+        if (asked := request.sampling_params.prompt_logprobs) is not None:
             self._stream.expect_prompt_logprobs(self.usage.prompt_tokens * (asked + 1) * self.num_choices)
         self._processor = OutputProcessor(
             self._services.preparation.tokenizer,
             request_id=self.request_id,
             prompt=None,
             prompt_token_ids=[*before, *token_ids] if before else token_ids,
-            sampling_params=request.sampling,
+            sampling_params=request.sampling_params,
             num_sequences=self.num_sequences,
         )
         self.timeline.mark(moments.TOKENIZED)
@@ -151,12 +151,12 @@ class PromptTask:
             num_places=self.num_sequences,
             # what a session has computed before is not computed again
             num_tokens=len(token_ids),
-            max_tokens=request.sampling.max_tokens,
+            max_tokens=request.sampling_params.max_tokens,
         )
         async with self._services.admission.place(
             cost,
             priority,
-            lambda: self._raise_when_no_worker(one_token=request.sampling.max_tokens == 1),
+            lambda: self._raise_when_no_worker(one_token=request.sampling_params.max_tokens == 1),
             client=self._request.client,
         ) as self._holds:
             self.timeline.mark(moments.ADMITTED)
@@ -168,7 +168,7 @@ class PromptTask:
         """The output so far, which the next attempt continues; the caller must not change it."""
         return []
 
-    async def _attempts(self, request: TokenizedRequest, processor: OutputProcessor, retry_state: RetryState) -> None:
+    async def _attempts(self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState) -> None:
         """Run attempts until one serves the request, each from the end of the client's text.
 
         Raises: PdServeError.
@@ -176,22 +176,25 @@ class PromptTask:
         while True:
             started_unix_ns = now_unix_ns()
             number = next(self._numbers)
-            resume = self._resume_state(processor, retry_state)
-            decision = await self._place(request, number, resume, retry_state)
+            resumed = self._resumed(request, processor, retry_state)
+            decision = await self._place(resumed, number, retry_state)
             placement = decision.placement
             self.timeline.mark(moments.PLACED)
             self._record.routed(started_unix_ns, decision.policy, placement, decision.attributes)
             layout = placement.layout
-            prompt_digest = self._hashed(request, layout).request_digest
+            prompt_digest = self._hashed(request, layout).request.request_digest
             self._services.deny_list.check(self._request.client, prompt_digest)
-            prepared = self._hashed(request, layout, resume)
+            prepared = self._hashed(resumed, layout).request
             if not prepared.remaining_s:
                 # workers refuse a request without time
                 raise self._too_late()
-            record = self._record.attempt(number, placement, 0 if resume is None else len(resume.output_token_ids))
+            record = self._record.attempt(number, placement, len(resumed.output_token_ids))
             if self._holds is not None:
                 self._holds.placed()
-            if not request.sampling.greedy and len(placement.sampler_versions | retry_state.sampler_versions) > 1:
+            if (
+                not request.sampling_params.greedy
+                and len(placement.sampler_versions | retry_state.sampler_versions) > 1
+            ):
                 self._record.sampled_by_other()
             num_tokens = processor.num_output_tokens
             attempt = Attempt(
@@ -210,7 +213,7 @@ class PromptTask:
                 failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
             except AttemptFailed as failed:
                 failure = failed
-            if processor.num_output_tokens > num_tokens and not request.sampling.greedy:
+            if processor.num_output_tokens > num_tokens and not request.sampling_params.greedy:
                 retry_state.sampler_version = placement.sampler_version
             if (full := failure.refused_by) is not None:
                 await self._full.refused(full, failure.error)
@@ -231,7 +234,7 @@ class PromptTask:
                 return
 
     async def _go_on_apart(
-        self, request: TokenizedRequest, processor: OutputProcessor, retry_state: RetryState
+        self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState
     ) -> None:
         """Continue each unfinished sequence in attempts of its own, since the sequences now differ."""
         try:
@@ -243,7 +246,7 @@ class PromptTask:
             raise errors.exceptions[0] from None
 
     async def _attempts_alone(
-        self, request: TokenizedRequest, processor: OutputProcessor, retry_state: RetryState
+        self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState
     ) -> None:
         try:
             await self._attempts(request, processor, retry_state)
@@ -252,12 +255,15 @@ class PromptTask:
             self._record.error = self._record.error or error
             raise
 
-    def _resume_state(self, processor: OutputProcessor, retry_state: RetryState) -> ResumeState | None:
-        """The client's tokens of the one sequence that is served; None for a new request."""
+    def _resumed(
+        self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState
+    ) -> GenerationRequest:
+        """The next attempt's request: the one sequence that is served, after the client's tokens, or all from the beginning."""
         if retry_state.index is None and (self.num_sequences > 1 or not processor.num_output_tokens):
-            return None
+            return request
         index = retry_state.index or 0
-        return ResumeState(index=index, output_token_ids=list(processor.output_token_ids(index)))
+        output_token_ids = list(processor.output_token_ids(index))
+        return msgspec.structs.replace(request, index=index, n=1, output_token_ids=output_token_ids)
 
     def _after(self, failure: AttemptFailed, prompt_digest: bytes, num_counted: int) -> PlacementHint:
         """Parameters of the next attempt. Raises the failure's error when there is none."""
@@ -312,7 +318,7 @@ class PromptTask:
         if self.num_sequences == self.num_choices:
             self._push(delta)
         elif processor.finished:
-            for output in best(processor.request_output().outputs, self._request.sampling):
+            for output in best(processor.request_output().outputs, self._request.sampling_params):
                 self._push(output)
         return has_ended
 
@@ -338,19 +344,17 @@ class PromptTask:
             raise self._no_worker()
         return limits
 
-    async def _place(
-        self, request: TokenizedRequest, attempt: int, resume: ResumeState | None, retry_state: RetryState
-    ) -> RoutingDecision:
-        num_resumed = 0 if resume is None else len(resume.output_token_ids)
+    async def _place(self, request: GenerationRequest, attempt: int, retry_state: RetryState) -> RoutingDecision:
+        num_resumed = len(request.output_token_ids)
 
         def look() -> RoutingDecision | None:
             return self._services.selector.place(
                 self.request_id,
                 attempt,
                 tenant=self._request.client.tenant,
-                num_tokens=len(request.token_ids) + num_resumed,
-                max_tokens=request.sampling.max_tokens - num_resumed,
-                hashes=lambda layout: self._hashed(request, layout, resume).placement_hashes,
+                num_tokens=len(request.prompt_token_ids) + num_resumed,
+                max_tokens=request.sampling_params.max_tokens - num_resumed,
+                hashes=lambda layout: self._hashed(request, layout).placement_hashes,
                 hint=retry_state.hint,
                 blamed=retry_state.blamed | self._full.keys,
                 dead=self._crash_guard.unfit,
@@ -383,12 +387,10 @@ class PromptTask:
         never = ", and local_prefill is never" if self._services.settings.local_prefill == "never" else ""
         return WorkerLost(f"no worker could serve this within {WAIT_FOR_WORKER_S:g} s: {roles}{never}").for_clients()
 
-    def _hashed(
-        self, request: TokenizedRequest, layout: KvLayout, resume: ResumeState | None = None
-    ) -> PreparedRequest:
+    def _hashed(self, request: GenerationRequest, layout: KvLayout) -> HashedRequest:
         """For blocks of this layout; generations of a model differ in them."""
-        place = (-1, 0) if resume is None else (resume.index, len(resume.output_token_ids))
+        place = (request.index, len(request.output_token_ids)) if request.is_resumed else (-1, 0)
         key = (layout.model_fingerprint, layout.block_size, *place)
         if key not in self._prepared:
-            self._prepared[key] = self._services.preparation.hashed(request, layout, resume)
+            self._prepared[key] = self._services.preparation.hashed(request, self._request.cache, layout)
         return self._prepared[key]

@@ -13,11 +13,11 @@ from typing import Any
 from pdserve.common import timeline as moments
 from pdserve.common.errors import InternalError, Overloaded, PdServeError, WorkerLost
 from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import now_unix_ns
 from pdserve.router.attempts.worker_calls import Admitted, CallFailed, DecodeCallEvent, Outputs, SessionCall
 from pdserve.router.placement.placement import Placement, PlacementHint, WorkerKey
 from pdserve.router.requests.client_error import as_client_sees
-from pdserve.router.requests.preparation import TokenizedRequest
 from pdserve.router.requests.prompt_task import PromptTask
 from pdserve.router.requests.retry_state import RetryState
 from pdserve.router.workers.worker import LoadEstimate, LoadReservation, Worker
@@ -122,11 +122,11 @@ class SessionPromptTask(PromptTask):
     def _token_ids_before(self) -> list[int]:
         return self._session.token_ids
 
-    async def _attempts(self, request: TokenizedRequest, processor: OutputProcessor, retry_state: RetryState) -> None:
+    async def _attempts(self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState) -> None:
         session = self._session
         if session.worker is not None:
             # what it holds between turns is in the worker's own report
-            share = LoadEstimate(calls=1, tokens=len(request.token_ids))
+            share = LoadEstimate(calls=1, tokens=len(request.prompt_token_ids))
             await self._at(Placement(decode=session.worker, decode_share=share), request)
             return
         refused: dict[WorkerKey, Overloaded] = {}
@@ -145,7 +145,7 @@ class SessionPromptTask(PromptTask):
                 refused[worker.key] = error
                 await session.leave()
 
-    async def _at(self, placement: Placement, request: TokenizedRequest) -> None:
+    async def _at(self, placement: Placement, request: GenerationRequest) -> None:
         """One turn at the session's worker; the first opens it there. Raises: what ends the session."""
         session, worker = self._session, placement.decode
         if worker is None:
@@ -158,7 +158,7 @@ class SessionPromptTask(PromptTask):
         try:
             with record, self._services.company.serving(self._crash_guard, placement):
                 if session.worker is None:
-                    prepared = record.with_trace_headers(self._hashed(request, placement.layout))
+                    prepared = record.with_trace_headers(self._hashed(request, placement.layout).request)
                     self._services.deny_list.check(self._request.client, prepared.request_digest)
                     if not prepared.remaining_s:
                         # workers refuse a request without time
@@ -166,8 +166,8 @@ class SessionPromptTask(PromptTask):
                     session.open(worker, SessionCall(worker, prepared))
                     await session.call.open()
                 else:
-                    await session.call.go_on(request.token_ids, request.sampling, record.headers)
-                session.token_ids += request.token_ids
+                    await session.call.go_on(record.with_trace_headers(request))
+                session.token_ids += request.prompt_token_ids
                 await self._answer(reservation)
         finally:
             reservation.end()
@@ -178,12 +178,10 @@ class SessionPromptTask(PromptTask):
         else:
             await self._session.ended()
 
-    async def _find_worker(self, request: TokenizedRequest, refused: Collection[WorkerKey]) -> Placement:
+    async def _find_worker(self, request: GenerationRequest, refused: Collection[WorkerKey]) -> Placement:
         """refused: workers that had no room."""
         started_unix_ns = now_unix_ns()
-        decision = await self._place(
-            request, 0, None, RetryState(hint=PlacementHint.SESSION, blamed=frozenset(refused))
-        )
+        decision = await self._place(request, 0, RetryState(hint=PlacementHint.SESSION, blamed=frozenset(refused)))
         self.timeline.mark(moments.PLACED)
         self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
         return decision.placement

@@ -18,7 +18,7 @@ import msgspec
 from pdserve.common import timeline as moments
 from pdserve.common.errors import Cancelled, DeadlineExceeded, InternalError, NeedsPrefill, PdServeError
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.common.request.prepared_request import PreparedRequest
+from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded
 from pdserve.router.placement.placement import Placement
@@ -260,7 +260,7 @@ class AttemptTrace:
         """This attempt's trace context."""
         return self._headers
 
-    def with_trace_headers(self, request: PreparedRequest) -> PreparedRequest:
+    def with_trace_headers(self, request: GenerationRequest) -> GenerationRequest:
         """The request with this attempt's trace context."""
         if request.trace_headers == self._headers:
             return request

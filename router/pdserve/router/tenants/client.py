@@ -7,7 +7,7 @@ from contextvars import ContextVar
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.request.prepared_request import verify_priority
+from pdserve.common.request.generation_request import verify_priority
 from pdserve.common.settings.api_key_file import UNLIMITED, KeyLimits, Role
 
 

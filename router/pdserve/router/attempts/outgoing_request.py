@@ -1,0 +1,29 @@
+"""`OutgoingRequest`: a request in the form that each worker takes, encoded once for both calls of an attempt."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.protocol_3 import LAST_VERSION, request_to_version_3, turn_to_version_3
+from pdserve.common.request.request_bytes import encode_request
+from pdserve.router.workers.worker import Worker
+
+
+class OutgoingRequest:
+    """What is left of the deadline is that of its first use."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+
+    @functools.cached_property
+    def _data(self) -> bytes:
+        return encode_request(self.request)
+
+    def fields(self, worker: Worker, *, version_3: str = "request") -> dict[str, Any]:
+        """The field of a call's message that holds the request. version_3: name of the field in that version."""
+        if worker.identity.protocol_version > LAST_VERSION:
+            return {"generation_request": self._data}
+        convert = turn_to_version_3 if version_3 == "next" else request_to_version_3
+        return {version_3: convert(self.request)}

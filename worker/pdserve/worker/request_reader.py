@@ -1,0 +1,62 @@
+"""`RequestReader`: a router's messages as requests for this worker's engine."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import DigestMismatch
+from pdserve.common.request.engine_types import EngineCoreRequest
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.wire import RequestMessage, request_from_wire
+
+
+def sequence_stem(request_id: str, attempt: int) -> str:
+    """`request.attempt`: a late event of one attempt never meets the next."""
+    return f"{request_id}.{attempt}"
+
+
+def engine_request_id(request_id: str, attempt: int, index: int) -> str:
+    """`request.attempt.index`, as `EngineCoreRequest.sequence_id` has it."""
+    return f"{sequence_stem(request_id, attempt)}.{index}"
+
+
+class RequestReader:
+    """Takes nothing from a caller that the worker can compute: block hashes and the request digest are its own."""
+
+    def __init__(self, hasher: BlockHasher, max_model_len: int, vocab_size: int | None = None) -> None:
+        self._hasher = hasher
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+
+    def request(self, message: RequestMessage, attempt: int = 0, **fields: Any) -> EngineCoreRequest:
+        """The request of a call, or of a session's first turn. fields: those of the engine alone.
+
+        Raises: PeerError, InvalidRequest, PromptTooLong before anything is hashed; DigestMismatch when the request digest is
+        not that of these tokens under this root and deployment key.
+        """
+        request = request_from_wire(message, self._max_model_len, self._vocab_size)
+        request.verify_received(self._max_model_len)
+        carried = request.carried() | {"request_id": engine_request_id(request.request_id, attempt, request.index)}
+        return EngineCoreRequest(
+            **carried,
+            sequence_stem=sequence_stem(request.request_id, attempt),
+            arrival_time=time.monotonic(),
+            block_hashes=self._block_hashes(request),
+            **fields,
+        )
+
+    def turn(self, message: RequestMessage) -> GenerationRequest:
+        """A session's later turn, of which prompt, sampling parameters and trace headers count. Raises: as `request_from_wire`."""
+        return request_from_wire(message, self._max_model_len, self._vocab_size)
+
+    def _block_hashes(self, request: GenerationRequest) -> list[bytes]:
+        given = request.given_token_ids
+        block_hashes = self._hasher.extend(request.hash_root, given)
+        if self._hasher.request_digest(request.hash_root, block_hashes, given) != request.request_digest:
+            raise DigestMismatch(
+                f"request.request_digest is {request.request_digest.hex()}, which is not that of the {len(given)} tokens "
+                "under request.hash_root and this worker's deployment key"
+            )
+        return block_hashes
