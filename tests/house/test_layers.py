@@ -168,7 +168,6 @@ def test_whoever_connects_or_listens_says_with_which_tls() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         for arguments in [len(node.args) + len(node.keywords)]
-        if (node.func.id, arguments)
-        in {("make_channel", 1), ("make_public_channel", 1), ("bind", 3), ("PeerChannels", 0), ("TcpConnector", 0)}
+        if (node.func.id, arguments) in PLAIN_WITHOUT_TLS
     ]
     assert not silent
