@@ -75,6 +75,7 @@ REQUEST: dict[str, Any] = {
     "transfer_source": True, "wanted_from": 0, "resumable": True, "prefill_here": True, "local_prefill_tokens": 0,
     "priority": -5, "tenant": b"\x01", "index": 3, "n": 4, "trace_headers": {"a": "b"},
     "client_request_id": "mine", "deadline": 2.5,
+    "request_digest": b"\x02", "cache_salt": "salt", "timeout_s": 1.5, "ignorable": ("priority",),
 }  # fmt: skip
 OUTPUT: dict[str, Any] = {
     "request_id": "r", "new_token_ids": [5, 6], "first_position": 2, "finish_reason": FinishReason.STOP,
