@@ -228,7 +228,12 @@ async def test_fields_beside_the_prompt_reach_the_engine(running: Running) -> No
         added = []
         core = core_of(streams)
         add = core.add_request
-        core.add_request = lambda request: (added.append(request), add(request))  # type: ignore[method-assign,assign]
+
+        def noted(request: Any) -> None:
+            added.append(request)
+            add(request)
+
+        core.add_request = noted  # type: ignore[method-assign]
         async for _ in streams.generate(TEXT, greedy(), priority=3, trace_headers=headers):
             pass
         async for _ in streams.chat(MESSAGES, greedy(), priority=-3, trace_headers=headers):

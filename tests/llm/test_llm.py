@@ -340,7 +340,12 @@ def test_a_trace_context_reaches_the_engine_with_each_request(llm: LLM, monkeypa
     added = []
     core = core_of(llm)
     add = core.add_request
-    monkeypatch.setattr(core, "add_request", lambda request: (added.append(request), add(request)))
+
+    def noted(request: Any) -> None:
+        added.append(request)
+        add(request)
+
+    monkeypatch.setattr(core, "add_request", noted)
     headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
     llm.generate(prompts_of([3, 4]), greedy(), use_tqdm=False, priority=7, trace_headers=headers)
     llm.chat(MESSAGES, greedy(), use_tqdm=False, priority=-7, trace_headers=headers)
