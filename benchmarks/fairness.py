@@ -6,7 +6,8 @@ alternate, with the same arrivals of the nine in both, so that both run under th
 `GREEDY_AT_ONCE` requests open, several times the number of places, and sends the next when one has ended, or soon after one was
 refused. It runs in a separate process, so that its answers do not delay the nine at the client's side.
 
-Usage: python benchmarks/fairness.py [--slices 6] [--slice-s 15] [--max-num-seqs 64] [--prefill 0] [--out results/fairness.txt]
+Usage: python benchmarks/fairness.py [--slices 6] [--slice-s 15] [--max-num-seqs 64] [--prefill 0]
+                                     [--step-ms 25] [--token-ms 0.2] [--out results/fairness.txt]
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import grpc.aio
 import httpx
 from cluster_of_processes import START_S, free_port
 from conditions import conditions
-from paced_worker import STEP_S, TOKEN_S
 
 from pdserve.common.settings.api_key_file import key_hash, new_key
 from pdserve.v1 import inference_pb2, request_pb2
@@ -105,7 +105,7 @@ class Tenants:
 
 
 @contextmanager
-def fleet(num_prefill: int, max_num_seqs: int, keys: Path) -> Iterator[str]:
+def fleet(num_prefill: int, max_num_seqs: int, keys: Path, pace: dict[str, str]) -> Iterator[str]:
     """The address of a router's gRPC front end."""
     addresses = {"prefill": [free_port() for _ in range(num_prefill)], "decode": [free_port()]}
     http_port, grpc_port = free_port(), free_port()
@@ -123,7 +123,7 @@ def fleet(num_prefill: int, max_num_seqs: int, keys: Path) -> Iterator[str]:
             *known, "--set", f"api_keys_file={keys}", "--set", "log_level=warning",
         ]
     )  # fmt: skip
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    environ = os.environ | pace | {"OMP_NUM_THREADS": "1"}
     processes = [subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL) for command in commands]
     try:
         until_s = time.monotonic() + START_S
@@ -274,6 +274,8 @@ def main() -> None:
     parser.add_argument("--slice-s", type=float, default=15.0)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--prefill", type=int, default=0)
+    parser.add_argument("--step-ms", type=float, default=25.0)
+    parser.add_argument("--token-ms", type=float, default=0.2)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--greedy", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -284,10 +286,11 @@ def main() -> None:
     stands = conditions()
     with tempfile.TemporaryDirectory() as folder:
         tenants = Tenants.make(Path(folder))
-        with fleet(options.prefill, options.max_num_seqs, Path(folder) / "keys.toml") as address:
+        pace = {"PACED_STEP_MS": str(options.step_ms), "PACED_TOKEN_MS": str(options.token_ms)}
+        with fleet(options.prefill, options.max_num_seqs, Path(folder) / "keys.toml", pace) as address:
             lines = measure(address, tenants, options.slices, options.slice_s)
     shape = (
-        f"{options.prefill} prefill and 1 decode worker, steps of {STEP_S * 1e3:g} ms and {TOKEN_S * 1e3:g} ms for each token, "
+        f"{options.prefill} prefill and 1 decode worker, steps of {options.step_ms:g} ms and {options.token_ms:g} ms per token, "
         f"max_num_seqs {options.max_num_seqs}; prompts of "
         f"{PROMPT_TOKENS[0]} to {PROMPT_TOKENS[1]} tokens, outputs of {OUTPUT_TOKENS[0]} to {OUTPUT_TOKENS[1]}; "
         f"{options.slices} slices of {options.slice_s:g} s each"

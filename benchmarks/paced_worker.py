@@ -3,11 +3,12 @@
 Scheduler, pools, prefix cache and services are the real ones. With real arithmetic, several processes on a few cores would have a
 capacity that depends on other processes; with simulated steps, a benchmark of queues measures the queues. Outputs have no meaning.
 
-Usage: python benchmarks/paced_worker.py decode --port 50052 ...
+Usage: PACED_STEP_MS=25 PACED_TOKEN_MS=0.2 python benchmarks/paced_worker.py decode --port 50052 ...
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -20,10 +21,10 @@ from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, Sc
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.models.model_inputs import ModelInputs
 
-STEP_S = 0.025
-"""Seconds of a step without tokens."""
-TOKEN_S = 0.0002
-"""Additional seconds per computed token."""
+STEP_S = float(os.environ.get("PACED_STEP_MS", "25")) / 1e3
+"""Seconds that each step takes, whatever is in it."""
+TOKEN_S = float(os.environ.get("PACED_TOKEN_MS", "0.2")) / 1e3
+"""Further seconds for each token that the step computes."""
 
 
 class NoArithmetic:
