@@ -1,9 +1,9 @@
 """Tokens per second of `LLM`: with the engine in its process, with `engine_process`, and of another checkout, in turns.
 
-python benchmarks/offline.py --rounds 7 [--baseline FOLDER]
+python benchmarks/offline.py --rounds 7 [--model FOLDER] [--baseline FOLDER]
 
-Each variant is a process that has loaded the bundled model; a round asks each of them once, in turns. Processor time is that
-of the variant's process and of all processes that it has started.
+Each variant is a process that has loaded the bundled model or `--model`; a round asks each of
+them once, in turns. Processor time is that of the variant's process and of all processes that it has started.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def processor_s() -> float:
     return sum(sum(process.cpu_times()[:2]) for process in [own, *own.children(recursive=True)])
 
 
-def serve(engine_process: bool) -> None:
+def serve(model: str, engine_process: bool) -> None:
     """Answer each line of stdin, the name of a shape, with seconds and processor seconds of one batch."""
     from pdserve.llm import LLM, SamplingParams
 
     # a baseline may not know the option
     options: dict[str, Any] = {"engine_process": True} if engine_process else {}
-    llm = LLM("demo", **options)
+    llm = LLM(model, **options)
     number = 0
     for line in sys.stdin:
         num_requests, num_tokens = SHAPES[line.strip()]
@@ -52,12 +52,12 @@ def serve(engine_process: bool) -> None:
     llm.shutdown()
 
 
-def start(variant: str, baseline: Path | None) -> subprocess.Popen[str]:
+def start(variant: str, model: str, baseline: Path | None) -> subprocess.Popen[str]:
     environ = dict(os.environ)
     if variant == "before" and baseline is not None:
         portions = [str(path.parent) for path in baseline.glob("*/pdserve")]
         environ["PYTHONPATH"] = os.pathsep.join(portions)
-    command = [sys.executable, __file__, "--serve", variant]
+    command = [sys.executable, __file__, "--serve", variant, "--model", model]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
 
 
@@ -73,16 +73,17 @@ def ask(process: subprocess.Popen[str], shape: str) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--baseline", type=Path, help="another checkout, measured as `before`")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.serve == "engine_process")
+        serve(options.model, options.serve == "engine_process")
         return
     for name, value in conditions().items():
         print(f"{name}: {value}")
     variants = [*(["before"] if options.baseline else []), "in its process", "engine_process"]
-    processes = {variant: start(variant, options.baseline) for variant in variants}
+    processes = {variant: start(variant, options.model, options.baseline) for variant in variants}
     print(
         f"{options.rounds} rounds in turns after one to warm up; medians, in brackets the lowest and highest of tokens/s"
     )
