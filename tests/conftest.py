@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,6 +59,10 @@ def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 _FUZZ_REPORT = "fuzz report"
 
 
+def _drop(record: logging.LogRecord) -> bool:
+    return False
+
+
 @pytest.fixture
 def fuzzer(request: pytest.FixtureRequest) -> Iterator[Fuzzer]:
     """Of a test marked `fuzz`, for its part of the time; what it did is said at the end of the run."""
@@ -65,12 +70,16 @@ def fuzzer(request: pytest.FixtureRequest) -> Iterator[Fuzzer]:
     from tests.support.process_memory import return_large_blocks
 
     return_large_blocks()
+    # pytest keeps every log record until the test ends: after tens of thousands of cases they are most of its memory
+    kept_records = request.config.pluginmanager.get_plugin("logging-plugin").report_handler
+    kept_records.addFilter(_drop)
     made = Fuzzer(seconds_of(request.node, request.session.items))
     # as a service does at its start: a full collection of all that the tests have loaded takes 0.1 s
     gc.collect()
     gc.freeze()
     yield made
     gc.unfreeze()
+    kept_records.removeFilter(_drop)
     request.node.user_properties.append((_FUZZ_REPORT, made.report()))
 
 

@@ -150,6 +150,8 @@ def test_longrope_serves_its_original_length(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
         ({"architectures": None}, "none named"),
+        ({"architectures": [[]]}, r"architecture \[\]; supported"),
+        ({"architectures": [{"LlamaForCausalLM": 1}]}, "architecture {'LlamaForCausalLM': 1}; supported"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized by gptq .*no quantization method is supported"),
         ({"quantization_config": {"bits": 4}}, "quantized by a method that it does not name"),

@@ -73,7 +73,7 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
 def _architecture(config: JsonObject) -> str:
     names = config.items("architectures") or []
     supported = ", ".join(FAMILIES)
-    if len(names) != 1 or names[0] not in FAMILIES:
+    if len(names) != 1 or not isinstance(names[0], str) or names[0] not in FAMILIES:
         found = ", ".join(str(name)[:80] for name in names[:8]) or "none named"
         kind = str(names[0]).removesuffix("Model") + "ForCausalLM" if len(names) == 1 else ""
         if kind in FAMILIES:
