@@ -71,7 +71,8 @@ def fuzzer(request: pytest.FixtureRequest) -> Iterator[Fuzzer]:
 
     return_large_blocks()
     # pytest keeps every log record until the test ends: after tens of thousands of cases they are most of its memory
-    kept_records = request.config.pluginmanager.get_plugin("logging-plugin").report_handler
+    plugin: Any = request.config.pluginmanager.get_plugin("logging-plugin")
+    kept_records: logging.Handler = plugin.report_handler
     kept_records.addFilter(_drop)
     made = Fuzzer(seconds_of(request.node, request.session.items))
     # as a service does at its start: a full collection of all that the tests have loaded takes 0.1 s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,8 @@ from tests.support.fuzz_cases import Fuzzer
 def test_log_records_of_the_cases_are_not_kept(
     request: pytest.FixtureRequest, fuzzer: Fuzzer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = request.config.pluginmanager.get_plugin("logging-plugin").report_handler
+    plugin: Any = request.config.pluginmanager.get_plugin("logging-plugin")
+    kept = plugin.report_handler
     num_kept = len(kept.records)
     logging.getLogger("fuzz").warning("a case ended")
     assert len(kept.records) == num_kept
