@@ -121,8 +121,8 @@ def test_a_worker_of_version_1_is_refused_by_name() -> None:
 
 
 def test_a_worker_that_says_who_it_is_without_a_proof_is_refused_whatever_its_version() -> None:
-    told = worker_pb2.WatchEvent(identity=worker_pb2.Identity(worker_id="decode-0", protocol_version=2))
+    older = worker_pb2.Identity(worker_id="decode-0", protocol_version=PROTOCOL_VERSION - 1)
     with pytest.raises(ProtocolMismatch, match="does not prove"):
-        challenge().read(told)
+        challenge().read(worker_pb2.WatchEvent(identity=older))
     with pytest.raises(KeyMismatch, match="does not prove"):
         challenge().read(worker_pb2.WatchEvent(welcome=worker_pb2.Welcome()))

@@ -580,3 +580,14 @@ def test_only_legal_edges(start):
         else:
             with pytest.raises(IllegalMove, match=f"from {start.value} to {end.value}"):
                 moved(start, end)
+
+
+async def test_workers_of_protocol_version_3_get_the_message_that_they_read(cluster):
+    workers = [await cluster.worker(role, protocol_version=3).start() for role in ("prefill", "decode")]
+    await cluster.start(prefill=0, decode=0)
+    response = await cluster.complete(max_tokens=4)
+    assert response.json()["choices"][0]["text"] == said(4)
+    for worker in workers:
+        [call] = worker.calls
+        assert not call.request.generation_request
+        assert call.request.request.sampling.max_tokens == 4
