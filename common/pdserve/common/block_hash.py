@@ -14,9 +14,9 @@ never leave a process: they are independent of the last 8, and without them noth
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Sequence
-
-import numpy as np
 
 from pdserve.common.security.deployment_key import BLOCK_HASHES, DeploymentKey
 
@@ -75,5 +75,8 @@ def placement_hash(block_hash: bytes) -> bytes:
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as u32 little endian."""
-    return np.asarray(token_ids, dtype="<u4").tobytes()
+    """Token ids as u32 little endian. Raises: OverflowError."""
+    words = array("I", token_ids)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()

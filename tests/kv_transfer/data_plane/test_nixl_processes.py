@@ -153,7 +153,7 @@ LIES: list[tuple[dict[str, object], str]] = [
     ({"address": 4096}, "has no 512 pieces"),
     ({"agent": "x" * 1_000_000}, "has 1000"),
     ({"agent": "x" * 1000}, "names no agent"),
-    ({"agent": "somebody"}, "is another's"),
+    ({"agent": "somebody"}, "belongs to another agent"),
     ({"agent_metadata": b""}, "cannot be reached"),
     ({"agent_metadata": b"nixlSerDes|Agent"}, "cannot be reached"),
     ({"hello": b"short"}, "names no agent"),
