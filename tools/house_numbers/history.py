@@ -25,6 +25,8 @@ FEATURES = {
     "engines that hang, deadlines, crash guard, probes": "bccfc66 9eac6f5 117cfe0 7cf2c70 c015adb 1f9d01e 833cf6e a06824e",
     "attention back ends, model families": "9fe15b8",
     "Qwen3-MoE": "4dc0054 85fc8e9",
+    "one carrier of request fields, protocol version 4": "8199c98",
+    "engine client, engine in a process, LLMEngine": "2eff161",
 }  # fmt: skip
 """Feature -> its commits. The rest of a release is small repairs, or the house itself."""
 _PRODUCT = re.compile(r"[a-z_]+/pdserve/.*(?<!_pb2)(?<!_pb2_grpc)\.py")
