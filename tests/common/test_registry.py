@@ -182,9 +182,19 @@ def test_ids_of_entries_and_hashes() -> None:
 
 
 def test_layouts_that_differ_have_other_fingerprints() -> None:
-    layout = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=8, dtype="float32", model_fingerprint="a")
+    layout = KvLayout(
+        num_layers=2,
+        num_kv_heads=2,
+        total_num_kv_heads=2,
+        head_dim=4,
+        block_size=8,
+        dtype="float32",
+        model_fingerprint="a",
+    )
     others = [
         msgspec.structs.replace(layout, **change)
-        for change in ({"num_layers": 3}, {"block_size": 16}, {"dtype": "float16"}, {"model_fingerprint": "b"})
-    ]
-    assert len({layout_fingerprint(each) for each in [layout, *others]}) == 5
+        for change in (
+            {"num_layers": 3}, {"block_size": 16}, {"dtype": "float16"}, {"model_fingerprint": "b"}, {"format": 0}, {"tp_rank": 1},
+        )
+    ]  # fmt: skip
+    assert len({layout_fingerprint(each) for each in [layout, *others]}) == 7

@@ -73,14 +73,26 @@ def test_pooling_params_that_are_wrong_or_left_out() -> None:
         assert refused.value.field == field
 
 
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16, dtype="float32", model_fingerprint="f" * 32)
+LAYOUT = KvLayout(
+    num_layers=2,
+    num_kv_heads=3,
+    total_num_kv_heads=3,
+    head_dim=8,
+    block_size=16,
+    dtype="float32",
+    model_fingerprint="f" * 32,
+)
 
 
 @given(
     st.builds(
         KvLayout,
+        format=st.integers(1, 2**32 - 1),
         num_layers=TOKENS,
         num_kv_heads=TOKENS,
+        total_num_kv_heads=TOKENS,
+        tp_rank=TOKENS,
+        tp_size=TOKENS,
         head_dim=TOKENS,
         block_size=TOKENS,
         dtype=st.sampled_from(["float32", "bfloat16", "float16", "another"]),
@@ -95,9 +107,10 @@ def test_layouts_come_back_and_differ_field_by_field(layout: KvLayout) -> None:
     assert names == [n for n in KvLayout.__struct_fields__ if getattr(LAYOUT, n) != getattr(layout, n)]
 
 
-def test_a_block_is_one_run_of_bytes() -> None:
-    assert LAYOUT.block_shape == (2, 2, 3, 16, 8)
-    assert LAYOUT.block_bytes == 2 * 2 * 3 * 16 * 8 * 4
+def test_a_layout_without_format_is_one_of_a_single_rank() -> None:
+    fields = {name: getattr(LAYOUT, name) for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "dtype")}
+    layout = layout_from_wire(kv_source_pb2.KvLayout(**fields, model_fingerprint="f" * 32))
+    assert LAYOUT.differences(layout) == ["format: 1 != 0"]
 
 
 def test_finish_reasons_come_back_and_unknown_ones_are_errors() -> None:

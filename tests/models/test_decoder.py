@@ -77,7 +77,7 @@ def test_before_layer_is_called_before_each_layer(tiny_checkpoints: Any) -> None
     batch = packed_batch([0], [0], [1], [1], [[0]])
 
     def before_layer() -> None:
-        written.append(int((kv_cache != 0).flatten(2).any(-1).sum()))
+        written.append(int((kv_cache != 0).transpose(1, 2).flatten(2).any(-1).sum()))
 
     with torch.inference_mode():
         decoder.forward(model_inputs(decoder, TorchAttentionBackend(kv_cache), batch, [4], before_layer))

@@ -39,7 +39,15 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32", model_fingerprint="m" * 32)
+LAYOUT = KvLayout(
+    num_layers=2,
+    num_kv_heads=2,
+    total_num_kv_heads=2,
+    head_dim=16,
+    block_size=16,
+    dtype="float32",
+    model_fingerprint="m" * 32,
+)
 MAX_MODEL_LEN = 256
 HIDDEN_SIZE = 8
 MAX_ANY_LEN = 1 << 20

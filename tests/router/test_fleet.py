@@ -166,6 +166,16 @@ async def test_unequal_blocks_are_not_paired_and_the_difference_is_told(cluster,
     assert not cluster.of("prefill").met
 
 
+async def test_blocks_of_another_format_are_not_paired_and_the_format_is_named(cluster, caplog):
+    caplog.set_level(logging.WARNING)
+    await cluster.worker("prefill", worker_id="older", layout=msgspec.structs.replace(LAYOUT, format=0)).start()
+    await cluster.start(prefill=0, decode=1)
+    assert await cluster.text() == said(5)
+    assert not cluster.of("prefill").calls
+    [warning] = [record.message for record in caplog.records if "not paired" in record.message]
+    assert warning.endswith((": format: 0 != 1", ": format: 1 != 0"))
+
+
 async def test_during_an_upgrade_each_generation_is_hashed_its_own_way(cluster):
     new = msgspec.structs.replace(LAYOUT, model_fingerprint="n" * 32, block_size=8)
     for role in ("prefill", "decode"):

@@ -96,9 +96,12 @@ async def test_a_worker_with_a_dtype_of_tomorrow_is_refused_by_name_and_breaks_n
         ({"vocab_size": 2**31}, "vocab_size is 2147483648"),
         ({"layout": msgspec.structs.replace(LAYOUT, num_layers=2**31)}, "num_layers is 2147483648"),
         ({"layout": msgspec.structs.replace(LAYOUT, head_dim=0)}, "head_dim is 0"),
+        ({"layout": msgspec.structs.replace(LAYOUT, num_kv_heads=3)}, "num_kv_heads is 3, 1 to 2 is needed"),
+        ({"layout": msgspec.structs.replace(LAYOUT, tp_size=2**31)}, "tp_size is 2147483648"),
+        ({"layout": msgspec.structs.replace(LAYOUT, tp_rank=1)}, "tp_rank is 1, 0 to 0 is needed"),
         ({"layout": msgspec.structs.replace(LAYOUT, model_fingerprint="")}, "model_fingerprint is ''"),
         (
-            {"layout": msgspec.structs.replace(LAYOUT, num_layers=4096, num_kv_heads=4096, head_dim=16384)},
+            {"layout": msgspec.structs.replace(LAYOUT, num_layers=4096, head_dim=16384, block_size=16384)},
             "block_bytes",
         ),
     ],

@@ -32,7 +32,7 @@ class Case:
     """`[T, Hkv, D]`"""
     v: Tensor
     kv_cache: Tensor
-    """`[num_blocks, L, 2, Hkv, bs, D]`, before the step."""
+    """`[num_blocks, Hkv, L, 2, bs, D]`, before the step."""
     layer: int
     keys: list[Tensor]
     """By sequence, `[seq_len, Hkv, D]` in float64; empty for a padded row."""
@@ -66,7 +66,7 @@ def make_case(
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)  # type: ignore[no-untyped-call]
 
     num_blocks = sum(-(-length // block_size) for length in lengths) + 3
-    kv_cache = torch.empty(num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim, dtype=dtype)
+    kv_cache = torch.empty(num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim, dtype=dtype)
     kv_cache.view(-1, 2).copy_(torch.tensor([torch.nan, torch.inf]))
     free = list(range(num_blocks))
     random.Random(seed).shuffle(free)
@@ -83,7 +83,7 @@ def make_case(
         kv[:, old:] = torch.stack((k, v))[:, row : row + length - old]
         at = torch.arange(length)
         blocks, offsets = torch.tensor(table, dtype=torch.int64)[at // block_size], at % block_size
-        kv_cache[blocks[:old], layer, :, :, offsets[:old]] = kv[:, :old].transpose(0, 1)
+        kv_cache[blocks[:old], :, layer, :, offsets[:old]] = kv[:, :old].permute(1, 2, 0, 3)
         keys.append(kv[0].double())
         values.append(kv[1].double())
         positions += list(range(old, length)) or [0]
@@ -147,9 +147,9 @@ def check_step(backend: AttentionBackend, case: Case, spec: AttentionSpec) -> No
     torch.testing.assert_close(found[real], dense_attention(case.to("cpu"), spec)[real], atol=tolerance, rtol=tolerance)
 
     block_size, slots = case.kv_cache.shape[4], case.batch.slot_mapping
-    places = (slots // block_size, case.layer, slice(None), slice(None), slots % block_size)
+    places = (slots // block_size, slice(None), case.layer, slice(None), slots % block_size)
     written = case.kv_cache[places]
-    assert torch.equal(written, torch.stack((case.k, case.v), 1))
+    assert torch.equal(written, torch.stack((case.k, case.v), 2))
     before[places] = written
     numbers = before.isfinite()
     assert torch.equal(case.kv_cache[numbers], before[numbers])

@@ -14,6 +14,7 @@ import msgspec
 from google.protobuf.message import Message
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.kv_layout import FORMAT
 from pdserve.common.net.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.registry.registry import RecordSigner, WorkerRecord
@@ -40,8 +41,9 @@ def nonce(size: int, number: int) -> bytes:
 def identity() -> worker_pb2.Identity:
     """A decode worker's."""
     layout = kv_source_pb2.KvLayout(
-        num_layers=2, num_kv_heads=2, head_dim=16, block_size=BLOCK_SIZE, dtype="float32", model_fingerprint="ab" * 16
-    )
+        num_layers=2, num_kv_heads=2, head_dim=16, block_size=BLOCK_SIZE, dtype="float32", model_fingerprint="ab" * 16,
+        format=FORMAT, total_num_kv_heads=2, tp_size=1,
+    )  # fmt: skip
     return worker_pb2.Identity(
         worker_id=WORKER[0], epoch=WORKER[1], role=worker_pb2.ROLE_DECODE, protocol_version=PROTOCOL_VERSION,
         address="127.0.0.1:7002", layout=layout, tokenizer_fingerprint="cd" * 16, max_model_len=256, vocab_size=300,

@@ -34,7 +34,15 @@ from pdserve.worker.redis_publisher import RedisPublisher, make_publisher
 from pdserve.worker.worker_servicer import WorkerServicer
 from tests.support.redis_server import RedisServer
 
-LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32", model_fingerprint="ab" * 16)
+LAYOUT = KvLayout(
+    num_layers=1,
+    num_kv_heads=1,
+    total_num_kv_heads=1,
+    head_dim=8,
+    block_size=4,
+    dtype="float32",
+    model_fingerprint="ab" * 16,
+)
 TOKENIZER = "cd" * 16
 EXPECTED = CompatibilityCheck(key=DEVELOPMENT_KEY, tokenizer_fingerprint=TOKENIZER)
 SOON_S = 12.0

@@ -42,7 +42,15 @@ from tests.support.local_connector import LocalConnector, LocalNetwork
 from tests.support.signed_channel import signed
 
 BLOCK_SIZE = 4
-LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model_fingerprint="f" * 32)
+LAYOUT = KvLayout(
+    num_layers=1,
+    num_kv_heads=1,
+    total_num_kv_heads=1,
+    head_dim=1,
+    block_size=4,
+    dtype="float32",
+    model_fingerprint="f" * 32,
+)
 HASHER = BlockHasher(KEY, BLOCK_SIZE)
 ROOT = HASHER.root("fingerprint")
 DIGESTS = DigestRule("auto", lambda context: KEY.derive(DATA_PLANE, context), clear=True)

@@ -36,7 +36,15 @@ from pdserve.worker.worker_metrics import WorkerMetrics
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 REMOTE = {"queued": 10.0, "kv_reserved": 11.0, "kv_first_landed": 12.0, "kv_landed": 13.0, "scheduled": 13.5}
-LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model_fingerprint="f" * 32)
+LAYOUT = KvLayout(
+    num_layers=1,
+    num_kv_heads=1,
+    total_num_kv_heads=1,
+    head_dim=1,
+    block_size=4,
+    dtype="float32",
+    model_fingerprint="f" * 32,
+)
 
 
 class Transfer:

@@ -31,7 +31,7 @@ def make_engine_core(
 ) -> EngineCore:
     """An engine over one model and one pool.
 
-    kv_cache: `[num_blocks, L, 2, Hkv, bs, D]`. outbox: receives the engine's messages to transfers; None without transfers.
+    kv_cache: `[num_blocks, Hkv, L, 2, bs, D]`. outbox: receives the engine's messages to transfers; None without transfers.
     grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors: plug-ins that requests
     may name; default: none. attention: a back end over `kv_cache`; default: `config.attention_backend`.
     Raises: ConfigError if there is no such back end.

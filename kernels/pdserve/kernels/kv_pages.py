@@ -14,9 +14,9 @@ class GatheredKeys:
 
     batch_size: int
     rows: Tensor
-    """`[2 * B * Hkv * N]`, in the order of `KvPages.read_rows`."""
+    """`[B * Hkv * 2 * N]`, in the order of `KvPages.read_rows`."""
     out: Tensor
-    """`[2 * B * Hkv * N, bs * D]`, shared by all layers and steps: fresh temporaries of tens of megabytes would be
+    """`[B * Hkv * 2 * N, bs * D]`, shared by all layers and steps: fresh temporaries of tens of megabytes would be
     mapped and faulted in again in every layer."""
     first_key: int
     last_key: int
@@ -24,44 +24,48 @@ class GatheredKeys:
 
 
 class KvPages:
-    """`kv_cache[num_blocks, L, 2, Hkv, bs, D]` seen as rows.
+    """`kv_cache[num_blocks, Hkv, L, 2, bs, D]` seen as rows.
 
     The cache is contiguous, so a layer is the flat cache shifted by a constant: one set of row numbers, computed once
     a step, serves every layer through `token_rows[layer]` and `block_rows[layer]`.
     """
 
     def __init__(self, kv_cache: Tensor) -> None:
-        if kv_cache.dim() != 6 or kv_cache.shape[2] != 2 or not kv_cache.is_contiguous():
+        if kv_cache.dim() != 6 or kv_cache.shape[3] != 2 or not kv_cache.is_contiguous():
             raise ValueError(
-                f"kv_cache must be contiguous [num_blocks, L, 2, Hkv, bs, D], not {tuple(kv_cache.shape)} "
+                f"kv_cache must be contiguous [num_blocks, Hkv, L, 2, bs, D], not {tuple(kv_cache.shape)} "
                 f"with strides {kv_cache.stride()}"
             )
         self.kv_cache = kv_cache
-        self.num_blocks, self.num_layers, _, self.num_kv_heads, self.block_size, self.head_dim = kv_cache.shape
-        heads = 2 * self.num_kv_heads
+        self.num_blocks, self.num_kv_heads, self.num_layers, _, self.block_size, self.head_dim = kv_cache.shape
         tokens = kv_cache.view(-1, self.head_dim)
         blocks = kv_cache.view(-1, self.block_size * self.head_dim)
-        self.token_rows = [tokens[layer * heads * self.block_size :] for layer in range(self.num_layers)]
+        self.token_rows = [tokens[layer * 2 * self.block_size :] for layer in range(self.num_layers)]
         """A row is one head's key or value of one token: `[*, D]`."""
-        self.block_rows = [blocks[layer * heads :] for layer in range(self.num_layers)]
+        self.block_rows = [blocks[layer * 2 :] for layer in range(self.num_layers)]
         """A row is one head's keys or values of one block: `[*, bs * D]`."""
-        self._head_tokens = torch.arange(heads, device=kv_cache.device).mul_(self.block_size)
-        self._head_blocks = torch.arange(heads, device=kv_cache.device).view(2, 1, self.num_kv_heads, 1)
+        self._rows_of_block = self.num_kv_heads * self.num_layers * 2
+        keys = torch.arange(self.num_kv_heads, device=kv_cache.device).mul_(self.num_layers * 2)
+        rows = torch.stack((keys, keys + 1))
+        self._head_tokens = rows.flatten() * self.block_size
+        self._head_blocks = rows.t().contiguous().view(self.num_kv_heads, 2, 1)
         self._offsets = torch.arange(self.block_size)
         self._gathered = kv_cache.new_empty(0)
 
     def write_rows(self, slot_mapping: Tensor) -> Tensor:
         """Rows of `token_rows` that tokens in slots `[T]` own, in the order `[T, 2, Hkv]`, flat."""
-        heads = 2 * self.num_kv_heads
-        # slot = block * bs + offset, and a block is heads * L slots long in the flat cache.
+        # slot = block * bs + offset, and a block has `_rows_of_block` times as many rows as slots
         starts = slot_mapping // self.block_size
-        starts = starts.mul_((heads * self.num_layers - 1) * self.block_size).add_(slot_mapping)
+        starts = starts.mul_((self._rows_of_block - 1) * self.block_size).add_(slot_mapping)
         return (starts.unsqueeze(1) + self._head_tokens).flatten()
 
     def read_rows(self, block_tables: Tensor) -> Tensor:
-        """Rows of `block_rows` that hold blocks `[B, N]`, in the order `[2, B, Hkv, N]`, flat."""
-        starts = block_tables * (2 * self.num_kv_heads * self.num_layers)
-        return (starts.unsqueeze(1) + self._head_blocks).flatten()
+        """Rows of `block_rows` that hold blocks `[B, N]`, in the order `[B, Hkv, 2, N]`, flat.
+
+        A head's values follow its keys, as in a block: the processor has begun to fetch them.
+        """
+        starts = block_tables * self._rows_of_block
+        return (starts[:, None, None] + self._head_blocks).flatten()
 
     def plan_gather(self, block_tables: Tensor, first_key: int, last_key: int) -> GatheredKeys:
         """Prepare to look at keys `first_key..last_key-1` of blocks `[B, N]`, in any layer."""
@@ -75,8 +79,8 @@ class KvPages:
     def gather(self, layer: int, source: GatheredKeys) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, Hkv, S, D]`, views of `source.out`."""
         torch.index_select(self.block_rows[layer], 0, source.rows, out=source.out)
-        keys_values = source.out.view(2, source.batch_size, self.num_kv_heads, -1, self.head_dim)
-        k, v = keys_values[:, :, :, source.first_key : source.last_key].unbind()
+        keys_values = source.out.view(source.batch_size, self.num_kv_heads, 2, -1, self.head_dim)
+        k, v = keys_values[:, :, :, source.first_key : source.last_key].unbind(2)
         return k, v
 
     def clear_tails(self, last_blocks: Tensor, num_used: Tensor) -> None:

@@ -28,8 +28,8 @@ class AttentionBackendError(Exception):
 def make_attention(name: str, kv_cache: Tensor) -> AttentionBackend:
     """The back end called `name` over one engine's cache.
 
-    name: `auto` for the fastest back end of the cache's device, a built-in back end, or an entry point. kv_cache: `[num_blocks, L,
-    2, Hkv, bs, D]`. Raises: AttentionBackendError naming the setting, its value, and the installed back ends.
+    name: `auto` for the fastest back end of the cache's device, a built-in back end, or an entry point. kv_cache: `[num_blocks,
+    Hkv, L, 2, bs, D]`. Raises: AttentionBackendError naming the setting, its value, and the installed back ends.
     """
     if name == AUTO:
         name = _FASTEST.get(kv_cache.device.type, "torch")

@@ -16,7 +16,7 @@ class TorchAttentionBackend:
     """Implements `AttentionBackend`. Gathers decode rows in groups of similar length, and cuts prefill chunks into tiles."""
 
     def __init__(self, kv_cache: Tensor) -> None:
-        """kv_cache: `[num_blocks, L, 2, Hkv, bs, D]`, contiguous. Raises: ValueError for another shape."""
+        """kv_cache: `[num_blocks, Hkv, L, 2, bs, D]`, contiguous. Raises: ValueError for another shape."""
         self._pages = KvPages(kv_cache)
         self._step: _Step | None = None
 

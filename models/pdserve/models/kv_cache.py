@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,12 @@ from pdserve.models.dtypes import TORCH_DTYPES
 
 
 def make_kv_cache(layout: KvLayout, num_blocks: int, device: str | torch.device = "cpu") -> Tensor:
-    """Zeros `[num_blocks, L, 2, Hkv, bs, D]`, contiguous. Writes every page, so that no step has to map one."""
-    dtype = TORCH_DTYPES[layout.dtype]
-    return torch.empty((num_blocks, *layout.block_shape), dtype=dtype, device=device).zero_()
+    """Zeros `[num_blocks, Hkv, L, 2, bs, D]`, contiguous. Writes every page, so that no step has to map one."""
+    dtype, shape = TORCH_DTYPES[layout.dtype], (num_blocks, *layout.block_shape)
+    if torch.device(device).type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device).zero_()
+    memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # one head's keys of one block are a few kilobytes: with small pages each is another entry of the TLB
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape).zero_()

@@ -153,6 +153,8 @@ Global___Open: typing_extensions.TypeAlias = Open
 
 @typing.final
 class KvLayout(google.protobuf.message.Message):
+    """Of a block [num_kv_heads, num_layers, 2, block_size, head_dim] of one rank. Only equal layouts are paired."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUM_LAYERS_FIELD_NUMBER: builtins.int
@@ -161,13 +163,25 @@ class KvLayout(google.protobuf.message.Message):
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
+    TOTAL_NUM_KV_HEADS_FIELD_NUMBER: builtins.int
+    TP_RANK_FIELD_NUMBER: builtins.int
+    TP_SIZE_FIELD_NUMBER: builtins.int
     num_layers: builtins.int
     num_kv_heads: builtins.int
+    """of this rank"""
     head_dim: builtins.int
     block_size: builtins.int
     """tokens"""
     dtype: builtins.str
     model_fingerprint: builtins.str
+    format: builtins.int
+    """order of the bytes: common/kv_layout.py; 0 from peers without the fields below"""
+    total_num_kv_heads: builtins.int
+    """of all ranks"""
+    tp_rank: builtins.int
+    tp_size: builtins.int
+    """ranks that share the heads"""
     def __init__(
         self,
         *,
@@ -177,8 +191,12 @@ class KvLayout(google.protobuf.message.Message):
         block_size: builtins.int = ...,
         dtype: builtins.str = ...,
         model_fingerprint: builtins.str = ...,
+        format: builtins.int = ...,
+        total_num_kv_heads: builtins.int = ...,
+        tp_rank: builtins.int = ...,
+        tp_size: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "format", b"format", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "total_num_kv_heads", b"total_num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvLayout: typing_extensions.TypeAlias = KvLayout

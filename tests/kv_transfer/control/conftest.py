@@ -30,7 +30,15 @@ from tests.support.signed_channel import signed
 from tests.support.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID, ReceiverOwner, SourceOwner
 
 NUM_BLOCKS, BLOCK_BYTES = 16, 64
-LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4, dtype="float32", model_fingerprint="f" * 32)
+LAYOUT = KvLayout(
+    num_layers=1,
+    num_kv_heads=1,
+    total_num_kv_heads=1,
+    head_dim=2,
+    block_size=4,
+    dtype="float32",
+    model_fingerprint="f" * 32,
+)
 SOURCE_EPOCH = 7
 ALIVE_EVERY_S, TICK_STALLED_S, GRACE_S, REATTACH_EVERY_S, ATTACH_TIMEOUT_S = 0.1, 0.8, 1.0, 0.05, 2.0
 """Several times faster than in service; a stream breaks within two of the second."""
@@ -70,6 +78,7 @@ class Rig:
         self.server: grpc.aio.Server | None = None
         self.source_digests = self.digests = DigestRule("auto", sub_key, clear=True)
         self.num_streams = 0
+        self.layout = LAYOUT
         self.port = 0
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -93,7 +102,7 @@ class Rig:
         servicer = Counting(
             self.transfers,
             ConnectorSet([self.source_connector]),
-            LAYOUT,
+            self.layout,
             SOURCE_EPOCH,
             lambda: self._tick("source"),
             self.source_digests,

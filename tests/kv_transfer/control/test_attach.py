@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdserve.common.errors import LayoutMismatch, TransferFailed
-from pdserve.common.request.wire import layout_to_wire
+from pdserve.common.kv_layout import FORMAT
+from pdserve.common.net.service_channel import ATTACH
+from pdserve.common.request.wire import layout_from_wire, layout_to_wire
 from pdserve.kv_transfer.block_digest import GMAC, XXH3_64
 from pdserve.kv_transfer.control import attach_servicer
 from pdserve.kv_transfer.control.source_transfer import PeerId, PublishedRange, SourceResult
 from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, prefill_pb2
+from tests.support.record_peer import FOLDER
 from tests.support.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID
 
 from .conftest import GRACE_S, LAYOUT, NUM_BLOCKS, SOURCE_EPOCH, TICK_STALLED_S
@@ -93,7 +98,13 @@ async def test_unequal_layouts_are_refused_at_once_and_printed_field_by_field(ri
     from pdserve.common.kv_layout import KvLayout
 
     layout = KvLayout(
-        num_layers=1, num_kv_heads=2, head_dim=2, block_size=8, dtype="float32", model_fingerprint="g" * 32
+        num_layers=1,
+        num_kv_heads=2,
+        total_num_kv_heads=2,
+        head_dim=2,
+        block_size=8,
+        dtype="float32",
+        model_fingerprint="g" * 32,
     )
     transfer = rig.receive(layout=layout)
     await until(lambda: transfer.state is ReceiverState.FAILED)
@@ -102,6 +113,19 @@ async def test_unequal_layouts_are_refused_at_once_and_printed_field_by_field(ri
         assert line in rig.owner.cause.message
     assert "head_dim" not in rig.owner.cause.message
     assert rig.num_streams == 1
+
+
+async def test_a_recorded_receiver_with_blocks_of_the_format_before_is_refused_by_name(rig: Any) -> None:
+    """Of equal dimensions: only the order of the bytes differs."""
+    recorded = json.loads((FOLDER / "version_2.json").read_text())["calls"][ATTACH.path]["message"]
+    asked = kv_source_pb2.AttachRequest.FromString(bytes.fromhex(recorded))
+    await rig.server.stop(None)
+    rig.layout = msgspec.structs.replace(layout_from_wire(asked.open.layout), format=FORMAT)
+    await rig.serve(rig.port)
+    asked.open.source_epoch = SOURCE_EPOCH
+    [answer] = [event async for event in kv_source_pb2_grpc.KvSourceServiceStub(rig.channel).Attach(iter([asked]))]
+    assert answer.failed.error.code == "layout_mismatch"
+    assert answer.failed.error.message.endswith(f": format: {FORMAT} != 0")
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,11 @@ def layout_to_wire(layout: KvLayout) -> kv_source_pb2.KvLayout:
 
 
 def layout_from_wire(message: kv_source_pb2.KvLayout) -> KvLayout:
-    return KvLayout(**{name: getattr(message, name) for name in KvLayout.__struct_fields__})
+    """A message without format, from an older peer, has none of the fields for ranks either."""
+    fields = {name: getattr(message, name) for name in KvLayout.__struct_fields__}
+    if not message.format:
+        fields |= {"total_num_kv_heads": message.num_kv_heads, "tp_rank": 0, "tp_size": 1}
+    return KvLayout(**fields)
 
 
 def finish_reason_to_wire(reason: FinishReason | None) -> request_pb2.FinishReason.ValueType:

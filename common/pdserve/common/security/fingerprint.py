@@ -8,6 +8,7 @@ from pathlib import Path
 import xxhash
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.kv_layout import FORMAT
 
 _CONFIG_FILES = ("config.json",)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -15,12 +16,12 @@ _CHUNK_BYTES = 16 << 20
 
 
 def model_fingerprint(folder: Path, dtype: str, quantization: str = "none") -> str:
-    """32 hex digits over config (RoPE included), tokenizer, every weight file's bytes, dtype and quantisation.
+    """32 hex digits over config (RoPE included), tokenizer, every weight file's bytes, dtype, quantisation and block format.
 
     Reads all weights once, at memory speed (xxh3). Raises: ConfigError when a file cannot be read.
     """
     names = [*_CONFIG_FILES, *_TOKENIZER_FILES, *sorted(path.name for path in folder.glob("*.safetensors"))]
-    digest = hashlib.blake2b(f"{dtype}/{quantization}".encode(), digest_size=16, person=b"model")
+    digest = hashlib.blake2b(f"{dtype}/{quantization}/{FORMAT}".encode(), digest_size=16, person=b"model")
     return _over_files(digest, folder, names)
 
 

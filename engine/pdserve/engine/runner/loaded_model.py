@@ -32,7 +32,7 @@ class LoadedModel:
     decoder: Decoder
     layout: KvLayout
     kv_cache: Tensor
-    """`[num_blocks, L, 2, Hkv, bs, D]`"""
+    """`[num_blocks, Hkv, L, 2, bs, D]`"""
     max_model_len: int
     tokenizer_fingerprint: str
     folder: Path

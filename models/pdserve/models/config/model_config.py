@@ -60,6 +60,7 @@ class ModelConfig:
         return KvLayout(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
+            total_num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=block_size,
             dtype=self.dtype,

@@ -17,7 +17,13 @@ MAX_HIDDEN_SIZE = 1 << 20
 MAX_CONNECTORS = 16
 MAX_SAMPLER_VERSION = 1 << 16
 MAX_BLOCK_BYTES = 1 << 30
-_LAYOUT_LIMITS = {"num_layers": 1 << 12, "num_kv_heads": 1 << 12, "head_dim": 1 << 14, "block_size": 1 << 14}
+_LAYOUT_LIMITS = {
+    "num_layers": 1 << 12,
+    "total_num_kv_heads": 1 << 12,
+    "tp_size": 1 << 12,
+    "head_dim": 1 << 14,
+    "block_size": 1 << 14,
+}
 _FINGERPRINT = re.compile(r"[0-9A-Za-z]{1,64}")
 _CONNECTOR = re.compile(r"[0-9A-Za-z_.-]{1,64}")
 _SHOWN_CHARS = 64
@@ -54,6 +60,8 @@ def _verify_layout(layout: KvLayout) -> None:
         raise _wrong("dtype", layout.dtype, f"this router knows {', '.join(DTYPE_BYTES)}")
     for name, limit in _LAYOUT_LIMITS.items():
         _within(name, getattr(layout, name), 1, limit)
+    _within("num_kv_heads", layout.num_kv_heads, 1, layout.total_num_kv_heads)
+    _within("tp_rank", layout.tp_rank, 0, layout.tp_size - 1)
     _within("block_bytes", layout.block_bytes, 1, MAX_BLOCK_BYTES)
 
 

@@ -1,0 +1,62 @@
+"""The layout of a block: its dims, and the runs of bytes of its heads."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from pdserve.common.errors import LayoutMismatch
+from pdserve.common.kv_layout import FORMAT, KvLayout
+from pdserve.common.security import fingerprint
+from pdserve.models.dtypes import TORCH_DTYPES
+from pdserve.models.kv_cache import make_kv_cache
+
+LAYOUT = KvLayout(
+    num_layers=5,
+    num_kv_heads=4,
+    total_num_kv_heads=4,
+    head_dim=6,
+    block_size=3,
+    dtype="float32",
+    model_fingerprint="f" * 32,
+)
+
+
+def test_a_block_is_one_run_of_bytes() -> None:
+    assert LAYOUT.block_shape == (4, 5, 2, 3, 6)
+    assert LAYOUT.block_bytes == 4 * LAYOUT.head_bytes == 4 * 5 * 2 * 3 * 6 * 4
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_each_range_of_heads_is_one_run_of_bytes(dtype: str) -> None:
+    layout = msgspec.structs.replace(LAYOUT, dtype=dtype)
+    kv_cache = make_kv_cache(layout, 7)
+    kv_cache.view(-1).copy_(torch.arange(kv_cache.numel()) % 199)
+    pool = kv_cache.flatten().view(torch.uint8)
+    for first, stop in combinations(range(layout.num_kv_heads + 1), 2):
+        start = 2 * layout.block_bytes + first * layout.head_bytes
+        run = pool[start : start + (stop - first) * layout.head_bytes]
+        assert torch.equal(run.view(kv_cache.dtype), kv_cache[2, first:stop].flatten())
+
+
+def test_differences_name_the_field_and_both_values() -> None:
+    other = msgspec.structs.replace(LAYOUT, format=FORMAT + 1, tp_rank=1, tp_size=2)
+    assert LAYOUT.differences(LAYOUT) == []
+    assert LAYOUT.differences(other) == ["format: 1 != 2", "tp_rank: 0 != 1", "tp_size: 1 != 2"]
+
+
+def test_a_dtype_of_unknown_size_is_refused() -> None:
+    with pytest.raises(LayoutMismatch, match="float4"):
+        msgspec.structs.replace(LAYOUT, dtype="float4").block_bytes  # noqa: B018
+
+
+def test_blocks_of_another_format_have_another_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that know no formats compare fingerprints."""
+    (tmp_path / "config.json").write_text("{}")
+    ours = fingerprint.model_fingerprint(tmp_path, "float32")
+    monkeypatch.setattr(fingerprint, "FORMAT", FORMAT + 1)
+    assert fingerprint.model_fingerprint(tmp_path, "float32") != ours
