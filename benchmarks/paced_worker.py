@@ -38,8 +38,8 @@ class NoArithmetic:
         return self._model.hidden_size
 
     @property
-    def attention_specs(self) -> Sequence[AttentionSpec]:
-        return ()
+    def attention_specs(self) -> Sequence[Sequence[AttentionSpec]]:
+        return ((),)
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         return torch.zeros(len(inputs.positions), self.hidden_size)

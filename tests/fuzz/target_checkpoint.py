@@ -148,7 +148,7 @@ def load_and_ask(folder: Path) -> bool:
         return False
     config = model.engine_config(settings_of_worker)
     hasher = BlockHasher(DEVELOPMENT_KEY, 4)
-    core = make_engine_core(config, model.decoder, model.kv_cache, hasher, model.decoder.config.vocab_size)
+    core = make_engine_core(config, model.decoder, model.kv_caches, hasher, model.decoder.config.vocab_size)
     prompt = [token for token in tokenizer.encode("abab", add_special_tokens=True) if token < core.vocab_size] or [0]
     request = EngineCoreRequest(
         request_id="r",

@@ -95,7 +95,7 @@ def test_an_engine_does_not_start_without_its_back_end(kv_cache: Tensor) -> None
     with pytest.raises(
         ConfigError, match="attention_backend is 'yours', which is not installed; there are auto, torch"
     ):
-        make_engine_core(config, HashModel(), kv_cache, hasher, VOCAB_SIZE)
+        make_engine_core(config, HashModel(), [kv_cache], hasher, VOCAB_SIZE)
 
 
 def test_the_setting_needs_a_name() -> None:

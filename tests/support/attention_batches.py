@@ -41,6 +41,6 @@ def model_inputs(
     before_layer: Callable[[], None] | None = None,
     inputs_embeds: Tensor | None = None,
 ) -> ModelInputs:
-    plans = {spec: attention.plan(batch, spec) for spec in decoder.attention_specs}
+    plans = {spec: attention.plan(batch, spec) for specs in decoder.attention_specs for spec in specs}
     ids = None if token_ids is None else torch.tensor(token_ids)
     return ModelInputs(batch, plans, ids, inputs_embeds, before_layer)

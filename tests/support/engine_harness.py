@@ -102,9 +102,9 @@ class Harness:
         self.hasher = BlockHasher(KEY, config.block_size)
         self.root = self.hasher.root("fingerprint")
         self.outbox = Outbox()
-        attention = HashAttention(kv_cache) if isinstance(model, HashModel) else None
+        attention = [HashAttention(kv_cache)] if isinstance(model, HashModel) else None
         self.core = make_engine_core(
-            config, model, kv_cache, self.hasher, vocab_size, self.outbox, grammars, processors, attention
+            config, model, [kv_cache], self.hasher, vocab_size, self.outbox, grammars, processors, attention
         )
         self.scheduler = self.core.scheduler
         executor = self.core.executor

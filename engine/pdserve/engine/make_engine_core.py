@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from pdserve.common.block_hash import BlockHasher
@@ -21,26 +23,26 @@ from pdserve.kernels.make_attention import AttentionBackendError, make_attention
 def make_engine_core(
     config: EngineConfig,
     model: DecoderModel,
-    kv_cache: Tensor,
+    kv_caches: Sequence[Tensor],
     hasher: BlockHasher,
     vocab_size: int,
     outbox: KvOutbox | None = None,
     grammars: GrammarCompiler | None = None,
     logits_processors: LogitsProcessors | None = None,
-    attention: AttentionBackend | None = None,
+    attention: Sequence[AttentionBackend] | None = None,
 ) -> EngineCore:
-    """An engine over one model and one pool.
+    """An engine over one model.
 
-    kv_cache: `[num_blocks, Hkv, L, 2, bs, D]`. outbox: receives the engine's messages to transfers; None without transfers.
-    grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors: plug-ins that requests
-    may name; default: none. attention: a back end over `kv_cache`; default: `config.attention_backend`.
-    Raises: ConfigError if there is no such back end.
+    kv_caches: by KV cache group, `[num_blocks, Hkv, L, 2, bs, D]` each. outbox: receives the engine's messages to
+    transfers; None without transfers. grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors:
+    plug-ins that requests may name; default: none. attention: a back end over each of `kv_caches`; default:
+    `config.attention_backend`. Raises: ConfigError if there is no such back end.
     """
     if attention is None:
         try:
-            attention = make_attention(config.attention_backend, kv_cache)
+            attention = [make_attention(config.attention_backend, kv_cache) for kv_cache in kv_caches]
         except AttentionBackendError as error:
             raise ConfigError(str(error)) from error
     heartbeat, processors = Heartbeat(), logits_processors or LogitsProcessors()
-    runner = ModelRunner(config, model, attention, kv_cache, vocab_size, heartbeat.beat, processors)
+    runner = ModelRunner(config, model, attention, kv_caches, vocab_size, heartbeat.beat, processors)
     return EngineCore(config, SingleDeviceExecutor(runner), heartbeat, hasher, vocab_size, outbox, grammars, processors)

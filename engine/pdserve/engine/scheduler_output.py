@@ -25,8 +25,8 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     """Prompt, then output."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    block_ids: list[int]
-    """The whole block table."""
+    block_ids: list[list[int]]
+    """By KV cache group, its whole block table."""
     sampling_params: SamplingParams
     pooling_params: PoolingParams | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -40,8 +40,8 @@ class NewRequestData(msgspec.Struct, kw_only=True):
 class CachedRequestData(msgspec.Struct):
     """Changes of sequences that are already in the batch."""
 
-    new_block_ids: dict[str, list[int]] = {}
-    """req_id -> blocks added to its table."""
+    new_block_ids: dict[str, list[list[int]]] = {}
+    """req_id -> by KV cache group, blocks added to its table."""
 
 
 class SchedulerOutput(msgspec.Struct):
@@ -53,8 +53,9 @@ class SchedulerOutput(msgspec.Struct):
     """req_id -> tokens to compute, at least 1 each."""
     finished_req_ids: list[str] = []
     """Sequences that left the batch since the last step: finished or preempted."""
-    block_copies: list[tuple[int, int]] = []
-    """(from, to) block ids: copied before the step computes, for sequences that begin within a block."""
+    block_copies: list[list[tuple[int, int]]] = []
+    """By KV cache group, (from, to) block ids: copied before the step computes, for sequences that begin within a block;
+    empty when there are none."""
 
 
 class GrammarOutput(msgspec.Struct):

@@ -40,9 +40,12 @@ class Decoder:
         self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
         self._magnitude = torch.full((), config.rope.attention_factor, device=device)
         specs = [layer.attention.spec for layer in self._layers]
-        self.attention_specs: tuple[AttentionSpec, ...] = tuple(dict.fromkeys(specs))
-        """Each different spec of the layers once."""
-        self._spec_indices = [self.attention_specs.index(spec) for spec in specs]
+        self._specs = tuple(dict.fromkeys(specs))
+        self._spec_indices = [self._specs.index(spec) for spec in specs]
+        self.attention_specs: tuple[tuple[AttentionSpec, ...], ...] = tuple(
+            tuple(dict.fromkeys(specs[layer] for layer in group)) for group in config.kv_cache_group_layers
+        )
+        """By KV cache group, the different specs of its layers."""
 
     @property
     def hidden_size(self) -> int:
@@ -58,7 +61,7 @@ class Decoder:
 
         Raises: KeyError when a plan is missing, ValueError when `inputs` has token ids and embeddings, or neither.
         """
-        plans = [inputs.plans[spec] for spec in self.attention_specs]
+        plans = [inputs.plans[spec] for spec in self._specs]
         phases = rotary_phases(inputs.positions, self._inverse_frequencies, self._magnitude)
         x = inputs.embedded(self.embed_input_ids)
         for layer, spec_index in zip(self._layers, self._spec_indices, strict=True):

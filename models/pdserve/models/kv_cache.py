@@ -1,15 +1,36 @@
-"""The pool of KV blocks."""
+"""The KV cache: groups of layers, and a pool of blocks for each."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pdserve.common.kv_layout import KvLayout
 from pdserve.models.dtypes import TORCH_DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroupSpec:
+    """Layers whose keys and values lie in one tensor, with one block table per sequence."""
+
+    layers: tuple[int, ...]
+    kind: Literal["full_attention"]
+    window: int | None
+    """Tokens of a sequence whose keys and values are kept, up to its last; None: all."""
+    layout: KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """The cache of one model. Each group has `num_blocks` blocks in a tensor of its own."""
+
+    num_blocks: int
+    kv_cache_groups: tuple[KVCacheGroupSpec, ...]
 
 
 def make_kv_cache(layout: KvLayout, num_blocks: int, device: str | torch.device = "cpu") -> Tensor:

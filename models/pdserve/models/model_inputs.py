@@ -17,8 +17,9 @@ class ModelInputs:
     """One step's tokens, given as ids or as embeddings."""
 
     batch: AttentionBatch
+    """Of the first KV cache group; positions and lengths are those of all."""
     plans: Mapping[AttentionSpec, AttentionPlan]
-    """A plan for each of the model's `attention_specs`."""
+    """A plan for each of the model's `attention_specs`, over its group's cache."""
     token_ids: Tensor | None = None
     """`[T]` int64."""
     inputs_embeds: Tensor | None = None

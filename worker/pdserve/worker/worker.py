@@ -97,8 +97,9 @@ class Worker:
         client_tls = tls.client if tls is not None else None
         self.peers = PeerChannels(CallSigner(deployment_key), client_tls, insecure=settings.insecure)
         self._is_source = False
-        staged = None if model.kv_cache.is_cpu else HostStagingPool(model.kv_cache)
-        pool = host_memory(model.kv_cache) if staged is None else staged.memory
+        [kv_cache] = model.kv_caches  # transfers move blocks of one group
+        staged = None if kv_cache.is_cpu else HostStagingPool(kv_cache)
+        pool = host_memory(kv_cache) if staged is None else staged.memory
         connectors.serve(pool)
         self.digests = DigestRule(
             settings.kv_digest,
@@ -111,7 +112,7 @@ class Worker:
         core = make_engine_core(
             model.engine_config(settings),
             model.decoder,
-            model.kv_cache,
+            model.kv_caches,
             hasher,
             model.decoder.config.vocab_size,
             outbox,

@@ -56,7 +56,7 @@ class LoadedEngine:
         return make_engine_core(
             self._model.engine_config(self._settings),
             self._model.decoder,
-            self._model.kv_cache,
+            self._model.kv_caches,
             local_hasher(self._settings.block_size),
             self.info.vocab_size,
             grammars=self._grammars,

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.runner.block_table import BlockTable
 from pdserve.engine.runner.pooler import Pooler
 from pdserve.engine.runner.prompt_logprobs import PromptLogprobsTable
 from pdserve.engine.sampling.grammar_mask import GrammarMask
@@ -23,8 +24,10 @@ from pdserve.engine.scheduler_output import GrammarOutput, NewRequestData
 class InputBatch:
     """Arrays of `max_num_seqs` rows."""
 
-    def __init__(self, config: EngineConfig, vocab_size: int, processors: LogitsProcessors) -> None:
-        rows = config.max_num_seqs
+    def __init__(
+        self, config: EngineConfig, vocab_size: int, processors: LogitsProcessors, num_kv_cache_groups: int
+    ) -> None:
+        rows, max_blocks = config.max_num_seqs, config.blocks_for(config.max_model_len)
         self._vocab_size = vocab_size
         self._free_rows = list(range(rows - 1, -1, -1))
         self.rows: dict[str, int] = {}
@@ -35,8 +38,7 @@ class InputBatch:
         self.num_tokens = np.zeros(rows, dtype=np.int64)
         self.num_computed = np.zeros(rows, dtype=np.int64)
         self.num_prompt = np.zeros(rows, dtype=np.int64)
-        self.block_table = np.zeros((rows, config.blocks_for(config.max_model_len)), dtype=np.int64)
-        self.num_blocks = np.zeros(rows, dtype=np.int64)
+        self.block_tables = [BlockTable(rows, max_blocks, config.block_size) for _ in range(num_kv_cache_groups)]
         self._temperature = np.zeros(rows, dtype=np.float32)
         self._top_p = np.ones(rows, dtype=np.float32)
         self._top_k = np.full(rows, vocab_size, dtype=np.int64)
@@ -61,7 +63,8 @@ class InputBatch:
         self.num_tokens[row] = num_tokens
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_computed[row] = request.num_computed_tokens
-        self.num_blocks[row] = 0
+        for table in self.block_tables:
+            table.clear(row)
         self.add_blocks(request.req_id, request.block_ids)
         if request.pooling_params is not None:
             self.pooler.add(row, request.pooling_params)
@@ -92,11 +95,11 @@ class InputBatch:
             self.prompt_logprobs.remove(row)
             self._free_rows.append(row)
 
-    def add_blocks(self, req_id: str, block_ids: list[int]) -> None:
+    def add_blocks(self, req_id: str, block_ids: list[list[int]]) -> None:
+        """block_ids: by KV cache group."""
         row = self.rows[req_id]
-        first = self.num_blocks[row]
-        self.block_table[row, first : first + len(block_ids)] = block_ids
-        self.num_blocks[row] += len(block_ids)
+        for table, new in zip(self.block_tables, block_ids, strict=True):
+            table.append(row, new)
 
     def append_tokens(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Append one token per row; a row that represented several sequences then represents the first of them."""

@@ -18,7 +18,7 @@ from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
-from pdserve.models.kv_cache import make_kv_cache
+from pdserve.models.kv_cache import KVCacheConfig, make_kv_cache
 from pdserve.models.loading import LoadProgress, load_decoder
 from pdserve.models.model_folder import model_folder
 
@@ -30,16 +30,22 @@ class LoadedModel:
     """A model and its pool, for one engine."""
 
     decoder: Decoder
-    layout: KvLayout
-    kv_cache: Tensor
-    """`[num_blocks, Hkv, L, 2, bs, D]`"""
+    kv_cache_config: KVCacheConfig
+    kv_caches: tuple[Tensor, ...]
+    """By KV cache group, `[num_blocks, Hkv, L, 2, bs, D]` each."""
     max_model_len: int
     tokenizer_fingerprint: str
     folder: Path
 
     @property
     def num_blocks(self) -> int:
-        return int(self.kv_cache.shape[0])
+        return self.kv_cache_config.num_blocks
+
+    @property
+    def layout(self) -> KvLayout:
+        """Layout of the blocks that transfers move; raises ValueError with several groups."""
+        [group] = self.kv_cache_config.kv_cache_groups
+        return group.layout
 
     def grammar_compiler(self, settings: WorkerSettings) -> GrammarCompiler | None:
         """The compiler for structured outputs, which reads no file yet; None without a tokenizer."""
@@ -79,22 +85,22 @@ def load_model(
     _check_device(settings.device)
     decoder = load_decoder(folder, dtype=settings.dtype, device=settings.device, progress=progress)
     config = decoder.config
-    layout = config.kv_layout(settings.block_size, model_fingerprint(folder, config.dtype))
-    num_blocks, max_model_len = pool_size(settings, layout, config)
-    kv_cache = make_kv_cache(layout, num_blocks, settings.device)
-    return LoadedModel(decoder, layout, kv_cache, max_model_len, tokenizer_fingerprint(folder), folder)
+    groups = config.kv_cache_groups(settings.block_size, model_fingerprint(folder, config.dtype))
+    block_bytes = sum(group.layout.block_bytes for group in groups)
+    num_blocks, max_model_len = pool_size(settings, block_bytes, config)
+    kv_caches = tuple(make_kv_cache(group.layout, num_blocks, settings.device) for group in groups)
+    cache = KVCacheConfig(num_blocks, groups)
+    return LoadedModel(decoder, cache, kv_caches, max_model_len, tokenizer_fingerprint(folder), folder)
 
 
-def pool_size(settings: WorkerSettings, layout: KvLayout, model: ModelConfig) -> tuple[int, int]:
-    """(blocks of the pool, tokens of the longest sequence that pool, model and settings allow).
+def pool_size(settings: WorkerSettings, block_bytes: int, model: ModelConfig) -> tuple[int, int]:
+    """(blocks of each pool, tokens of the longest sequence that pool, model and settings allow).
 
-    Raises: ConfigError naming the setting, its value and the limit.
+    block_bytes: of one block in every KV cache group. Raises: ConfigError naming the setting, its value and the limit.
     """
-    num_blocks = settings.num_blocks or (settings.kv_cache_mib << 20) // layout.block_bytes
+    num_blocks = settings.num_blocks or (settings.kv_cache_mib << 20) // block_bytes
     if num_blocks < 2:
-        raise ConfigError(
-            f"kv_cache_mib {settings.kv_cache_mib} holds {num_blocks} blocks of {layout.block_bytes} bytes"
-        )
+        raise ConfigError(f"kv_cache_mib {settings.kv_cache_mib} holds {num_blocks} blocks of {block_bytes} bytes")
     pool_tokens = num_blocks * settings.block_size
     limit = model.max_position_embeddings
     if settings.max_model_len is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.runner.loaded_model import pool_size
 from pdserve.models.dtypes import TORCH_DTYPES
@@ -60,13 +59,13 @@ def weight_bytes(folder: Path, dtype: str) -> int:
 def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     """The memory of a worker with these settings. Raises: ConfigError, UnsupportedModel."""
     config = read_config(folder, settings.dtype)
-    layout: KvLayout = config.kv_layout(settings.block_size, "")
-    num_blocks, _ = pool_size(settings, layout, config)
+    block_bytes = sum(group.layout.block_bytes for group in config.kv_cache_groups(settings.block_size, ""))
+    num_blocks, _ = pool_size(settings, block_bytes, config)
     on_gpu = settings.device != "cpu"
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
         weights=weight_bytes(folder, settings.dtype),
-        pool=num_blocks * layout.block_bytes,
+        pool=num_blocks * block_bytes,
         step=settings.step_tokens * hidden * TORCH_DTYPES[config.dtype].itemsize
         + settings.max_num_seqs * config.vocab_size * _LOGITS_BYTES * _LOGITS_COPIES,
         process=CUDA_PROCESS_BYTES if on_gpu else PROCESS_BYTES,

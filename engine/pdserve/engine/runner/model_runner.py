@@ -34,8 +34,8 @@ class DecoderModel(Protocol):
         """Hidden size H."""
 
     @property
-    def attention_specs(self) -> Sequence[AttentionSpec]:
-        """Each different spec of its layers once; `ModelInputs.plans` has a plan for each."""
+    def attention_specs(self) -> Sequence[Sequence[AttentionSpec]]:
+        """By KV cache group, each different spec of its layers once; `ModelInputs.plans` has a plan for each."""
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Last hidden states `[T, H]`; writes K and V of all T tokens into the cache."""
@@ -57,30 +57,31 @@ class _Step:
 
 
 class ModelRunner:
-    """One model, one KV pool, one device."""
+    """One model with the KV pools of its cache groups, on one device."""
 
     def __init__(
         self,
         config: EngineConfig,
         model: DecoderModel,
-        attention: AttentionBackend,
-        kv_cache: Tensor,
+        attention: Sequence[AttentionBackend],
+        kv_caches: Sequence[Tensor],
         vocab_size: int,
         before_layer: Callable[[], None] | None = None,
         logits_processors: LogitsProcessors | None = None,
     ) -> None:
-        """attention: made over `kv_cache`."""
+        """kv_caches: by KV cache group, at least one. attention: made over each of them."""
         self._config = config
         self._model = model
         self._attention = attention
-        self._kv_cache = kv_cache
-        self._device = kv_cache.device
+        self._kv_caches = kv_caches
+        self._device = kv_caches[0].device
+        self._dtype = kv_caches[0].dtype
         self._before_layer = before_layer
         self._sampler = Sampler()
         self._step: _Step | None = None
         self.kv_written: torch.cuda.Event | None = None
         """On a GPU, recorded after the last kernel that writes KV; None on a processor."""
-        self.batch = InputBatch(config, vocab_size, logits_processors or LogitsProcessors())
+        self.batch = InputBatch(config, vocab_size, logits_processors or LogitsProcessors(), len(kv_caches))
 
     @property
     def hidden_size(self) -> int:
@@ -91,8 +92,9 @@ class ModelRunner:
         """Run the decoder over one step's tokens. `sample_tokens` must follow."""
         if self._step is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
-        if scheduled.block_copies:
-            copy_blocks(self._kv_cache, scheduled.block_copies)
+        for kv_cache, copies in zip(self._kv_caches, scheduled.block_copies, strict=False):
+            if copies:
+                copy_blocks(kv_cache, copies)
         self._update_batch(scheduled)
         rows, counts = self._decodes_first(scheduled)
         hidden = self._model.forward(self._inputs(rows, counts))
@@ -149,7 +151,7 @@ class ModelRunner:
         output = self._sample(logits, rows, num_sequences, grammar)
         req_ids = self.batch.req_ids
         for row in rows[~is_finite.cpu().numpy()].tolist():
-            failed[req_ids[row]] = not_finite("logits", self._kv_cache.dtype)
+            failed[req_ids[row]] = not_finite("logits", self._dtype)
         result.req_ids = [req_ids[row] for row in np.repeat(rows, num_sequences).tolist()]
         result.sampled_token_ids = [[token_id] for token_id in output.sampled_token_ids.tolist()]
         result.logprobs = output.logprobs.lists() if output.logprobs is not None else {}
@@ -191,7 +193,7 @@ class ModelRunner:
         )
         by_request = {batch.req_ids[row]: lists for row, lists in found.items()}
         for request_id in [request_id for request_id, lists in by_request.items() if not are_finite(lists)]:
-            failed_requests[request_id] = not_finite("prompt log-probabilities", self._kv_cache.dtype)
+            failed_requests[request_id] = not_finite("prompt log-probabilities", self._dtype)
             del by_request[request_id]
         return by_request
 
@@ -212,7 +214,7 @@ class ModelRunner:
         req_ids = (self.batch.req_ids[row] for row in pooled_rows.tolist())
         pooled = dict(zip(req_ids, vectors, strict=True))
         for request_id in [request_id for request_id, vector in pooled.items() if not is_finite_vector(vector)]:
-            failed_requests[request_id] = not_finite("embeddings", self._kv_cache.dtype)
+            failed_requests[request_id] = not_finite("embeddings", self._dtype)
             del pooled[request_id]
         return pooled
 
@@ -241,28 +243,27 @@ class ModelRunner:
 
     def _inputs(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> ModelInputs:
         """Token ids `[T]`, and an attention plan for each spec of the model."""
-        batch, block_size = self.batch, self._config.block_size
+        batch = self.batch
         computed = batch.num_computed[rows]
         row_of_token = np.repeat(rows, counts)
         starts = np.cumsum(counts) - counts
         positions = np.arange(counts.sum()) - np.repeat(starts - computed, counts)
-        slots = batch.block_table[row_of_token, positions // block_size] * block_size + positions % block_size
-
         seq_lens = computed + counts
-        tables = batch.block_table[rows, : self._config.blocks_for(int(seq_lens.max()))]
-        # entries after a sequence's end may be left from an earlier row; attention expects 0
-        tables = np.where(np.arange(tables.shape[1]) * block_size < seq_lens[:, None], tables, 0)
-        attention_batch = AttentionBatch.from_arrays(
-            positions=positions,
-            slot_mapping=slots,
-            query_lens=counts,
-            seq_lens=seq_lens,
-            block_tables=tables,
-            device=self._device,
-        )
+        batches = [
+            AttentionBatch.from_arrays(
+                positions=positions,
+                slot_mapping=table.slot_mapping(row_of_token, positions),
+                query_lens=counts,
+                seq_lens=seq_lens,
+                block_tables=table.of_step(rows, seq_lens),
+                device=self._device,
+            )
+            for table in batch.block_tables
+        ]
+        groups = zip(self._attention, batches, self._model.attention_specs, strict=True)
         return ModelInputs(
-            batch=attention_batch,
-            plans={spec: self._attention.plan(attention_batch, spec) for spec in self._model.attention_specs},
+            batch=batches[0],
+            plans={spec: attention.plan(of_group, spec) for attention, of_group, specs in groups for spec in specs},
             token_ids=self._tensor(batch.token_ids[row_of_token, positions]),
             before_layer=self._before_layer,
         )

@@ -250,7 +250,8 @@ class Scheduler:
         step.output.finished_req_ids = self.running.take_finished_ids()
         step.output.scheduled_new_reqs = [self._new_request_data(request) for request in step.new_requests]
         if step.output.num_scheduled_tokens:
-            step.output.block_copies = self.kv.take_copies()
+            copies = self.kv.take_copies()
+            step.output.block_copies = [copies] if copies else []
         return step.output
 
     @staticmethod
@@ -274,7 +275,7 @@ class Scheduler:
             token_ids=list(request.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=request.num_computed_tokens,
-            block_ids=list(self.kv.block_ids(request)),
+            block_ids=[self.kv.block_ids(request)],
             sampling_params=request.sampling_params,
             pooling_params=request.core.pooling_params,
             eos_token_ids=request.core.eos_token_ids,
@@ -294,7 +295,7 @@ class Scheduler:
             if added is not None:
                 step.put(request, num_tokens)
                 if added:
-                    step.output.scheduled_cached_reqs.new_block_ids[request.request_id] = added
+                    step.output.scheduled_cached_reqs.new_block_ids[request.request_id] = [added]
 
     def _evict(self, taker: Request) -> bool:
         """Evict a sequence that waits for remote KV in favour of a running one.

@@ -10,6 +10,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.json_object import JsonObject
+from pdserve.models.kv_cache import KVCacheGroupSpec
 from pdserve.models.layers.decoder_layer import DecoderLayer
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -55,6 +56,15 @@ class ModelConfig:
             scale=self.head_dim**-0.5,
             window=self.sliding_windows[layer],
         )
+
+    @property
+    def kv_cache_group_layers(self) -> tuple[tuple[int, ...], ...]:
+        """By KV cache group, its layers. One group: layers with a window keep their whole context, too."""
+        return (tuple(range(self.num_layers)),)
+
+    def kv_cache_groups(self, block_size: int, model_fingerprint: str) -> tuple[KVCacheGroupSpec, ...]:
+        layout = self.kv_layout(block_size, model_fingerprint)
+        return tuple(KVCacheGroupSpec(layers, "full_attention", None, layout) for layers in self.kv_cache_group_layers)
 
     def kv_layout(self, block_size: int, model_fingerprint: str) -> KvLayout:
         return KvLayout(

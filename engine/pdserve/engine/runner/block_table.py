@@ -1,0 +1,37 @@
+"""`BlockTable`: the block ids of the running sequences in one KV cache group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class BlockTable:
+    """One row per sequence, as in `InputBatch`."""
+
+    def __init__(self, num_rows: int, max_blocks: int, block_size: int) -> None:
+        """max_blocks: of a sequence. block_size: tokens."""
+        self._block_size = block_size
+        self._block_ids = np.zeros((num_rows, max_blocks), dtype=np.int64)
+        self._num_blocks = np.zeros(num_rows, dtype=np.int64)
+
+    def clear(self, row: int) -> None:
+        self._num_blocks[row] = 0
+
+    def append(self, row: int, block_ids: Sequence[int]) -> None:
+        first = self._num_blocks[row]
+        self._block_ids[row, first : first + len(block_ids)] = block_ids
+        self._num_blocks[row] += len(block_ids)
+
+    def slot_mapping(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`[T]`: places of tokens at `positions` `[T]` of the sequences in `rows` `[T]`, see `AttentionBatch.slot_mapping`."""
+        block_size = self._block_size
+        return self._block_ids[rows, positions // block_size] * block_size + positions % block_size
+
+    def of_step(self, rows: NDArray[np.int64], seq_lens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`[B, N]`: the blocks of sequences of `seq_lens` tokens in `rows`, both `[B]`, padded with 0."""
+        tables = self._block_ids[rows, : -(-int(seq_lens.max()) // self._block_size)]
+        # entries past a sequence's end may be an earlier row's: 0 is what attention expects there
+        return np.where(np.arange(tables.shape[1]) * self._block_size < seq_lens[:, None], tables, 0)
