@@ -77,9 +77,9 @@ class Node:
         pool = host_memory(self.cache) if self.staged is None else self.staged.memory
         self.connectors.serve(pool)
         outbox = EngineOutbox()
-        attention = HashAttention(self.cache)
+        attention = [HashAttention(self.cache)]
         self.core = make_engine_core(
-            self.config, self.model, self.cache, HASHER, VOCAB_SIZE, outbox, attention=attention
+            self.config, self.model, [self.cache], HASHER, VOCAB_SIZE, outbox, attention=attention
         )
         self.engine = EngineClient(self.core)
         self.adapter = KvTransferManager(self.engine, outbox, self.connectors, pool, self.staged)
