@@ -33,8 +33,8 @@ def make_engine_core(
 ) -> EngineCore:
     """An engine over one model.
 
-    kv_caches: by KV cache group, `[num_blocks, Hkv, L, 2, bs, D]` each. outbox: receives the engine's messages to
-    transfers; None without transfers. grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors:
+    kv_caches: by KV cache group, `[num_blocks, Hkv, L, 2, bs, D]` each. outbox: receives the engine's messages to transfers; None
+    without transfers. grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors:
     plug-ins that requests may name; default: none. attention: a back end over each of `kv_caches`; default:
     `config.attention_backend`. Raises: ConfigError if there is no such back end.
     """
