@@ -13,6 +13,7 @@ Usage: python benchmarks/attention.py --against ../other-tree [--rounds 7] [--on
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -97,11 +98,16 @@ def attention_run(case: Case) -> tuple[Callable[[], None], int]:
 def step_run() -> tuple[Callable[[], None], int]:
     from pdserve.llm import LLM, SamplingParams
 
-    llm = LLM("demo", num_blocks=1024, num_threads=1, enable_prefix_caching=False)
+    llm = LLM("demo", num_blocks=1024, num_threads=1)
+    numbers = itertools.count()
     params = SamplingParams(temperature=0, max_tokens=32, min_tokens=32, ignore_eos=True)
 
     def run() -> None:
-        llm.generate([{"prompt_token_ids": [3 + (n * 7 + i) % 900 for i in range(700)]} for n in range(8)], params)
+        # another first token each time: nothing is found in the prefix cache
+        first = 3 + next(numbers)
+        llm.generate(
+            [{"prompt_token_ids": [first, *((n * 7 + i) % 900 + 3 for i in range(699))]} for n in range(8)], params
+        )
 
     return run, 1
 

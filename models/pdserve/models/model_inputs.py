@@ -17,7 +17,7 @@ class ModelInputs:
     """One step's tokens, given as ids or as embeddings."""
 
     batch: AttentionBatch
-    """Of the first KV cache group; positions and lengths are those of all."""
+    """The first KV cache group's batch; positions and lengths are those of all groups."""
     plans: Mapping[AttentionSpec, AttentionPlan]
     """A plan for each of the model's `attention_specs`, over its group's cache."""
     token_ids: Tensor | None = None
