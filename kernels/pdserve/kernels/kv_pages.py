@@ -14,9 +14,9 @@ class GatheredKeys:
 
     batch_size: int
     rows: Tensor
-    """`[B * Hkv * 2 * N]`, in the order of `KvPages.read_rows`."""
+    """`[2 * B * Hkv * N]`, in the order of `KvPages.read_rows`."""
     out: Tensor
-    """`[B * Hkv * 2 * N, bs * D]`, shared by all layers and steps: fresh temporaries of tens of megabytes would be
+    """`[2 * B * Hkv * N, bs * D]`, shared by all layers and steps: fresh temporaries of tens of megabytes would be
     mapped and faulted in again in every layer."""
     first_key: int
     last_key: int
@@ -48,7 +48,7 @@ class KvPages:
         keys = torch.arange(self.num_kv_heads, device=kv_cache.device).mul_(self.num_layers * 2)
         rows = torch.stack((keys, keys + 1))
         self._head_tokens = rows.flatten() * self.block_size
-        self._head_blocks = rows.t().contiguous().view(self.num_kv_heads, 2, 1)
+        self._head_blocks = rows.view(2, 1, self.num_kv_heads, 1)
         self._offsets = torch.arange(self.block_size)
         self._gathered = kv_cache.new_empty(0)
 
@@ -60,12 +60,12 @@ class KvPages:
         return (starts.unsqueeze(1) + self._head_tokens).flatten()
 
     def read_rows(self, block_tables: Tensor) -> Tensor:
-        """Rows of `block_rows` that hold blocks `[B, N]`, in the order `[B, Hkv, 2, N]`, flat.
+        """Rows of `block_rows` that hold blocks `[B, N]`, in the order `[2, B, Hkv, N]`, flat.
 
-        A head's values follow its keys, as in a block: the processor has begun to fetch them.
+        All keys come before all values: batched products in bfloat16 take 2.6 times as long over keys that are not contiguous.
         """
         starts = block_tables * self._rows_of_block
-        return (starts[:, None, None] + self._head_blocks).flatten()
+        return (starts.unsqueeze(1) + self._head_blocks).flatten()
 
     def plan_gather(self, block_tables: Tensor, first_key: int, last_key: int) -> GatheredKeys:
         """Prepare to look at keys `first_key..last_key-1` of blocks `[B, N]`, in any layer."""
@@ -79,8 +79,8 @@ class KvPages:
     def gather(self, layer: int, source: GatheredKeys) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, Hkv, S, D]`, views of `source.out`."""
         torch.index_select(self.block_rows[layer], 0, source.rows, out=source.out)
-        keys_values = source.out.view(source.batch_size, self.num_kv_heads, 2, -1, self.head_dim)
-        k, v = keys_values[:, :, :, source.first_key : source.last_key].unbind(2)
+        keys_values = source.out.view(2, source.batch_size, self.num_kv_heads, -1, self.head_dim)
+        k, v = keys_values[:, :, :, source.first_key : source.last_key].unbind()
         return k, v
 
     def clear_tails(self, last_blocks: Tensor, num_used: Tensor) -> None:
