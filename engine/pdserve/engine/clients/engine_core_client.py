@@ -44,8 +44,8 @@ class EngineCoreClient(Protocol):
     def get_output(self) -> EngineCoreOutputs:
         """The results of the next step that has any. Blocks; call it while a request is open.
 
-        Raises: WorkerLost with the text of the error that ended the engine; every open request is lost then. Cancelled after
-        `close`.
+        Raises, after the outputs that had arrived: WorkerLost with the text of the error that ended the engine; every open
+        request is lost then. Cancelled after `close`.
         """
 
     async def get_output_async(self) -> EngineCoreOutputs:
