@@ -14,10 +14,11 @@ import pytest
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.net.rpc import bind, make_channel, make_server
+from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.request.engine_types import EngineCoreRequest, FinishReason
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.common.security.deployment_key import DATA_PLANE
+from pdserve.common.security.call_proof import CallSigner
+from pdserve.common.security.deployment_key import DATA_PLANE, DEVELOPMENT_KEY
 from pdserve.common.security.role_guard import CallerRoles
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.make_engine_core import make_engine_core
@@ -36,10 +37,10 @@ from pdserve.v1 import kv_source_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_outbox import EngineOutbox
 from pdserve.worker.kv_transfer_manager import KvTransferManager
+from pdserve.worker.peer_channels import PeerChannels
 from tests.support.engine_harness import KEY
 from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
 from tests.support.local_connector import LocalConnector, LocalNetwork
-from tests.support.signed_channel import signed
 
 BLOCK_SIZE = 4
 LAYOUT = KvLayout(
@@ -82,8 +83,10 @@ class Node:
             self.config, self.model, [self.cache], HASHER, VOCAB_SIZE, outbox, attention=attention
         )
         self.engine = EngineClient(self.core)
-        self.adapter = KvTransferManager(self.engine, outbox, self.connectors, pool, self.staged)
         self.peer = PeerId(name, secrets.randbits(64))
+        receiving = ReceiverInfo(self.peer, LAYOUT, self.connectors.names, lambda: self.engine.tick, 2.0, 0.4, DIGESTS)
+        self.peers = PeerChannels(CallSigner(DEVELOPMENT_KEY))
+        self.adapter = KvTransferManager(self.engine, outbox, self.connectors, pool, self.peers, receiving, self.staged)
         self.transfers = SourceTransfers(self.connectors, LeaseLimits(2.0, 0.4, 20.0), self.adapter)
         self.server: grpc.aio.Server | None = make_server()
         servicer = AttachServicer(
@@ -108,6 +111,7 @@ class Node:
         if self.server is not None:
             await self.server.stop(None)
         self.adapter.close()
+        await self.peers.close()
         await asyncio.to_thread(self.connectors.close)
         await asyncio.to_thread(self.engine.stop)
         self.core.scheduler.check(idle=self.must_be_idle)
@@ -153,7 +157,6 @@ class Pair:
 
     def __init__(self, p: Node, d: Node) -> None:
         self.p, self.d = p, d
-        self.channel = make_channel(f"127.0.0.1:{p.port}")
 
     def ask(self, prompt: list[int], max_tokens: int = 4, **params: Any) -> Asked:
         request_id = f"r{next(_numbers)}.0.0"
@@ -166,11 +169,9 @@ class Pair:
         )
         digest = HASHER.request_digest(ROOT, request.block_hashes, prompt)
         transfer_id = secrets.token_bytes(16)
-        ref = SourceRef(self.p.peer.worker_id, self.p.peer.epoch, "", transfer_id, digest)
-        receiving = ReceiverInfo(
-            self.d.peer, LAYOUT, self.d.connectors.names, lambda: self.d.engine.tick, 2.0, 0.4, DIGESTS
-        )
-        landed = self.d.adapter.receive(request_id, ref, receiving, signed(self.channel, self.p.peer.key))
+        address = f"127.0.0.1:{self.p.port}"
+        ref = SourceRef(self.p.peer.worker_id, self.p.peer.epoch, address, transfer_id, digest)
+        landed = self.d.adapter.receive(request_id, ref)
         decode = self.d.engine.submit(_replace(request, remote_prefill=True))
         expected = ExpectedTransfer(transfer_id, request_id, self.d.peer, digest, 20.0, -(-len(prompt) // BLOCK_SIZE))
         transfer = self.p.transfers.expect(expected)
@@ -226,6 +227,5 @@ async def make_pair() -> AsyncIterator[MakePair]:
             if pair.p.must_be_idle and pair.d.must_be_idle:
                 await pair.idle()
         finally:
-            await pair.channel.close()
             await pair.d.stop()
             await pair.p.stop()

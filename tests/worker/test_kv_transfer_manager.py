@@ -156,7 +156,7 @@ async def test_a_request_that_is_there_already_is_refused_and_disturbs_nothing(m
     asked = pair.ask(PROMPTS[-1], max_tokens=8)
     receiver = pair.d.adapter._receivers[asked.decode.request_id]
     with pytest.raises(InvalidRequest, match="already"):
-        pair.d.adapter.receive(asked.decode.request_id, receiver.transfer.source, None, pair.channel)
+        pair.d.adapter.receive(asked.decode.request_id, receiver.transfer.source)
     source = pair.p.adapter._sources[asked.prefill.request_id]
     other = pair.p.transfers.expect(expected(request_id=asked.prefill.request_id))
     with pytest.raises(InvalidRequest, match="already"):

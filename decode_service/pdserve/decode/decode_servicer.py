@@ -11,18 +11,22 @@ import grpc
 
 from pdserve.common import timeline
 from pdserve.common.address.peer_address import verify_peer_address, verify_worker_id
-from pdserve.common.errors import Draining, InvalidRequest, NeedsPrefill, PdServeError, TransferFailed, WorkerLost
+from pdserve.common.errors import Draining, InvalidRequest, NeedsPrefill, Overloaded, TransferFailed, WorkerLost
 from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.generation_request import verify_request_id
 from pdserve.common.request.sampling_params import MAX_SEQUENCES
 from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.common.security.deployment_key import is_loopback
-from pdserve.decode.session_servicer import LOCAL_MOMENTS, SessionServicer
+from pdserve.common.settings.worker_settings import DecodeSettings
+from pdserve.decode.decode_session import LOCAL_MOMENTS, DecodeSession, next_turn
 from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
-from pdserve.worker.request_reader import engine_request_id
+from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.kv_transfer_manager import KvTransferManager
+from pdserve.worker.request_reader import RequestReader, engine_request_id
+from pdserve.worker.worker_telemetry import WorkerTelemetry
 
 TRANSFER_ID_BYTES = 16
 _REMOTE_MOMENTS = {
@@ -35,15 +39,55 @@ _REMOTE_MOMENTS = {
 }
 
 
-class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Serves `DecodeService`."""
+
+    def __init__(
+        self,
+        settings: DecodeSettings,
+        reader: RequestReader,
+        engine: EngineClient,
+        kv_transfers: KvTransferManager,
+        telemetry: WorkerTelemetry,
+        block_bytes: int,
+    ) -> None:
+        """block_bytes: bytes of a KV block."""
+        self._settings = settings
+        self._reader = reader
+        self._engine = engine
+        self._kv_transfers = kv_transfers
+        self._telemetry = telemetry
+        self._block_bytes = block_bytes
+
+    async def Session(
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeTurn], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        engine, settings = self._engine, self._settings
+        if engine.num_sessions >= settings.max_sessions:
+            # a call that is ended while its first turn is on the way here may lose this answer
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(settings.session_idle_timeout_s):
+                    await next_turn(request_iterator)
+            raise Overloaded(
+                f"{engine.num_sessions} sessions are open on this worker, at most {settings.max_sessions} may be "
+                "(max_sessions)"
+            )
+        engine.num_sessions += 1
+        session = DecodeSession(
+            settings, self._reader, engine, self._kv_transfers, self._telemetry, metadata_of(context)
+        )
+        try:
+            async for event in session.serve(request_iterator):
+                yield event
+        finally:
+            session.close()
+            engine.num_sessions -= 1
 
     async def Generate(
         self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        worker = self._worker
         remote = request.HasField("source")
-        engine_request = worker.reader.request(
+        engine_request = self._reader.request(
             request,
             request.attempt.number,
             remote_prefill=remote,
@@ -54,29 +98,30 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
         )
         if engine_request.pooling_params is not None:
             raise InvalidRequest("request.pooling is given: prefill workers compute embeddings", "pooling")
-        worker.verify_new(engine_request)
-        record = worker.telemetry.call("decode", engine_request, metadata_of(context))
+        self._engine.verify(engine_request)
+        self._kv_transfers.verify_new(engine_request.request_id)
+        record = self._telemetry.call("decode", engine_request, metadata_of(context))
         landed = self._receive(request.source, engine_request) if remote else None
-        record.transfer = worker.adapter.transfer(engine_request.request_id)
+        record.transfer = self._kv_transfers.transfer(engine_request.request_id)
         stream = None
         try:
             with record, _speaking_for_itself(record.transfer):
-                stream = worker.engine.submit(engine_request, record.take, self._settings.stream_interval)
+                stream = self._engine.submit(engine_request, record.take, self._settings.stream_interval)
                 moment = timeline.DECODE_QUEUED if remote else timeline.PREFILL_QUEUED
                 yield decode_pb2.DecodeEvent(
                     admitted=prefill_pb2.Admitted(moments=moments_to_wire({moment: engine_request.arrival_time}))
                 )
                 names = _REMOTE_MOMENTS if remote else LOCAL_MOMENTS
-                async for event in _events(stream, landed, worker.model.layout.block_bytes, names):
+                async for event in _events(stream, landed, self._block_bytes, names):
                     yield event
         except NeedsPrefill as refusal:
             needs = decode_pb2.NeedsPrefill(uncached_tokens=refusal.uncached_tokens)
             yield decode_pb2.DecodeEvent(needs_prefill=needs)
         finally:
             if stream is not None:
-                worker.engine.release(stream, record.close)
+                self._engine.release(stream, record.close)
             else:
-                worker.adapter.stop_receiving(engine_request.request_id)
+                self._kv_transfers.stop_receiving(engine_request.request_id)
                 record.close()
 
     async def EndSequences(
@@ -87,7 +132,7 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
             raise InvalidRequest(f"indexes has {num} sequences, at most {MAX_SEQUENCES} are possible", "indexes")
         request_id = engine_request_id(request.request_id, request.attempt, 0)
         for index in request.indexes:
-            self._worker.engine.end_sequence(request_id, index)
+            self._engine.end_sequence(request_id, index)
         return decode_pb2.EndSequencesResponse()
 
     def _receive(
@@ -99,22 +144,14 @@ class DecodeServicer(SessionServicer, decode_pb2_grpc.DecodeServiceServicer):
             )
         verify_worker_id("source.worker_id", source.worker_id)
         verify_peer_address("source.address", source.address)
-        if is_loopback(self._worker.settings.host) and not is_loopback(source.address):
+        if is_loopback(self._settings.host) and not is_loopback(source.address):
             raise InvalidRequest(
                 f"source.address {source.address!r} cannot be reached from a worker on loopback", "source.address"
             )
         ref = SourceRef(
             source.worker_id, source.epoch, source.address, source.transfer_id, engine_request.request_digest
         )
-        worker = self._worker
-        borrowed = worker.peers.borrow(source.address, (source.worker_id, source.epoch))
-        try:
-            return worker.adapter.receive(
-                engine_request.request_id, ref, worker.receiving, borrowed.service, borrowed.give_back
-            )
-        except PdServeError:
-            borrowed.give_back()
-            raise
+        return self._kv_transfers.receive(engine_request.request_id, ref)
 
 
 @contextlib.contextmanager

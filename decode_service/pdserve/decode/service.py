@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 
+from pdserve.common.errors import InternalError
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.decode.decode_servicer import DecodeServicer
 from pdserve.engine.runner.loaded_model import LoadProgress
@@ -18,7 +19,13 @@ from pdserve.worker.worker_process import run_worker
 
 def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
     """Register what makes a worker a decode worker; returns the service names."""
-    decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(worker), server)
+    settings = worker.settings
+    if not isinstance(settings, DecodeSettings):
+        raise InternalError(f"a decode worker needs DecodeSettings, not {type(settings).__name__}")
+    servicer = DecodeServicer(
+        settings, worker.reader, worker.engine, worker.adapter, worker.telemetry, worker.model.layout.block_bytes
+    )
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
     return ["pdserve.v1.DecodeService"]
 
 

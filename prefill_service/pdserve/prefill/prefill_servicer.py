@@ -14,9 +14,13 @@ from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
+from pdserve.kv_transfer.control.source_transfers import SourceTransfers
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
-from pdserve.worker.worker import Worker
+from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.kv_transfer_manager import KvTransferManager
+from pdserve.worker.request_reader import RequestReader
+from pdserve.worker.worker_telemetry import WorkerTelemetry
 
 TRANSFER_ID_BYTES = 16
 _MOMENTS = {
@@ -35,14 +39,27 @@ _ENDED = {
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves `PrefillService`. The call is open as long as its transfer; the end of the call ends the transfer."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(
+        self,
+        reader: RequestReader,
+        engine: EngineClient,
+        kv_transfers: KvTransferManager,
+        telemetry: WorkerTelemetry,
+        source_transfers: SourceTransfers,
+        block_size: int,
+    ) -> None:
+        """source_transfers: those that receivers may attach to. block_size: tokens per KV block."""
+        self._reader = reader
+        self._engine = engine
+        self._kv_transfers = kv_transfers
+        self._telemetry = telemetry
+        self._source_transfers = source_transfers
+        self._block_size = block_size
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        worker = self._worker
-        engine_request = worker.reader.request(
+        engine_request = self._reader.request(
             request, request.attempt.number, transfer_source=bool(request.transfer_id)
         )
         if engine_request.pooling_params is not None:
@@ -53,13 +70,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             )
         if request.transfer_id:
             verify_worker_id("receiver.worker_id", request.receiver.worker_id)
-        worker.verify_new(engine_request)
-        record = worker.telemetry.call("prefill", engine_request, metadata_of(context))
+        self._engine.verify(engine_request)
+        self._kv_transfers.verify_new(engine_request.request_id)
+        record = self._telemetry.call("prefill", engine_request, metadata_of(context))
         transfer = self._expect(request, engine_request) if request.transfer_id else None
         stream = None
         try:
             with record:
-                stream = worker.engine.submit(engine_request, record.take)
+                stream = self._engine.submit(engine_request, record.take)
                 yield prefill_pb2.PrefillEvent(admitted=_admitted(engine_request))
                 outputs = [await stream.get() for _ in range(engine_request.n)]
                 for piece in prompt_logprobs_to_wire(outputs[0].prompt_logprobs):
@@ -76,7 +94,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     yield prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=how, cause=cause))
         finally:
             if stream is not None:
-                worker.engine.release(stream, record.close)
+                self._engine.release(stream, record.close)
             else:
                 record.close()
             if transfer is not None:
@@ -85,16 +103,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Embed(
         self, request: prefill_pb2.PoolingRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.PoolingResponse:
-        worker = self._worker
-        engine_request = worker.reader.request(request, request.attempt.number, prefill_here=True)
+        engine_request = self._reader.request(request, request.attempt.number, prefill_here=True)
         if engine_request.pooling_params is None:
             raise InvalidRequest("request.pooling is missing: it says which embedding is wanted", "pooling")
-        worker.verify_new(engine_request)
-        record = worker.telemetry.call("prefill", engine_request, metadata_of(context))
+        self._engine.verify(engine_request)
+        self._kv_transfers.verify_new(engine_request.request_id)
+        record = self._telemetry.call("prefill", engine_request, metadata_of(context))
         stream = None
         try:
             with record:
-                stream = worker.engine.submit(engine_request, record.take)
+                stream = self._engine.submit(engine_request, record.take)
                 output = await stream.get()
                 if output.pooling_output is None:
                     raise InternalError(f"the engine ended an embedding without one: {output.finish_reason}")
@@ -105,7 +123,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 )
         finally:
             if stream is not None:
-                worker.engine.release(stream, record.close)
+                self._engine.release(stream, record.close)
             else:
                 record.close()
 
@@ -116,10 +134,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             receiver=PeerId(request.receiver.worker_id, request.receiver.epoch),
             request_digest=engine_request.request_digest,
             lease_s=engine_request.remaining_s,
-            num_blocks=-(-len(engine_request.given_token_ids) // self._worker.settings.block_size),
+            num_blocks=-(-len(engine_request.given_token_ids) // self._block_size),
         )
-        transfer = self._worker.transfers.expect(expected)
-        self._worker.adapter.source(engine_request, transfer)
+        transfer = self._source_transfers.expect(expected)
+        self._kv_transfers.source(engine_request, transfer)
         return transfer
 
 

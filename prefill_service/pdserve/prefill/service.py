@@ -18,7 +18,10 @@ from pdserve.worker.worker_process import run_worker
 
 def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
     """Register what makes a worker a prefill worker; returns the service names."""
-    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(worker), server)
+    servicer = PrefillServicer(
+        worker.reader, worker.engine, worker.adapter, worker.telemetry, worker.transfers, worker.settings.block_size
+    )
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
     return ["pdserve.v1.PrefillService", worker.serve_source()]
 
 

@@ -36,9 +36,14 @@ class EngineClient:
     """Used in the asyncio thread."""
 
     def __init__(
-        self, core: EngineCore, num_threads: int = 1, cpu_core: int | None = None, max_waiting: int | None = None
+        self,
+        core: EngineCore,
+        num_threads: int = 1,
+        cpu_core: int | None = None,
+        max_waiting: int | None = None,
+        max_sessions: int = 0,
     ) -> None:
-        """max_waiting: requests that may wait in the engine; None: no limit."""
+        """max_waiting: requests that may wait in the engine; None: no limit. max_sessions: most sessions open at a time."""
         self._core = core
         self._streams: dict[str, OutputStream] = {}
         self._sequence_ids: dict[str, tuple[str, ...]] = {}
@@ -53,9 +58,8 @@ class EngineClient:
         self.max_waiting = max_waiting
         self._num_submitted = 0
         self.num_sessions = 0
-        """Streaming sessions that are open, also between turns; counted by the session servicer."""
-        self.max_sessions = 0
-        """At most; 0: none are served here."""
+        """Streaming sessions that are open, also between turns; counted by `DecodeServicer`."""
+        self.max_sessions = max_sessions
         self.died = asyncio.Event()
         self.draining = False
         self._on_output: Callable[[EngineCoreOutput], None] | None = None

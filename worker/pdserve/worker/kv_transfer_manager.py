@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
-from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.output_stream import engine_error
@@ -41,6 +40,7 @@ from pdserve.kv_transfer.host_staging_pool import HostStagingPool
 from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_outbox import EngineOutbox
+from pdserve.worker.peer_channels import PeerChannels
 
 QUARANTINE_FULL_AFTER_S = 2.0
 """An eviction may put a large prompt into quarantine for as long as its reads take to end; longer than this is a fault."""
@@ -90,16 +90,20 @@ class KvTransferManager:
         outbox: EngineOutbox,
         connectors: ConnectorSet,
         pool: PoolMemory,
+        peers: PeerChannels,
+        receiving: ReceiverInfo,
         staged: HostStagingPool | None = None,
     ) -> None:
-        """outbox: the engine's. pool: the memory that `connectors` serve. staged: given when the engine's pool is on a device,
-        and `pool` is its host memory.
+        """outbox: the engine's. pool: the memory that `connectors` serve. peers: channels to sources. receiving: what sources
+        need to know of this worker. staged: given when the engine's pool is on a device, and `pool` is its host memory.
         """
         self.engine = engine
         outbox.subscribe(self._on_message)
         engine.subscribe(self._on_output)
         self._connectors = connectors
         self._pool = pool
+        self._peers = peers
+        self._receiving = receiving
         self._staged = staged
         self._loop = asyncio.get_running_loop()
         # one thread: what it is given is done in the order in which it was given
@@ -178,7 +182,10 @@ class KvTransferManager:
                     self._forget_if_done(receiver)
 
     def verify_new(self, request_id: str) -> None:
-        """Raises: InvalidRequest when blocks of a request of this name are still in transfer, or about to be."""
+        """Check before anything is begun for a request, since everything is found by its name at its end.
+
+        Raises: InvalidRequest when blocks of a request of this name are still in transfer, or about to be.
+        """
         if request_id in self._sources:
             raise InvalidRequest(f"request {request_id} is being transferred already", "request_id")
         if request_id in self._receivers:
@@ -280,32 +287,26 @@ class KvTransferManager:
 
     # ---- receiver
 
-    def receive(
-        self,
-        request_id: str,
-        source: SourceRef,
-        receiving: ReceiverInfo,
-        channel: ServiceChannel,
-        done: Callable[[], None] | None = None,
-    ) -> asyncio.Future[ReceiverTransfer]:
+    def receive(self, request_id: str, source: SourceRef) -> asyncio.Future[ReceiverTransfer]:
         """Open the control stream for a request that is about to be submitted; resolves when all blocks have landed.
 
-        done: called when the channel is no longer used, unless this raises.
-        Raises: InvalidRequest when the request is being received already, TransferFailed when too much of the pool is in
-        quarantine.
+        Raises: InvalidRequest when the request is being received already, and as `PeerChannels.borrow`; TransferFailed when too
+        much of the pool is in quarantine.
         """
         self.verify_new(request_id)
         if self.is_quarantine_full:
             num_blocks = self.engine.stats.num_blocks_quarantined
             raise TransferFailed(f"{num_blocks} blocks of this worker wait for reads that do not end")
+        channel = self._peers.borrow(source.address, (source.worker_id, source.epoch))
         landed: asyncio.Future[ReceiverTransfer] = self._loop.create_future()
         transfer = ReceiverTransfer(request_id, source, self._connectors, self)
         receiver = self._receivers[request_id] = _Receiver(transfer, landed)
-        receiver.stream = asyncio.create_task(attach(transfer, receiving, channel), name=f"attach {request_id}")
+        receiver.stream = asyncio.create_task(
+            attach(transfer, self._receiving, channel.service), name=f"attach {request_id}"
+        )
         self._streams.add(receiver.stream)
         receiver.stream.add_done_callback(self._streams.discard)
-        if done is not None:
-            receiver.stream.add_done_callback(lambda _: done())
+        receiver.stream.add_done_callback(lambda _: channel.give_back())
         return landed
 
     def stop_receiving(self, request_id: str) -> None:

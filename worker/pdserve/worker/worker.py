@@ -24,7 +24,6 @@ from pdserve.common.errors import Draining
 from pdserve.common.first_done import first_done
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.rpc import abort_with, bind, make_server
-from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallSigner, CallVerifier
 from pdserve.common.security.deployment_key import DATA_PLANE, DeploymentKey
@@ -119,10 +118,12 @@ class Worker:
             model.grammar_compiler(settings),
             LogitsProcessors.from_entry_points(settings.logits_processors),
         )
-        self.engine = EngineClient(core, settings.num_threads, settings.cpu_core, settings.waiting_limit)
-        self.adapter = KvTransferManager(self.engine, outbox, connectors, pool, staged)
-        self._watchdog: EngineWatchdog | None = None
+        self.engine = EngineClient(
+            core, settings.num_threads, settings.cpu_core, settings.waiting_limit, settings.session_limit
+        )
         self.identity = self._identity(role)
+        self.adapter = KvTransferManager(self.engine, outbox, connectors, pool, self.peers, self._receiving(), staged)
+        self._watchdog: EngineWatchdog | None = None
         limits = LeaseLimits(settings.attach_timeout_s, settings.lease_grace_s, settings.lease_max_s)
         self.transfers = SourceTransfers(connectors, limits, self.adapter)
         self._health = health.aio.HealthServicer()
@@ -159,6 +160,17 @@ class Worker:
             sampler_version=SAMPLER_VERSION,
         )
 
+    def _receiving(self) -> ReceiverInfo:
+        return ReceiverInfo(
+            identity=self.identity.peer,
+            layout=self.model.layout,
+            connectors=self.connectors.names,
+            engine_tick=lambda: self.engine.tick,
+            attach_timeout_s=self.settings.attach_timeout_s,
+            grace_s=self.settings.lease_grace_s,
+            digests=self.digests,
+        )
+
     def _add_servicers(self, add_servicers: AddServicers) -> None:
         names = add_servicers(self, self.server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._watch, self.server)
@@ -181,31 +193,10 @@ class Worker:
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         return "pdserve.v1.KvSourceService"
 
-    def verify_new(self, request: EngineCoreRequest) -> None:
-        """Check before anything is begun for a request, since everything is found by its name at its end.
-
-        Raises: InvalidRequest for what the engine cannot serve, and when a request of that name is here.
-        """
-        self.engine.verify(request)
-        self.adapter.verify_new(request.request_id)
-
     def _met(self, worker_id: str, epoch: int) -> None:
         """A peer has started: prepare to read from it, unless this worker is the source."""
         if not self._is_source:
             self.connectors.meet(worker_id, epoch)
-
-    @property
-    def receiving(self) -> ReceiverInfo:
-        """The values that this worker sends when it attaches to a source."""
-        return ReceiverInfo(
-            identity=self.identity.peer,
-            layout=self.model.layout,
-            connectors=self.connectors.names,
-            engine_tick=lambda: self.engine.tick,
-            attach_timeout_s=self.settings.attach_timeout_s,
-            grace_s=self.settings.lease_grace_s,
-            digests=self.digests,
-        )
 
     async def start(self) -> None:
         """Warm the engine up, then answer."""

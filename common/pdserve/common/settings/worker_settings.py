@@ -104,6 +104,11 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         return 4 * self.max_num_seqs if self.max_waiting is None else self.max_waiting
 
     @property
+    def session_limit(self) -> int:
+        """Streaming sessions that may be open."""
+        return 0
+
+    @property
     def peers_host(self) -> str:
         """Host that peers connect to. Raises: ConfigError when a wildcard host leaves that open."""
         return self.advertise_host or (own_address() if is_wildcard(self.host) else self.host)
@@ -189,6 +194,10 @@ class DecodeSettings(WorkerSettings, frozen=True, kw_only=True):
     """Streaming sessions open at once; more are refused."""
     session_idle_timeout_s: float = 60.0
     """Seconds that a session waits for its client's next turn before it ends."""
+
+    @property
+    def session_limit(self) -> int:
+        return self.max_sessions
 
     def verify(self) -> None:
         super().verify()
