@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pdserve.common.timeline import Timeline
-from pdserve.router.openai.tool_response_writer import ToolResponseWriter
+from pdserve.router.openai.response_writer import CompletionResponseWriter
+from pdserve.router.openai.tool_call_writer import ToolCallWriter
 from pdserve.router.requests.prompt_task import Usage
 from pdserve.text.request_output import CompletionOutput
 from pdserve.v1 import inference_pb2, request_pb2
@@ -161,9 +162,11 @@ async def test_what_tools_come_to(cluster: Any) -> None:
 SAID = 'Well.\n<tool_call>{"name": "sum", "arguments": {"a": [1]}}</tool_call>\n<tool_call>{"name": "f"}</tool_call>'
 
 
-def answer(**fields: Any) -> ToolResponseWriter:
-    given = {"max_calls": None, "request_id": "r", "model": "m", "include_usage": False, "include_timeline": False}
-    return ToolResponseWriter(**(given | fields))
+def answer(max_calls: int | None = None) -> CompletionResponseWriter:
+    tools = ToolCallWriter(max_calls)
+    return CompletionResponseWriter(
+        chat=True, request_id="r", model="m", include_usage=False, include_timeline=False, tools=tools
+    )
 
 
 def output(text: str, finish_reason: str | None = None) -> CompletionOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -39,30 +40,22 @@ _REMOTE_MOMENTS = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Serves `DecodeService`."""
 
-    def __init__(
-        self,
-        settings: DecodeSettings,
-        reader: RequestReader,
-        engine: EngineClient,
-        kv_transfers: KvTransferManager,
-        telemetry: WorkerTelemetry,
-        block_bytes: int,
-    ) -> None:
-        """block_bytes: bytes of a KV block."""
-        self._settings = settings
-        self._reader = reader
-        self._engine = engine
-        self._kv_transfers = kv_transfers
-        self._telemetry = telemetry
-        self._block_bytes = block_bytes
+    settings: DecodeSettings
+    reader: RequestReader
+    engine: EngineClient
+    kv_transfers: KvTransferManager
+    telemetry: WorkerTelemetry
+    block_bytes: int
+    """Bytes of a KV block."""
 
     async def Session(
         self, request_iterator: AsyncIterator[decode_pb2.DecodeTurn], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        engine, settings = self._engine, self._settings
+        engine, settings = self.engine, self.settings
         if engine.num_sessions >= settings.max_sessions:
             # a call that is ended while its first turn is on the way here may lose this answer
             with contextlib.suppress(TimeoutError):
@@ -73,9 +66,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 "(max_sessions)"
             )
         engine.num_sessions += 1
-        session = DecodeSession(
-            settings, self._reader, engine, self._kv_transfers, self._telemetry, metadata_of(context)
-        )
+        session = DecodeSession(settings, self.reader, engine, self.kv_transfers, self.telemetry, metadata_of(context))
         try:
             async for event in session.serve(request_iterator):
                 yield event
@@ -87,7 +78,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         remote = request.HasField("source")
-        engine_request = self._reader.request(
+        engine_request = self.reader.request(
             request,
             request.attempt.number,
             remote_prefill=remote,
@@ -98,30 +89,30 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         )
         if engine_request.pooling_params is not None:
             raise InvalidRequest("request.pooling is given: prefill workers compute embeddings", "pooling")
-        self._engine.verify(engine_request)
-        self._kv_transfers.verify_new(engine_request.request_id)
-        record = self._telemetry.call("decode", engine_request, metadata_of(context))
+        self.engine.verify(engine_request)
+        self.kv_transfers.verify_new(engine_request.request_id)
+        record = self.telemetry.call("decode", engine_request, metadata_of(context))
         landed = self._receive(request.source, engine_request) if remote else None
-        record.transfer = self._kv_transfers.transfer(engine_request.request_id)
+        record.transfer = self.kv_transfers.transfer(engine_request.request_id)
         stream = None
         try:
             with record, _speaking_for_itself(record.transfer):
-                stream = self._engine.submit(engine_request, record.take, self._settings.stream_interval)
+                stream = self.engine.submit(engine_request, record.take, self.settings.stream_interval)
                 moment = timeline.DECODE_QUEUED if remote else timeline.PREFILL_QUEUED
                 yield decode_pb2.DecodeEvent(
                     admitted=prefill_pb2.Admitted(moments=moments_to_wire({moment: engine_request.arrival_time}))
                 )
                 names = _REMOTE_MOMENTS if remote else LOCAL_MOMENTS
-                async for event in _events(stream, landed, self._block_bytes, names):
+                async for event in _events(stream, landed, self.block_bytes, names):
                     yield event
         except NeedsPrefill as refusal:
             needs = decode_pb2.NeedsPrefill(uncached_tokens=refusal.uncached_tokens)
             yield decode_pb2.DecodeEvent(needs_prefill=needs)
         finally:
             if stream is not None:
-                self._engine.release(stream, record.close)
+                self.engine.release(stream, record.close)
             else:
-                self._kv_transfers.stop_receiving(engine_request.request_id)
+                self.kv_transfers.stop_receiving(engine_request.request_id)
                 record.close()
 
     async def EndSequences(
@@ -132,7 +123,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             raise InvalidRequest(f"indexes has {num} sequences, at most {MAX_SEQUENCES} are possible", "indexes")
         request_id = engine_request_id(request.request_id, request.attempt, 0)
         for index in request.indexes:
-            self._engine.end_sequence(request_id, index)
+            self.engine.end_sequence(request_id, index)
         return decode_pb2.EndSequencesResponse()
 
     def _receive(
@@ -144,14 +135,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             )
         verify_worker_id("source.worker_id", source.worker_id)
         verify_peer_address("source.address", source.address)
-        if is_loopback(self._settings.host) and not is_loopback(source.address):
+        if is_loopback(self.settings.host) and not is_loopback(source.address):
             raise InvalidRequest(
                 f"source.address {source.address!r} cannot be reached from a worker on loopback", "source.address"
             )
         ref = SourceRef(
             source.worker_id, source.epoch, source.address, source.transfer_id, engine_request.request_digest
         )
-        return self._kv_transfers.receive(engine_request.request_id, ref)
+        return self.kv_transfers.receive(engine_request.request_id, ref)
 
 
 @contextlib.contextmanager

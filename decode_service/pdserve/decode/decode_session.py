@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -33,36 +34,28 @@ LOCAL_MOMENTS = {
 """The engine's moment -> those of the timeline, where the prompt is prefilled here."""
 
 
+@dataclass(eq=False)
 class DecodeSession:
     """One call's session, from its first turn to the end of the call. It holds blocks between turns only until others need them."""
 
-    def __init__(
-        self,
-        settings: DecodeSettings,
-        reader: RequestReader,
-        engine: EngineClient,
-        kv_transfers: KvTransferManager,
-        telemetry: WorkerTelemetry,
-        metadata: Mapping[str, str],
-    ) -> None:
-        """metadata: the call's."""
-        self._settings = settings
-        self._reader = reader
-        self._engine = engine
-        self._kv_transfers = kv_transfers
-        self._telemetry = telemetry
-        self._metadata = metadata
-        self._request: EngineCoreRequest | None = None
-        self._stream: OutputStream | None = None
-        self._record: CallStats | None = None
-        """Stats of the running turn."""
+    settings: DecodeSettings
+    reader: RequestReader
+    engine: EngineClient
+    kv_transfers: KvTransferManager
+    telemetry: WorkerTelemetry
+    metadata: Mapping[str, str]
+    """The call's."""
+    _request: EngineCoreRequest | None = field(default=None, init=False)
+    _stream: OutputStream | None = field(default=None, init=False)
+    _record: CallStats | None = field(default=None, init=False)
+    """Stats of the running turn."""
 
     async def serve(self, turns: Turns) -> AsyncIterator[decode_pb2.DecodeEvent]:
         """Raises: DeadlineExceeded when idle, Draining, InvalidRequest, and the error that ends it in the engine."""
         goes_on = True
         while goes_on and (turn := await self._next(turns)) is not None:
             request, hand_over, headers = self._read(turn)
-            record = self._record = self._telemetry.call("decode", request, headers)
+            record = self._record = self.telemetry.call("decode", request, headers)
             with record:
                 stream = self._stream = hand_over()
                 moments = moments_to_wire({timeline.PREFILL_QUEUED: request.arrival_time})
@@ -72,14 +65,14 @@ class DecodeSession:
                     yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, LOCAL_MOMENTS))
             self._record = None
             record.close()
-            if self._engine.draining:
+            if self.engine.draining:
                 raise Draining("the worker is draining")
 
     def close(self) -> None:
         """End it in the engine, in any state."""
         record, self._record = self._record, None
         if self._stream is not None:
-            self._engine.release(self._stream, None if record is None else record.close)
+            self.engine.release(self._stream, None if record is None else record.close)
         elif record is not None:
             record.close()
 
@@ -87,7 +80,7 @@ class DecodeSession:
         """The next turn; None when the router has closed its side. Raises: what ends the session meanwhile."""
         reading = asyncio.ensure_future(next_turn(turns))
         ended = asyncio.ensure_future(_end(self._stream))
-        idle_s = self._settings.session_idle_timeout_s
+        idle_s = self.settings.session_idle_timeout_s
         async with first_of(reading, ended, timeout_s=idle_s):
             if ended.done():
                 ended.result()
@@ -101,14 +94,14 @@ class DecodeSession:
         """The next turn's request, a function that submits it, and its trace context. Raises: InvalidRequest."""
         if turn.WhichOneof("turn") not in ("generation_request", "open" if self._request is None else "next"):
             raise InvalidRequest("a session's first message is `open`, and every later one is `next`", "turn")
-        engine, stream = self._engine, self._stream
+        engine, stream = self.engine, self._stream
         if self._request is None or stream is None:
-            request = self._request = self._reader.request(turn, prefill_here=True, resumable=True)
+            request = self._request = self.reader.request(turn, prefill_here=True, resumable=True)
             engine.verify(request)
-            self._kv_transfers.verify_new(request.request_id)
-            interval = self._settings.stream_interval
-            return request, lambda: engine.submit(request, self._take, interval), self._metadata
-        said = self._reader.turn(turn)
+            self.kv_transfers.verify_new(request.request_id)
+            interval = self.settings.stream_interval
+            return request, lambda: engine.submit(request, self._take, interval), self.metadata
+        said = self.reader.turn(turn)
         update = StreamingUpdate(
             request_id=self._request.request_id,
             prompt_token_ids=said.prompt_token_ids,

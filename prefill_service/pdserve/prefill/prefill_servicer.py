@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -36,32 +37,23 @@ _ENDED = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves `PrefillService`. The call is open as long as its transfer; the end of the call ends the transfer."""
 
-    def __init__(
-        self,
-        reader: RequestReader,
-        engine: EngineClient,
-        kv_transfers: KvTransferManager,
-        telemetry: WorkerTelemetry,
-        source_transfers: SourceTransfers,
-        block_size: int,
-    ) -> None:
-        """source_transfers: those that receivers may attach to. block_size: tokens per KV block."""
-        self._reader = reader
-        self._engine = engine
-        self._kv_transfers = kv_transfers
-        self._telemetry = telemetry
-        self._source_transfers = source_transfers
-        self._block_size = block_size
+    reader: RequestReader
+    engine: EngineClient
+    kv_transfers: KvTransferManager
+    telemetry: WorkerTelemetry
+    source_transfers: SourceTransfers
+    """Transfers that receivers may attach to."""
+    block_size: int
+    """Tokens per KV block."""
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        engine_request = self._reader.request(
-            request, request.attempt.number, transfer_source=bool(request.transfer_id)
-        )
+        engine_request = self.reader.request(request, request.attempt.number, transfer_source=bool(request.transfer_id))
         if engine_request.pooling_params is not None:
             raise InvalidRequest("request.pooling is given: embeddings are asked for with Embed", "pooling")
         if len(request.transfer_id) not in (0, TRANSFER_ID_BYTES):
@@ -70,14 +62,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             )
         if request.transfer_id:
             verify_worker_id("receiver.worker_id", request.receiver.worker_id)
-        self._engine.verify(engine_request)
-        self._kv_transfers.verify_new(engine_request.request_id)
-        record = self._telemetry.call("prefill", engine_request, metadata_of(context))
+        self.engine.verify(engine_request)
+        self.kv_transfers.verify_new(engine_request.request_id)
+        record = self.telemetry.call("prefill", engine_request, metadata_of(context))
         transfer = self._expect(request, engine_request) if request.transfer_id else None
         stream = None
         try:
             with record:
-                stream = self._engine.submit(engine_request, record.take)
+                stream = self.engine.submit(engine_request, record.take)
                 yield prefill_pb2.PrefillEvent(admitted=_admitted(engine_request))
                 outputs = [await stream.get() for _ in range(engine_request.n)]
                 for piece in prompt_logprobs_to_wire(outputs[0].prompt_logprobs):
@@ -94,7 +86,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     yield prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=how, cause=cause))
         finally:
             if stream is not None:
-                self._engine.release(stream, record.close)
+                self.engine.release(stream, record.close)
             else:
                 record.close()
             if transfer is not None:
@@ -103,16 +95,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Embed(
         self, request: prefill_pb2.PoolingRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.PoolingResponse:
-        engine_request = self._reader.request(request, request.attempt.number, prefill_here=True)
+        engine_request = self.reader.request(request, request.attempt.number, prefill_here=True)
         if engine_request.pooling_params is None:
             raise InvalidRequest("request.pooling is missing: it says which embedding is wanted", "pooling")
-        self._engine.verify(engine_request)
-        self._kv_transfers.verify_new(engine_request.request_id)
-        record = self._telemetry.call("prefill", engine_request, metadata_of(context))
+        self.engine.verify(engine_request)
+        self.kv_transfers.verify_new(engine_request.request_id)
+        record = self.telemetry.call("prefill", engine_request, metadata_of(context))
         stream = None
         try:
             with record:
-                stream = self._engine.submit(engine_request, record.take)
+                stream = self.engine.submit(engine_request, record.take)
                 output = await stream.get()
                 if output.pooling_output is None:
                     raise InternalError(f"the engine ended an embedding without one: {output.finish_reason}")
@@ -123,7 +115,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 )
         finally:
             if stream is not None:
-                self._engine.release(stream, record.close)
+                self.engine.release(stream, record.close)
             else:
                 record.close()
 
@@ -134,10 +126,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             receiver=PeerId(request.receiver.worker_id, request.receiver.epoch),
             request_digest=engine_request.request_digest,
             lease_s=engine_request.remaining_s,
-            num_blocks=-(-len(engine_request.given_token_ids) // self._block_size),
+            num_blocks=-(-len(engine_request.given_token_ids) // self.block_size),
         )
-        transfer = self._source_transfers.expect(expected)
-        self._kv_transfers.source(engine_request, transfer)
+        transfer = self.source_transfers.expect(expected)
+        self.kv_transfers.source(engine_request, transfer)
         return transfer
 
 

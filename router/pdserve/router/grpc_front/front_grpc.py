@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -24,11 +25,13 @@ from pdserve.common.request.params_wire import sampling_from_wire, verify_entrie
 from pdserve.common.request.sampling_params import RequestOutputKind
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.request.wire import finish_reason_to_wire
-from pdserve.router.grpc_front.embed_servicer import (
+from pdserve.router.grpc_front.embed_grpc import (
+    CALLER,
     REQUEST_ID_KEY,
     Context,
-    EmbedServicer,
+    call_timeout_s,
     caller,
+    embed,
     moment_messages,
     usage_message,
 )
@@ -39,10 +42,11 @@ from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.request_limits import MAX_MESSAGES
 from pdserve.router.requests.session import StreamingSession
+from pdserve.router.tenants.failed_attempts import peer_address
 from pdserve.text.prompt import ChatInput, LengthRule, Prompt, TextInput, TokenInput
 from pdserve.text.request_output import CompletionOutput, Logprob
 from pdserve.v1 import inference_pb2, request_pb2
-from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 
 SERVICE_NAME = "pdserve.v1.InferenceService"
 _TOKENS_ON_LOOP = 128
@@ -52,12 +56,27 @@ _TOKEN_BYTES = 1024
 _FINISH = {str(reason): finish_reason_to_wire(reason) for reason in FinishReason}
 
 
-class InferenceServicer(EmbedServicer):
+class InferenceServicer(InferenceServiceServicer):
     """Serves clients over gRPC."""
 
     def __init__(self, inference: Inference) -> None:
-        super().__init__(inference)
+        self._inference = inference
         self._hanging_up: set[asyncio.Task[None]] = set()
+
+    async def authenticate(self, context: Context) -> None:
+        """Authenticate a call before its messages are read, in the task that serves it. Raises: Unauthenticated."""
+        with self._inference.telemetry.count_rejections():
+            authorization = metadata_of(context).get("authorization")
+            CALLER.set(await self._inference.keys.authenticate(authorization, peer_address(context.peer())))
+
+    async def decode(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
+        """Decode a message for the server. Raises: InvalidRequest, BodyTooLarge."""
+        with self._inference.telemetry.count_rejections():
+            caller()
+            return await self._inference.bodies.message(data, parse)
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
+        return await embed(self._inference, request, context)
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -66,7 +85,8 @@ class InferenceServicer(EmbedServicer):
             metadata = metadata_of(context)
             client = caller()
             self._inference.check_model(request.model)
-            client_request = await self._built(request, metadata, context)
+            build = partial(self._client_request, request, metadata, call_timeout_s(self._inference, context))
+            client_request = await self._inference.bodies.in_background_pool(request.ByteSize(), build)
             generation = self._inference.generation([client_request], stream=_streams(request), client=client)
         generation.on_stalled = lambda error: self._hang_up(context, error)
         # a cancelled call ends the worker calls at once, even if this generator is suspended
@@ -95,7 +115,9 @@ class InferenceServicer(EmbedServicer):
             while (request := await self._next_turn(request_iterator, session)) is not None:
                 with refusals():
                     self._inference.check_model(request.model)
-                    turn = await self._built(request, metadata, context, session)
+                    timeout_s = call_timeout_s(self._inference, context)
+                    build = partial(self._client_request, request, metadata, timeout_s, session)
+                    turn = await self._inference.bodies.in_background_pool(request.ByteSize(), build)
                     stream = _streams(request)
                     generation = self._inference.turn(session, session_id, turn, stream=stream, client=client)
                 generation.on_stalled = lambda error: self._hang_up(context, error)
@@ -182,23 +204,11 @@ class InferenceServicer(EmbedServicer):
             hidden_size=self._inference.hidden_size(),
         )
 
-    async def _built(
-        self,
-        request: inference_pb2.GenerateRequest,
-        metadata: dict[str, str],
-        context: Context,
-        session: StreamingSession | None = None,
-    ) -> ClientRequest:
-        remaining_s = context.time_remaining()
-        return await self._inference.bodies.in_background_pool(
-            request.ByteSize(), lambda: self._client_request(request, metadata, remaining_s, session)
-        )
-
     def _client_request(
         self,
         request: inference_pb2.GenerateRequest,
         metadata: dict[str, str],
-        remaining_s: float | None,
+        timeout_s: float,
         session: StreamingSession | None = None,
     ) -> ClientRequest:
         sampling = request.sampling
@@ -222,7 +232,7 @@ class InferenceServicer(EmbedServicer):
             max_tokens_field="sampling.max_tokens",
             cache_salt=request.cache_salt or None,
             priority=request.priority,
-            timeout_s=self._timeout_s(remaining_s),
+            timeout_s=timeout_s,
             trace_headers=valid_trace_headers(metadata),
             client_request_id=request.client_request_id,
         )

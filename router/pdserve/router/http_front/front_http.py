@@ -31,7 +31,7 @@ from pdserve.router.openai.echo import Echo
 from pdserve.router.openai.embeddings import EmbeddingBody, embeddings_parts
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.router.openai.response_writer import CompletionResponseWriter, error_json
-from pdserve.router.openai.tool_response_writer import ToolResponseWriter
+from pdserve.router.openai.tool_call_writer import ToolCallWriter
 from pdserve.router.placement.worker_selector import routing_view
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import ClientRequest
@@ -153,21 +153,20 @@ class HttpFront:
             body, requests = await read_body(request, kind, inference.bodies, build)
             stream = bool(body.stream)
             generation = inference.generation(requests, stream=stream, client=client)
-        fields: dict[str, Any] = {
-            "request_id": generation.request_id,
-            "model": inference.model,
-            "include_usage": body.include_usage,
-            "continuous_usage": body.continuous_usage,
-            "num_logprobs": body.num_logprobs,
-            "num_prompt_logprobs": body.prompt_logprobs,
-            "include_timeline": request.headers.get(TIMELINE_HEADER) == "1",
-        }
         prompt = requests[0].prompt
-        if isinstance(prompt, ChatInput) and prompt.tools:
-            answer: CompletionResponseWriter = ToolResponseWriter(max_calls=requests[0].max_tool_calls, **fields)
-        else:
-            echo = _echo(body, requests, inference.tokenizer)
-            answer = CompletionResponseWriter(chat=isinstance(body, ChatBody), echo=echo, **fields)
+        has_tools = isinstance(prompt, ChatInput) and bool(prompt.tools)
+        answer = CompletionResponseWriter(
+            chat=isinstance(body, ChatBody),
+            request_id=generation.request_id,
+            model=inference.model,
+            include_usage=body.include_usage,
+            include_timeline=request.headers.get(TIMELINE_HEADER) == "1",
+            continuous_usage=body.continuous_usage,
+            num_logprobs=body.num_logprobs,
+            num_prompt_logprobs=body.prompt_logprobs,
+            echo=_echo(body, requests, inference.tokenizer),
+            tools=ToolCallWriter(requests[0].max_tool_calls) if has_tools else None,
+        )
         return GenerationResponse(generation, answer, inference.bodies, stream=stream)
 
     def _model(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai.echo import Echo
 from pdserve.router.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from pdserve.router.openai.tool_call_writer import ToolCallWriter
 from pdserve.router.requests.prompt_task import Usage
 from pdserve.text.request_output import CompletionOutput
 
@@ -51,11 +52,13 @@ class CompletionResponseWriter:
         num_logprobs: int | None = None,
         num_prompt_logprobs: int | None = None,
         echo: Echo | None = None,
+        tools: ToolCallWriter | None = None,
     ) -> None:
         """num_logprobs: most likely tokens to report per token; None: no log-probabilities. num_prompt_logprobs: the same per
         prompt token, in a whole response.
 
-        continuous_usage: write the usage so far in every chunk. echo: begin each choice with its prompt.
+        continuous_usage: write the usage so far in every chunk. echo: begin each choice with its prompt. tools: set if the
+        model may call tools in a chat.
         """
         self._chat = chat
         self._num_logprobs = num_logprobs
@@ -65,6 +68,7 @@ class CompletionResponseWriter:
         self._continuous_usage = continuous_usage
         self._num_streamed = 0
         self._echo = echo
+        self._tools = tools
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
             "object": "chat.completion" if chat else "text_completion",
@@ -110,6 +114,9 @@ class CompletionResponseWriter:
         return (event[:-3] + _tail(vendor) if vendor else event) + DONE
 
     def _text_chunk(self, output: CompletionOutput) -> bytes:
+        if self._tools is not None:
+            choice = self._tools.streamed_choice(output, self._logprobs(output))
+            return self._chunk_head + b',"choices":' + _encode([choice])
         text = _encode(self._text(output))
         logprobs = b"null" if self._num_logprobs is None else _encode(self._logprobs(output))
         reason = b',"finish_reason":null'
@@ -144,7 +151,7 @@ class CompletionResponseWriter:
         }
         if not self._chat and self._num_prompt_logprobs is not None:
             choice["prompt_logprobs"] = _raw(prompt_logprobs(output, self._num_prompt_logprobs))
-        return choice
+        return choice if self._tools is None else choice | self._tools.message(output)
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         if self._num_logprobs is None:

@@ -213,7 +213,7 @@ class Inference:
             priority=priority,
         )
         client_stream = self._client_stream(1, stream=stream)
-        run = SessionPromptTask(session, request_id, 0, request, client_stream, self._services, record)
+        run = SessionPromptTask(session, request_id, request, client_stream, self._services, record)
         return Generation(request_id, client_stream, [run], self.admission, record, client)
 
     def verify_embedding_size(self, pooling: PoolingParams, num_inputs: int, field: str) -> None:

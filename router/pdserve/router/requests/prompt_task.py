@@ -58,7 +58,10 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class PromptTask:
-    """Serves one prompt into the choices of a client's stream that belong to it. `run` once."""
+    """Serves one prompt into the choices of a client's stream that belong to it. `run` once.
+
+    A session's turn has the same life from tokens to metrics; it overrides `token_ids_before`, `attempts`, `raise_when_no_worker`.
+    """
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class PromptTask:
             self._stream.end_run()
         except TimeoutError:
             expired = deadline.expired()
-            self._fail(self._too_late() if expired else InternalError("something timed out in the router"))
+            self._fail(self.too_late() if expired else InternalError("something timed out in the router"))
         except PdServeError as error:
             self._fail(self._in_the_clients_words(error))
         except Exception:
@@ -126,7 +129,7 @@ class PromptTask:
         return self._request.timeout_s
 
     async def _serve(self) -> None:
-        before = self._token_ids_before
+        before = self.token_ids_before
         token_ids = await self._services.preparation.tokenize(self._request, self._limits_now(), len(before))
         bad_words = await self._services.preparation.bad_words(self._request)
         request = self._services.preparation.complete(
@@ -156,19 +159,19 @@ class PromptTask:
         async with self._services.admission.place(
             cost,
             priority,
-            lambda: self._raise_when_no_worker(one_token=request.sampling_params.max_tokens == 1),
+            lambda: self.raise_when_no_worker(one_token=request.sampling_params.max_tokens == 1),
             client=self._request.client,
         ) as self._holds:
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
-            await self._attempts(request, self._processor, RetryState())
+            await self.attempts(request, self._processor, RetryState())
 
     @property
-    def _token_ids_before(self) -> list[int]:
+    def token_ids_before(self) -> list[int]:
         """The output so far, which the next attempt continues; the caller must not change it."""
         return []
 
-    async def _attempts(self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState) -> None:
+    async def attempts(self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState) -> None:
         """Run attempts until one serves the request, each from the end of the client's text.
 
         Raises: PdServeError.
@@ -177,17 +180,17 @@ class PromptTask:
             started_unix_ns = now_unix_ns()
             number = next(self._numbers)
             resumed = self._resumed(request, processor, retry_state)
-            decision = await self._place(resumed, number, retry_state)
+            decision = await self.place(resumed, number, retry_state)
             placement = decision.placement
             self.timeline.mark(moments.PLACED)
             self._record.routed(started_unix_ns, decision.policy, placement, decision.attributes)
             layout = placement.layout
-            prompt_digest = self._hashed(request, layout).request.request_digest
+            prompt_digest = self.hashed(request, layout).request.request_digest
             self._services.deny_list.check(self._request.client, prompt_digest)
-            prepared = self._hashed(resumed, layout).request
+            prepared = self.hashed(resumed, layout).request
             if not prepared.remaining_s:
                 # workers refuse a request without time
-                raise self._too_late()
+                raise self.too_late()
             record = self._record.attempt(number, placement, len(resumed.output_token_ids))
             if self._holds is not None:
                 self._holds.placed()
@@ -198,7 +201,7 @@ class PromptTask:
                 self._record.sampled_by_other()
             num_tokens = processor.num_output_tokens
             attempt = Attempt(
-                number, record.with_trace_headers(prepared), placement, self.timeline, self._relay, self._relay_prompt
+                number, record.with_trace_headers(prepared), placement, self.timeline, self.relay, self._relay_prompt
             )
             try:
                 with record, self._services.company.serving(self._crash_guard, placement):
@@ -249,7 +252,7 @@ class PromptTask:
         self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState
     ) -> None:
         try:
-            await self._attempts(request, processor, retry_state)
+            await self.attempts(request, processor, retry_state)
         except PdServeError as error:
             # it ends the other sequences, too
             self._record.error = self._record.error or error
@@ -285,7 +288,7 @@ class PromptTask:
                     return PlacementHint.LOCAL
         return PlacementHint.REMOTE if isinstance(error, Evicted) else PlacementHint.ANY
 
-    def _relay(self, outputs: Outputs) -> bool:
+    def relay(self, outputs: Outputs) -> bool:
         """Give the client what is new; see `Attempt`."""
         processor = self._processor
         if processor is None:
@@ -344,7 +347,7 @@ class PromptTask:
             raise self._no_worker()
         return limits
 
-    async def _place(self, request: GenerationRequest, attempt: int, retry_state: RetryState) -> RoutingDecision:
+    async def place(self, request: GenerationRequest, attempt: int, retry_state: RetryState) -> RoutingDecision:
         num_resumed = len(request.output_token_ids)
 
         def look() -> RoutingDecision | None:
@@ -354,7 +357,7 @@ class PromptTask:
                 tenant=self._request.client.tenant,
                 num_tokens=len(request.prompt_token_ids) + num_resumed,
                 max_tokens=request.sampling_params.max_tokens - num_resumed,
-                hashes=lambda layout: self._hashed(request, layout).placement_hashes,
+                hashes=lambda layout: self.hashed(request, layout).placement_hashes,
                 hint=retry_state.hint,
                 blamed=retry_state.blamed | self._full.keys,
                 dead=self._crash_guard.unfit,
@@ -366,7 +369,7 @@ class PromptTask:
                 raise self._no_worker()
         return decision
 
-    async def _raise_when_no_worker(self, *, one_token: bool) -> None:
+    async def raise_when_no_worker(self, *, one_token: bool) -> None:
         """Runs while the request waits for a place. Never returns; raises WorkerLost when no worker could serve it for 5 s."""
         await self._services.fleet.wait_until_absent(
             lambda: self._services.selector.has_workers(one_token=one_token), WAIT_FOR_WORKER_S
@@ -379,7 +382,7 @@ class PromptTask:
         sizes = [worker.identity.layout.block_size for role in WorkerRole for worker in fleet.workers(role)]
         return -(-num_tokens // min(sizes)) if sizes else 0
 
-    def _too_late(self) -> DeadlineExceeded:
+    def too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the request was not done within {self._request.timeout_s:g} s")
 
     def _no_worker(self) -> WorkerLost:
@@ -387,7 +390,7 @@ class PromptTask:
         never = ", and local_prefill is never" if self._services.settings.local_prefill == "never" else ""
         return WorkerLost(f"no worker could serve this within {WAIT_FOR_WORKER_S:g} s: {roles}{never}").for_clients()
 
-    def _hashed(self, request: GenerationRequest, layout: KvLayout) -> HashedRequest:
+    def hashed(self, request: GenerationRequest, layout: KvLayout) -> HashedRequest:
         """For blocks of this layout; generations of a model differ in them."""
         place = (request.index, len(request.output_token_ids)) if request.is_resumed else (-1, 0)
         key = (layout.model_fingerprint, layout.block_size, *place)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from typing import Any
 
 from pdserve.common import timeline as moments
 from pdserve.common.errors import InternalError, Overloaded, PdServeError, WorkerLost
@@ -18,8 +17,12 @@ from pdserve.common.timeline import now_unix_ns
 from pdserve.router.attempts.worker_calls import Admitted, CallFailed, DecodeCallEvent, Outputs, SessionCall
 from pdserve.router.placement.placement import Placement, PlacementHint, WorkerKey
 from pdserve.router.requests.client_error import as_client_sees
+from pdserve.router.requests.client_stream import ClientStream
+from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.prompt_task import PromptTask
+from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.retry_state import RetryState
+from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.workers.worker import LoadEstimate, LoadReservation, Worker
 from pdserve.text.output_processor import OutputProcessor
 
@@ -114,15 +117,23 @@ class StreamingSession:
 class SessionPromptTask(PromptTask):
     """One turn. The first one chooses a worker; none is ever tried again elsewhere, since the KV is there."""
 
-    def __init__(self, session: StreamingSession, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        session: StreamingSession,
+        request_id: str,
+        request: ClientRequest,
+        stream: ClientStream,
+        services: RequestServices,
+        record: RequestTrace,
+    ) -> None:
+        super().__init__(request_id, 0, request, stream, services, record)
         self._session = session
 
     @property
-    def _token_ids_before(self) -> list[int]:
+    def token_ids_before(self) -> list[int]:
         return self._session.token_ids
 
-    async def _attempts(self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState) -> None:
+    async def attempts(self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState) -> None:
         session = self._session
         if session.worker is not None:
             # what it holds between turns is in the worker's own report
@@ -158,11 +169,11 @@ class SessionPromptTask(PromptTask):
         try:
             with record, self._services.company.serving(self._crash_guard, placement):
                 if session.worker is None:
-                    prepared = record.with_trace_headers(self._hashed(request, placement.layout).request)
+                    prepared = record.with_trace_headers(self.hashed(request, placement.layout).request)
                     self._services.deny_list.check(self._request.client, prepared.request_digest)
                     if not prepared.remaining_s:
                         # workers refuse a request without time
-                        raise self._too_late()
+                        raise self.too_late()
                     session.open(worker, SessionCall(worker, prepared))
                     await session.call.open()
                 else:
@@ -172,16 +183,16 @@ class SessionPromptTask(PromptTask):
         finally:
             reservation.end()
 
-    async def _raise_when_no_worker(self, *, one_token: bool) -> None:
+    async def raise_when_no_worker(self, *, one_token: bool) -> None:
         if self._session.worker is None:
-            await super()._raise_when_no_worker(one_token=False)
+            await super().raise_when_no_worker(one_token=False)
         else:
             await self._session.ended()
 
     async def _find_worker(self, request: GenerationRequest, refused: Collection[WorkerKey]) -> Placement:
         """refused: workers that had no room."""
         started_unix_ns = now_unix_ns()
-        decision = await self._place(request, 0, RetryState(hint=PlacementHint.SESSION, blamed=frozenset(refused)))
+        decision = await self.place(request, 0, RetryState(hint=PlacementHint.SESSION, blamed=frozenset(refused)))
         self.timeline.mark(moments.PLACED)
         self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
         return decision.placement
@@ -198,5 +209,5 @@ class SessionPromptTask(PromptTask):
                 if event.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                     raise InternalError(f"the engine ended the session: {event.finish_reason}")
                 self._session.token_ids += event.token_ids
-                if self._relay(event):
+                if self.relay(event):
                     return

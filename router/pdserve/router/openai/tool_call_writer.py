@@ -1,29 +1,24 @@
-"""`ToolResponseWriter`: a chat's answer in which the model may call tools."""
+"""`ToolCallWriter`: the choices of a chat's answer in which the model may call tools."""
 
 from __future__ import annotations
 
 import uuid
 from typing import Any
 
-import msgspec
-
-from pdserve.router.openai.response_writer import CompletionResponseWriter
 from pdserve.text.request_output import CompletionOutput
 from pdserve.text.tool_calls import Delta, TextDelta, ToolCallDelta, ToolCallParser
 
-_encode = msgspec.json.Encoder().encode
 
+class ToolCallWriter:
+    """Parses the text of one request's choices, and writes calls of tools as `tool_calls`."""
 
-class ToolResponseWriter(CompletionResponseWriter):
-    """A `CompletionResponseWriter` that writes calls of tools as `tool_calls` instead of text."""
-
-    def __init__(self, *, max_calls: int | None, **fields: Any) -> None:
-        """max_calls: further calls of an answer are dropped. fields: those of `CompletionResponseWriter`."""
-        super().__init__(chat=True, **fields)
+    def __init__(self, max_calls: int | None) -> None:
+        """max_calls: further calls of an answer are dropped."""
         self._max_calls = max_calls
         self._parsers: dict[int, ToolCallParser] = {}
 
-    def _text_chunk(self, output: CompletionOutput) -> bytes:
+    def streamed_choice(self, output: CompletionOutput, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """A choice of a chunk, with the text and calls since the choice's last one."""
         parser = self._parsers.setdefault(output.index, ToolCallParser(self._max_calls))
         delta: dict[str, Any] = {}
         for part in _parts(parser, output):
@@ -34,14 +29,15 @@ class ToolResponseWriter(CompletionResponseWriter):
         choice: dict[str, Any] = {
             "index": output.index,
             "delta": delta,
-            "logprobs": self._logprobs(output),
+            "logprobs": logprobs,
             "finish_reason": _finish_reason(parser, output),
         }
         if output.finish_reason is not None:
             choice["stop_reason"] = output.stop_reason
-        return self._chunk_head + b',"choices":' + _encode([choice])
+        return choice
 
-    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+    def message(self, output: CompletionOutput) -> dict[str, Any]:
+        """`message` and `finish_reason` of a whole choice."""
         parser = ToolCallParser(self._max_calls)
         text, calls = "", list[dict[str, Any]]()
         for part in _parts(parser, output):
@@ -56,7 +52,7 @@ class ToolResponseWriter(CompletionResponseWriter):
             message["tool_calls"] = calls
         else:
             message["content"] = text
-        return super()._choice(output) | {"message": message, "finish_reason": _finish_reason(parser, output)}
+        return {"message": message, "finish_reason": _finish_reason(parser, output)}
 
 
 def _parts(parser: ToolCallParser, output: CompletionOutput) -> list[Delta]:

@@ -1,0 +1,123 @@
+"""`embed`: the call of `InferenceService` that answers with embeddings."""
+
+from __future__ import annotations
+
+from array import array
+from contextvars import ContextVar
+from typing import Any, cast
+
+import grpc.aio
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.net.rpc import metadata_of
+from pdserve.common.request.generation_request import verify_client_request_id
+from pdserve.common.request.params_wire import pooling_from_wire
+from pdserve.common.request.trace_headers import valid_trace_headers
+from pdserve.common.timeline import Timeline
+from pdserve.router.requests.inference import Inference
+from pdserve.router.requests.preparation import ClientRequest
+from pdserve.router.requests.prompt_task import Usage
+from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
+from pdserve.router.tenants.client import ASKING, Client
+from pdserve.text.prompt import TextInput, TokenInput
+from pdserve.v1 import inference_pb2, request_pb2
+
+REQUEST_ID_KEY = "x-request-id"
+CALLER: ContextVar[Client] = ContextVar("caller")
+"""The authenticated client of this task's call."""
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def caller() -> Client:
+    """The client of this task's call; later refusals in this task are attributed to it."""
+    client = CALLER.get()
+    ASKING.set(client)
+    return client
+
+
+def call_timeout_s(inference: Inference, context: Context) -> float:
+    """Seconds for a call: the rest of its own deadline, at most `request_timeout_s`."""
+    remaining_s, timeout_s = context.time_remaining(), inference.settings.request_timeout_s
+    return timeout_s if remaining_s is None else min(remaining_s, timeout_s)
+
+
+async def embed(
+    inference: Inference, request: inference_pb2.EmbedRequest, context: Context
+) -> inference_pb2.EmbedResponse:
+    """The answer to a client's call, sent with the request's id. Raises: InvalidRequest, and what ends the request."""
+    with inference.telemetry.count_rejections():
+        metadata = metadata_of(context)
+        client = caller()
+        inference.check_model(request.model)
+        timeout_s = call_timeout_s(inference, context)
+        requests = await inference.bodies.in_background_pool(
+            request.ByteSize(), lambda: _embedding_requests(request, metadata, timeout_s)
+        )
+        embedding = await inference.embedding(requests, field="inputs", client=client)
+    vectors = await embedding.results()
+    response = inference_pb2.EmbedResponse(
+        request_id=embedding.request_id,
+        usage=usage_message(embedding.usage),
+        moments=moment_messages(embedding.timeline),
+    )
+    num_bytes = sum(vector.itemsize * len(vector) for vector in vectors)
+    data = await inference.bodies.in_background_pool(num_bytes, lambda: _serialized(vectors, response))
+    await context.send_initial_metadata(((REQUEST_ID_KEY, embedding.request_id),))
+    # the server sends bytes unchanged
+    return cast("inference_pb2.EmbedResponse", data)
+
+
+def _embedding_requests(
+    request: inference_pb2.EmbedRequest, metadata: dict[str, str], timeout_s: float
+) -> list[ClientRequest]:
+    verify_client_request_id(request.client_request_id)
+    if (num_inputs := len(request.inputs)) > MAX_EMBEDDING_INPUTS:
+        raise InvalidRequest(f"inputs has {num_inputs} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", "inputs")
+    pooling = pooling_from_wire(request.pooling)
+    return [
+        ClientRequest(
+            prompt=_input(entry, f"inputs[{place}]"),
+            field=f"inputs[{place}].{entry.WhichOneof('input')}",
+            pooling_params=pooling,
+            cache_salt=request.cache_salt or None,
+            timeout_s=timeout_s,
+            trace_headers=valid_trace_headers(metadata),
+            client_request_id=request.client_request_id,
+        )
+        for place, entry in enumerate(request.inputs)
+    ]
+
+
+def _serialized(vectors: list[array[float]], response: inference_pb2.EmbedResponse) -> bytes:
+    """The serialized message with the vectors, up to 16 MiB. Each vector is freed after its part is serialized.
+
+    Concatenated protobuf messages are parsed as one message with the entries of all.
+    """
+    parts = [response.SerializeToString()]
+    vectors.reverse()
+    while vectors:
+        entry = inference_pb2.Embedding(values=vectors.pop())
+        parts.append(inference_pb2.EmbedResponse(embeddings=[entry]).SerializeToString())
+    return b"".join(parts)
+
+
+def _input(entry: inference_pb2.EmbedInput, field: str) -> TextInput | TokenInput:
+    match entry.WhichOneof("input"):
+        case "text":
+            return TextInput(entry.text.text)
+        case "tokens":
+            return TokenInput(list(entry.tokens.token_ids))
+        case _:
+            raise InvalidRequest(f"{field} is missing: one of text and tokens is needed", "inputs")
+
+
+def usage_message(usage: Usage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def moment_messages(timeline: Timeline) -> list[request_pb2.Moment]:
+    return [request_pb2.Moment(name=name, unix_ns=unix_ns) for name, unix_ns in timeline.moments_unix_ns.items()]
