@@ -1,33 +1,47 @@
-"""`DecodeServicer`: the decode call of an attempt."""
+"""`DecodeServicer`: the decode call of an attempt, and streaming sessions."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import msgspec
 
 from pdserve.common import timeline
 from pdserve.common.address.peer_address import verify_peer_address, verify_worker_id
-from pdserve.common.errors import Draining, InvalidRequest, NeedsPrefill, Overloaded, TransferFailed, WorkerLost
+from pdserve.common.errors import (
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    NeedsPrefill,
+    Overloaded,
+    TransferFailed,
+    WorkerLost,
+)
+from pdserve.common.first_done import first_of
 from pdserve.common.net.rpc import metadata_of
-from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.generation_request import verify_request_id
 from pdserve.common.request.sampling_params import MAX_SEQUENCES
 from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.worker_settings import DecodeSettings
-from pdserve.decode.decode_session import LOCAL_MOMENTS, DecodeSession, next_turn
 from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
+from pdserve.worker.call_stats import CallStats
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.request_reader import RequestReader, engine_request_id
 from pdserve.worker.worker_telemetry import WorkerTelemetry
+
+_Turns = AsyncIterator[decode_pb2.DecodeTurn]
 
 TRANSFER_ID_BYTES = 16
 _REMOTE_MOMENTS = {
@@ -38,6 +52,13 @@ _REMOTE_MOMENTS = {
     "scheduled": (timeline.DECODE_STARTED,),
     "finished": (timeline.DECODE_FINISHED,),
 }
+_LOCAL_MOMENTS = {
+    "queued": (timeline.PREFILL_QUEUED,),
+    "scheduled": (timeline.PREFILL_STARTED,),
+    "first_token": (timeline.PREFILL_COMPUTED, timeline.DECODE_STARTED),
+    "finished": (timeline.DECODE_FINISHED,),
+}
+"""The engine's moment -> those of the timeline, where the prompt is prefilled here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,20 +74,20 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Bytes of a KV block."""
 
     async def Session(
-        self, request_iterator: AsyncIterator[decode_pb2.DecodeTurn], context: grpc.aio.ServicerContext[Any, Any]
+        self, request_iterator: _Turns, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         engine, settings = self.engine, self.settings
         if engine.num_sessions >= settings.max_sessions:
             # a call that is ended while its first turn is on the way here may lose this answer
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(settings.session_idle_timeout_s):
-                    await next_turn(request_iterator)
+                    await _next_turn(request_iterator)
             raise Overloaded(
                 f"{engine.num_sessions} sessions are open on this worker, at most {settings.max_sessions} may be "
                 "(max_sessions)"
             )
         engine.num_sessions += 1
-        session = DecodeSession(settings, self.reader, engine, self.kv_transfers, self.telemetry, metadata_of(context))
+        session = _Session(settings, self.reader, engine, self.kv_transfers, self.telemetry, metadata_of(context))
         try:
             async for event in session.serve(request_iterator):
                 yield event
@@ -102,18 +123,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 yield decode_pb2.DecodeEvent(
                     admitted=prefill_pb2.Admitted(moments=moments_to_wire({moment: engine_request.arrival_time}))
                 )
-                names = _REMOTE_MOMENTS if remote else LOCAL_MOMENTS
+                names = _REMOTE_MOMENTS if remote else _LOCAL_MOMENTS
                 async for event in _events(stream, landed, self.block_bytes, names):
                     yield event
         except NeedsPrefill as refusal:
             needs = decode_pb2.NeedsPrefill(uncached_tokens=refusal.uncached_tokens)
             yield decode_pb2.DecodeEvent(needs_prefill=needs)
         finally:
-            if stream is not None:
-                self.engine.release(stream, record.close)
-            else:
+            if stream is None:
                 self.kv_transfers.stop_receiving(engine_request.request_id)
-                record.close()
+            self.engine.release(stream, record.close)
 
     async def EndSequences(
         self, request: decode_pb2.EndSequencesRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -143,6 +162,110 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             source.worker_id, source.epoch, source.address, source.transfer_id, engine_request.request_digest
         )
         return self.kv_transfers.receive(engine_request.request_id, ref)
+
+
+@dataclass(eq=False)
+class _Session:
+    """One call's session, from its first turn to the end of the call. It holds blocks between turns only until others need them."""
+
+    settings: DecodeSettings
+    reader: RequestReader
+    engine: EngineClient
+    kv_transfers: KvTransferManager
+    telemetry: WorkerTelemetry
+    metadata: Mapping[str, str]
+    """The call's."""
+    _request: EngineCoreRequest | None = field(default=None, init=False)
+    _stream: OutputStream | None = field(default=None, init=False)
+    _record: CallStats | None = field(default=None, init=False)
+    """Stats of the running turn."""
+
+    async def serve(self, turns: _Turns) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        """Raises: DeadlineExceeded when idle, Draining, InvalidRequest, and the error that ends it in the engine."""
+        goes_on = True
+        while goes_on and (turn := await self._next(turns)) is not None:
+            request, hand_over, headers = self._read(turn)
+            record = self._record = self.telemetry.call("decode", request, headers)
+            with record:
+                stream = self._stream = hand_over()
+                moments = moments_to_wire({timeline.PREFILL_QUEUED: request.arrival_time})
+                yield decode_pb2.DecodeEvent(admitted=prefill_pb2.Admitted(moments=moments))
+                async for output in stream:
+                    goes_on = output.awaits_input
+                    yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, _LOCAL_MOMENTS))
+            self._record = None
+            record.close()
+            if self.engine.draining:
+                raise Draining("the worker is draining")
+
+    def close(self) -> None:
+        """End it in the engine, in any state."""
+        record, self._record = self._record, None
+        self.engine.release(self._stream, None if record is None else record.close)
+
+    async def _next(self, turns: _Turns) -> decode_pb2.DecodeTurn | None:
+        """The next turn; None when the router has closed its side. Raises: what ends the session meanwhile."""
+        reading = asyncio.ensure_future(_next_turn(turns))
+        ended = asyncio.ensure_future(_end(self._stream))
+        idle_s = self.settings.session_idle_timeout_s
+        async with first_of(reading, ended, timeout_s=idle_s):
+            if ended.done():
+                ended.result()
+            if reading.done():
+                return reading.result()
+        raise DeadlineExceeded(f"the session was idle for {idle_s:g} s (session_idle_timeout_s)")
+
+    def _read(
+        self, turn: decode_pb2.DecodeTurn
+    ) -> tuple[EngineCoreRequest, Callable[[], OutputStream], Mapping[str, str]]:
+        """The next turn's request, a function that submits it, and its trace context. Raises: InvalidRequest."""
+        if turn.WhichOneof("turn") not in ("generation_request", "open" if self._request is None else "next"):
+            raise InvalidRequest("a session's first message is `open`, and every later one is `next`", "turn")
+        engine, stream = self.engine, self._stream
+        if self._request is None or stream is None:
+            request = self._request = self.reader.request(turn, prefill_here=True, resumable=True)
+            engine.verify(request)
+            self.kv_transfers.verify_new(request.request_id)
+            interval = self.settings.stream_interval
+            return request, lambda: engine.submit(request, self._take, interval), self.metadata
+        said = self.reader.turn(turn)
+        update = StreamingUpdate(
+            request_id=self._request.request_id,
+            prompt_token_ids=said.prompt_token_ids,
+            sampling_params=said.sampling_params,
+            arrival_time=time.monotonic(),
+        )
+        engine.core.verify_update(update)
+        # for the turn's record alone: the engine has the sequence
+        request = msgspec.structs.replace(
+            self._request,
+            prompt_token_ids=update.prompt_token_ids,
+            sampling_params=update.sampling_params,
+            arrival_time=update.arrival_time,
+        )
+
+        def resume() -> OutputStream:
+            engine.resume(update)
+            return stream
+
+        return request, resume, said.trace_headers
+
+    def _take(self, output: EngineCoreOutput) -> None:
+        if self._record is not None:
+            self._record.take(output)
+
+
+async def _next_turn(turns: _Turns) -> decode_pb2.DecodeTurn | None:
+    return await anext(turns, None)
+
+
+async def _end(stream: OutputStream | None) -> None:
+    """Between two turns an engine reports only the session's end. Raises: that; waits forever without a stream."""
+    if stream is None:
+        await asyncio.Event().wait()
+    else:
+        await stream.get()
+        raise InternalError("the engine went on with a session that awaited input")
 
 
 @contextlib.contextmanager
@@ -176,7 +299,7 @@ async def _events(
             first.cancel()
         if output.prefills_locally:
             yield decode_pb2.DecodeEvent(prefilling_locally=decode_pb2.PrefillingLocally())
-            names = LOCAL_MOMENTS
+            names = _LOCAL_MOMENTS
             if not output.new_token_ids and output.finish_reason is None:
                 output = await anext(outputs)
         for event in _spoken(output, names):

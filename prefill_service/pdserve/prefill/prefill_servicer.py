@@ -85,10 +85,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     how = _ENDED.get(state, prefill_pb2.Ended.HOW_UNSPECIFIED)
                     yield prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=how, cause=cause))
         finally:
-            if stream is not None:
-                self.engine.release(stream, record.close)
-            else:
-                record.close()
+            self.engine.release(stream, record.close)
             if transfer is not None:
                 transfer.cancel()
 
@@ -114,10 +111,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     moments=_moments(output, _POOLING_MOMENTS),
                 )
         finally:
-            if stream is not None:
-                self.engine.release(stream, record.close)
-            else:
-                record.close()
+            self.engine.release(stream, record.close)
 
     def _expect(self, request: prefill_pb2.PrefillRequest, engine_request: EngineCoreRequest) -> SourceTransfer:
         expected = ExpectedTransfer(

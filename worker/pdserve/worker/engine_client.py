@@ -168,11 +168,16 @@ class EngineClient:
         self._num_submitted += 1
         self._thread.post(lambda core: core.add_request(request))
 
-    def release(self, stream: OutputStream, on_ended: OnEnded | None = None) -> None:
+    def release(self, stream: OutputStream | None, on_ended: OnEnded | None = None) -> None:
         """The reader has left: abort the request, unless it has ended. Harmless when called again.
 
-        on_ended: called once, in the asyncio thread, when the engine has nothing of the request any more.
+        stream: None if the request was not submitted. on_ended: called once, in the asyncio thread, when the engine has nothing of
+        the request any more.
         """
+        if stream is None:
+            if on_ended is not None:
+                on_ended(None)
+            return
         if self._streams.pop(stream.request_id, None) is None:
             return
         self._forget_deadline(stream.request_id)

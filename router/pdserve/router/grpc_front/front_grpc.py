@@ -25,13 +25,13 @@ from pdserve.common.request.params_wire import sampling_from_wire, verify_entrie
 from pdserve.common.request.sampling_params import RequestOutputKind
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.request.wire import finish_reason_to_wire
-from pdserve.router.grpc_front.embed_grpc import (
+from pdserve.router.grpc_front.embed_servicer import (
     CALLER,
     REQUEST_ID_KEY,
     Context,
+    EmbedServicer,
     call_timeout_s,
     caller,
-    embed,
     moment_messages,
     usage_message,
 )
@@ -46,7 +46,7 @@ from pdserve.router.tenants.failed_attempts import peer_address
 from pdserve.text.prompt import ChatInput, LengthRule, Prompt, TextInput, TokenInput
 from pdserve.text.request_output import CompletionOutput, Logprob
 from pdserve.v1 import inference_pb2, request_pb2
-from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 SERVICE_NAME = "pdserve.v1.InferenceService"
 _TOKENS_ON_LOOP = 128
@@ -56,38 +56,35 @@ _TOKEN_BYTES = 1024
 _FINISH = {str(reason): finish_reason_to_wire(reason) for reason in FinishReason}
 
 
-class InferenceServicer(InferenceServiceServicer):
+class InferenceServicer(EmbedServicer):
     """Serves clients over gRPC."""
 
     def __init__(self, inference: Inference) -> None:
-        self._inference = inference
+        super().__init__(inference)
         self._hanging_up: set[asyncio.Task[None]] = set()
 
     async def authenticate(self, context: Context) -> None:
         """Authenticate a call before its messages are read, in the task that serves it. Raises: Unauthenticated."""
-        with self._inference.telemetry.count_rejections():
+        with self.inference.telemetry.count_rejections():
             authorization = metadata_of(context).get("authorization")
-            CALLER.set(await self._inference.keys.authenticate(authorization, peer_address(context.peer())))
+            CALLER.set(await self.inference.keys.authenticate(authorization, peer_address(context.peer())))
 
     async def decode(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
         """Decode a message for the server. Raises: InvalidRequest, BodyTooLarge."""
-        with self._inference.telemetry.count_rejections():
+        with self.inference.telemetry.count_rejections():
             caller()
-            return await self._inference.bodies.message(data, parse)
-
-    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
-        return await embed(self._inference, request, context)
+            return await self.inference.bodies.message(data, parse)
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        with self._inference.telemetry.count_rejections():
+        with self.inference.telemetry.count_rejections():
             metadata = metadata_of(context)
             client = caller()
-            self._inference.check_model(request.model)
-            build = partial(self._client_request, request, metadata, call_timeout_s(self._inference, context))
-            client_request = await self._inference.bodies.in_background_pool(request.ByteSize(), build)
-            generation = self._inference.generation([client_request], stream=_streams(request), client=client)
+            self.inference.check_model(request.model)
+            build = partial(self._client_request, request, metadata, call_timeout_s(self.inference, context))
+            client_request = await self.inference.bodies.in_background_pool(request.ByteSize(), build)
+            generation = self.inference.generation([client_request], stream=_streams(request), client=client)
         generation.on_stalled = lambda error: self._hang_up(context, error)
         # a cancelled call ends the worker calls at once, even if this generator is suspended
         context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
@@ -98,12 +95,12 @@ class InferenceServicer(InferenceServiceServicer):
     async def Session(
         self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        refusals = self._inference.telemetry.count_rejections
+        refusals = self.inference.telemetry.count_rejections
         with refusals():
             metadata = metadata_of(context)
             client = caller()
             session_id = uuid.uuid4().hex
-            session = self._inference.session(session_id, client)
+            session = self.inference.session(session_id, client)
         turns: list[Generation] = []
 
         def cancel(_: object) -> None:
@@ -114,12 +111,12 @@ class InferenceServicer(InferenceServiceServicer):
         try:
             while (request := await self._next_turn(request_iterator, session)) is not None:
                 with refusals():
-                    self._inference.check_model(request.model)
-                    timeout_s = call_timeout_s(self._inference, context)
+                    self.inference.check_model(request.model)
+                    timeout_s = call_timeout_s(self.inference, context)
                     build = partial(self._client_request, request, metadata, timeout_s, session)
-                    turn = await self._inference.bodies.in_background_pool(request.ByteSize(), build)
+                    turn = await self.inference.bodies.in_background_pool(request.ByteSize(), build)
                     stream = _streams(request)
-                    generation = self._inference.turn(session, session_id, turn, stream=stream, client=client)
+                    generation = self.inference.turn(session, session_id, turn, stream=stream, client=client)
                 generation.on_stalled = lambda error: self._hang_up(context, error)
                 is_first, turns[:] = not turns, [generation]
                 async with generation:
@@ -146,9 +143,9 @@ class InferenceServicer(InferenceServiceServicer):
     ) -> inference_pb2.GenerateRequest | None:
         """The client's next message; None if the client has closed its side. Raises: the error that ends the session."""
         reading = asyncio.ensure_future(_next(requests))
-        ends = [asyncio.ensure_future(end) for end in (session.ended(), self._inference.admission.until_closed())]
+        ends = [asyncio.ensure_future(end) for end in (session.ended(), self.inference.admission.until_closed())]
         # the worker limits the idle time of an open session
-        timeout_s = self._inference.settings.request_timeout_s if session.worker is None else None
+        timeout_s = self.inference.settings.request_timeout_s if session.worker is None else None
         async with first_of(reading, *ends, timeout_s=timeout_s):
             if reading.done():
                 return reading.result()
@@ -187,7 +184,7 @@ class InferenceServicer(InferenceServiceServicer):
                     yield _response(generation, output, request.sampling, last=last)
                     continue
                 make = partial(_response, generation, output, request.sampling, last=last)
-                yield await self._inference.bodies.in_background_pool(_TOKEN_BYTES * num_tokens, make)
+                yield await self.inference.bodies.in_background_pool(_TOKEN_BYTES * num_tokens, make)
             if not num_open:
                 return
             outputs = await take()
@@ -195,13 +192,13 @@ class InferenceServicer(InferenceServiceServicer):
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
-        limits = self._inference.limits()
+        limits = self.inference.limits()
         return inference_pb2.GetModelResponse(
-            model=self._inference.model,
+            model=self.inference.model,
             max_model_len=limits.max_model_len if limits else 0,
-            vocab_size=limits.vocab_size if limits else self._inference.tokenizer.vocab_size,
-            model_fingerprint=self._inference.model_fingerprint(),
-            hidden_size=self._inference.hidden_size(),
+            vocab_size=limits.vocab_size if limits else self.inference.tokenizer.vocab_size,
+            model_fingerprint=self.inference.model_fingerprint(),
+            hidden_size=self.inference.hidden_size(),
         )
 
     def _client_request(
@@ -221,7 +218,7 @@ class InferenceServicer(InferenceServiceServicer):
             raise InvalidRequest(
                 "sampling.bad_words_token_ids is made here; send sampling.bad_words", "sampling.bad_words_token_ids"
             )
-        params = sampling_from_wire(sampling, self._inference.tokenizer.generation_defaults)
+        params = sampling_from_wire(sampling, self.inference.tokenizer.generation_defaults)
         if params.structured_outputs is not None:
             params.structured_outputs.verify()
         return ClientRequest(
@@ -241,7 +238,7 @@ class InferenceServicer(InferenceServiceServicer):
         """Raises: InvalidRequest for too many entries of a field, before they are converted."""
         if (num_messages := len(request.chat.messages)) > MAX_MESSAGES:
             raise InvalidRequest(f"chat.messages must be at most {MAX_MESSAGES} messages, not {num_messages}", "chat")
-        limits = self._inference.limits()
+        limits = self.inference.limits()
         if request.WhichOneof("prompt") == "tokens" and limits is not None:
             LengthRule(limits.max_model_len).verify(len(request.tokens.token_ids), "tokens")
         verify_entries(request.sampling, limits.vocab_size if limits is not None else None)

@@ -1,4 +1,4 @@
-"""`embed`: the call of `InferenceService` that answers with embeddings."""
+"""`EmbedServicer`: the part of `InferenceService` that answers with embeddings."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.tenants.client import ASKING, Client
 from pdserve.text.prompt import TextInput, TokenInput
 from pdserve.v1 import inference_pb2, request_pb2
+from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
 REQUEST_ID_KEY = "x-request-id"
 CALLER: ContextVar[Client] = ContextVar("caller")
@@ -41,30 +42,34 @@ def call_timeout_s(inference: Inference, context: Context) -> float:
     return timeout_s if remaining_s is None else min(remaining_s, timeout_s)
 
 
-async def embed(
-    inference: Inference, request: inference_pb2.EmbedRequest, context: Context
-) -> inference_pb2.EmbedResponse:
-    """The answer to a client's call, sent with the request's id. Raises: InvalidRequest, and what ends the request."""
-    with inference.telemetry.count_rejections():
-        metadata = metadata_of(context)
-        client = caller()
-        inference.check_model(request.model)
-        timeout_s = call_timeout_s(inference, context)
-        requests = await inference.bodies.in_background_pool(
-            request.ByteSize(), lambda: _embedding_requests(request, metadata, timeout_s)
+class EmbedServicer(InferenceServiceServicer):
+    """Serves `Embed`. A base class, since one servicer must serve all methods of the generated service; it shares `inference`."""
+
+    def __init__(self, inference: Inference) -> None:
+        self.inference = inference
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
+        inference = self.inference
+        with inference.telemetry.count_rejections():
+            metadata = metadata_of(context)
+            client = caller()
+            inference.check_model(request.model)
+            timeout_s = call_timeout_s(inference, context)
+            requests = await inference.bodies.in_background_pool(
+                request.ByteSize(), lambda: _embedding_requests(request, metadata, timeout_s)
+            )
+            embedding = await inference.embedding(requests, field="inputs", client=client)
+        vectors = await embedding.results()
+        response = inference_pb2.EmbedResponse(
+            request_id=embedding.request_id,
+            usage=usage_message(embedding.usage),
+            moments=moment_messages(embedding.timeline),
         )
-        embedding = await inference.embedding(requests, field="inputs", client=client)
-    vectors = await embedding.results()
-    response = inference_pb2.EmbedResponse(
-        request_id=embedding.request_id,
-        usage=usage_message(embedding.usage),
-        moments=moment_messages(embedding.timeline),
-    )
-    num_bytes = sum(vector.itemsize * len(vector) for vector in vectors)
-    data = await inference.bodies.in_background_pool(num_bytes, lambda: _serialized(vectors, response))
-    await context.send_initial_metadata(((REQUEST_ID_KEY, embedding.request_id),))
-    # the server sends bytes unchanged
-    return cast("inference_pb2.EmbedResponse", data)
+        num_bytes = sum(vector.itemsize * len(vector) for vector in vectors)
+        data = await inference.bodies.in_background_pool(num_bytes, lambda: _serialized(vectors, response))
+        await context.send_initial_metadata(((REQUEST_ID_KEY, embedding.request_id),))
+        # the server sends bytes unchanged
+        return cast("inference_pb2.EmbedResponse", data)
 
 
 def _embedding_requests(
