@@ -7,7 +7,7 @@ machine counts only by what it does to the caches. A round is one run of a case 
     prefill   store and attend of a chunk of 512 tokens behind a context, per layer
     step      8 sequences of the bundled model with 700 prompt tokens, 32 new tokens each: prefill and 31 decode steps, all
 
-Usage: python benchmarks/attention.py --against ../other-tree [--rounds 7] [--only decode] > benchmarks/results/attention.txt
+Usage: python benchmarks/attention.py --against ../other-tree [--rounds 7] [--only decode] > attention.txt
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def attention_run(case: Case) -> tuple[Callable[[], None], int]:
     attention = TorchAttentionBackend(kv_cache)
     spec = AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=head_dim**-0.5)
     qkv = torch.randn(len(positions), num_heads + 2 * num_kv_heads, head_dim, dtype=kv_cache.dtype)
-    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    q, k, v = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], 1)
 
     def run() -> None:
         batch = AttentionBatch.from_arrays(
@@ -105,9 +105,7 @@ def step_run() -> tuple[Callable[[], None], int]:
     def run() -> None:
         # another first token each time: nothing is found in the prefix cache
         first = 3 + next(numbers)
-        llm.generate(
-            [{"prompt_token_ids": [first, *((n * 7 + i) % 900 + 3 for i in range(699))]} for n in range(8)], params
-        )
+        llm.generate([[first, *((n * 7 + i) % 900 + 3 for i in range(699))] for n in range(8)], params)
 
     return run, 1
 
@@ -117,7 +115,8 @@ def serve(orders: IO[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    run, share, repeats = (lambda: None), 1, 1
+    run: Callable[[], object] = lambda: None  # noqa: E731
+    share, repeats = 1, 1
     with torch.inference_mode():
         for line in orders:
             if case := json.loads(line):

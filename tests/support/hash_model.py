@@ -134,7 +134,9 @@ class HashModel:
     """See above. `num_tokens` counts every token computed."""
 
     hidden_size = 1
-    attention_specs = ((AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0),),)
+    attention_specs: Sequence[Sequence[AttentionSpec]] = (
+        (AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0),),
+    )
 
     def __init__(self) -> None:
         self.num_tokens = 0
