@@ -27,6 +27,7 @@ FEATURES = {
     "Qwen3-MoE": "4dc0054 85fc8e9",
     "one carrier of request fields, protocol version 4": "8199c98",
     "engine client, engine in a process, LLMEngine": "2eff161",
+    "KV cache groups, blocks by heads": "0bb8023 1fcce94 f4a4cf6 a52ec5f",
 }  # fmt: skip
 """Feature -> its commits. The rest of a release is small repairs, or the house itself."""
 _PRODUCT = re.compile(r"[a-z_]+/pdserve/.*(?<!_pb2)(?<!_pb2_grpc)\.py")
