@@ -50,7 +50,7 @@ def test_defaults_are_those_of_transformers(architecture: str, tmp_path: Path) -
 def test_dimensions_and_kv_layout(tmp_path: Path) -> None:
     config = read_config(make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", attention_bias=True))
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
-    assert config.family == Qwen3(sliding_windows=(None, None), attention_bias=True)
+    assert config.family == Qwen3(sliding_windows=(None, None), qkv_bias=True, output_bias=True)
     assert config.dtype == "bfloat16"
     layout = config.kv_layout(8, "ab" * 16)
     assert layout.block_shape == (2, 2, 2, 8, 16)

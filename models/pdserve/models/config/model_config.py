@@ -11,7 +11,9 @@ from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.json_object import JsonObject
 from pdserve.models.kv_cache import KVCacheGroupSpec
-from pdserve.models.layers.decoder_layer import DecoderLayer
+from pdserve.models.layers.decoder_layer import DecoderLayer, FeedForward
+from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.weights.weight_loader import WeightLoader
 
 
@@ -84,6 +86,11 @@ class ModelFamily(ABC):
 
     sliding_windows: tuple[int | None, ...]
     """Per layer, see `ModelConfig.sliding_windows`."""
+    qkv_bias: bool = False
+    """True: the projections of queries, keys and values have biases."""
+    output_bias: bool = False
+    """True: the projection after the attention has a bias."""
+    mlp_bias: bool = False
 
     model_type: ClassVar[str]
     """`model_type` in config.json, by which transformers chooses the class."""
@@ -94,6 +101,8 @@ class ModelFamily(ABC):
     """Used if config.json has no `num_key_value_heads`; None: `num_attention_heads`."""
     default_head_dim: ClassVar[int | None] = None
     """Used if config.json has no `head_dim`; None: `hidden_size / num_attention_heads`."""
+    qk_norm: ClassVar[bool] = False
+    """True: queries and keys are normalised per head."""
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
     final_norm_name: ClassVar[str] = "model.norm.weight"
     head_name: ClassVar[str] = "lm_head.weight"
@@ -103,6 +112,18 @@ class ModelFamily(ABC):
     def read(cls, config: JsonObject, num_layers: int) -> ModelFamily:
         """The family's options from config.json. Raises: ConfigError, UnsupportedModel."""
 
-    @abstractmethod
     def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
         """Read the weights of layer `index` by their names in the checkpoint. Raises: ConfigError."""
+        prefix, hidden, eps = f"model.layers.{index}", config.hidden_size, config.rms_norm_eps
+        attention = SelfAttention.load(
+            weights, f"{prefix}.self_attn", index, config.attention_spec(index), hidden,
+            qkv_bias=self.qkv_bias, output_bias=self.output_bias, qk_norm_eps=eps if self.qk_norm else None,
+        )  # fmt: skip
+        mlp = self.load_mlp(weights, f"{prefix}.mlp", config, index)
+        input_norm = weights.norm(f"{prefix}.input_layernorm.weight", hidden, eps)
+        mlp_norm = weights.norm(f"{prefix}.post_attention_layernorm.weight", hidden, eps)
+        return DecoderLayer(input_norm, attention, mlp_norm, mlp)
+
+    def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
+        """The part of layer `index` that follows the attention. Raises: ConfigError."""
+        return GatedMlp.load(weights, prefix, config.hidden_size, config.intermediate_size, bias=self.mlp_bias)

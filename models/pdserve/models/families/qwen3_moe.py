@@ -8,9 +8,7 @@ from pdserve.models.config.family_fields import words
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.config.sliding_windows import WINDOW_FIELDS, window_of_all_layers
 from pdserve.models.json_object import JsonObject
-from pdserve.models.layers.decoder_layer import DecoderLayer, FeedForward
-from pdserve.models.layers.gated_mlp import GatedMlp
-from pdserve.models.layers.self_attention import SelfAttention
+from pdserve.models.layers.decoder_layer import FeedForward
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -18,7 +16,7 @@ _MAX_EXPERTS = 1 << 14
 _MAX_WIDTH = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Qwen3Moe(ModelFamily):
     """Attention as in Qwen3; most layers have a mixture of experts instead of the MLP. Windows are in all layers or in none."""
 
@@ -28,9 +26,8 @@ class Qwen3Moe(ModelFamily):
         "mlp_only_layers"
     )
     default_num_kv_heads = 4
+    qk_norm = True
 
-    attention_bias: bool
-    """True: all four projections have biases."""
     num_experts: int
     """0: every layer has an MLP."""
     top_k: int
@@ -54,9 +51,11 @@ class Qwen3Moe(ModelFamily):
             raise config.error("mlp_only_layers", "a list of layer numbers")
         dense_layers = set(dense)
         has_windows = config.boolean("use_sliding_window", False)
+        bias = config.boolean("attention_bias", False)
         return cls(
             sliding_windows=window_of_all_layers(config, num_layers) if has_windows else (None,) * num_layers,
-            attention_bias=config.boolean("attention_bias", False),
+            qkv_bias=bias,
+            output_bias=bias,
             num_experts=num_experts,
             top_k=top_k,
             expert_size=config.integer("moe_intermediate_size", 768, maximum=_MAX_WIDTH),
@@ -66,21 +65,13 @@ class Qwen3Moe(ModelFamily):
             ),
         )
 
-    def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
-        prefix, hidden = f"model.layers.{index}", config.hidden_size
-        attention = SelfAttention.load(
-            weights, f"{prefix}.self_attn", index, config.attention_spec(index), hidden,
-            qkv_bias=self.attention_bias, output_bias=self.attention_bias, qk_norm_eps=config.rms_norm_eps,
+    def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
+        if not self.sparse_layers[index]:
+            return super().load_mlp(weights, prefix, config, index)
+        return SparseMlp.load(
+            weights, prefix, config.hidden_size, self.expert_size,
+            num_experts=self.num_experts, top_k=self.top_k, normalise=self.normalise,
         )  # fmt: skip
-        mlp: FeedForward
-        if self.sparse_layers[index]:
-            mlp = SparseMlp.load(
-                weights, f"{prefix}.mlp", hidden, self.expert_size,
-                num_experts=self.num_experts, top_k=self.top_k, normalise=self.normalise,
-            )  # fmt: skip
-        else:
-            mlp = GatedMlp.load(weights, f"{prefix}.mlp", hidden, config.intermediate_size, bias=False)
-        return DecoderLayer.load(weights, prefix, hidden, config.rms_norm_eps, attention, mlp)
 
 
 def _num_experts(config: JsonObject) -> int:

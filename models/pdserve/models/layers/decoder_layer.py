@@ -10,7 +10,6 @@ from torch import Tensor
 from pdserve.kernels.attention_backend import AttentionPlan
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.models.layers.self_attention import SelfAttention
-from pdserve.models.weights.weight_loader import WeightLoader
 
 
 class FeedForward(Protocol):
@@ -29,21 +28,6 @@ class DecoderLayer:
     attention: SelfAttention
     mlp_norm: RmsNorm
     mlp: FeedForward
-
-    @classmethod
-    def load(
-        cls,
-        weights: WeightLoader,
-        prefix: str,
-        hidden_size: int,
-        norm_eps: float,
-        attention: SelfAttention,
-        mlp: FeedForward,
-    ) -> DecoderLayer:
-        """Read the norms `{prefix}.input_layernorm` and `post_attention_layernorm`. Raises: ConfigError."""
-        input_norm = weights.norm(f"{prefix}.input_layernorm.weight", hidden_size, norm_eps)
-        mlp_norm = weights.norm(f"{prefix}.post_attention_layernorm.weight", hidden_size, norm_eps)
-        return cls(input_norm, attention, mlp_norm, mlp)
 
     def forward(self, x: Tensor, phases: Tensor, plan: AttentionPlan) -> Tensor:
         """x `[T, H]`, which may be overwritten, phases `[T, 1, D / 2]` -> `[T, H]`. plan: the step's plan for `attention.spec`."""
