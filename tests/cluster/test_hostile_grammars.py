@@ -17,6 +17,7 @@ from tests.support.hostile_grammars import SLOW_TO_COMPILE, SLOW_TO_MATCH
 from tests.support.inference_client import InferenceClient
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
@@ -33,47 +34,33 @@ def model(tiny_checkpoints: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One decode worker, which every request meets."""
+    """One decode worker, which every request meets; and another behind a router of its own, which no form meets."""
     with running_cluster(tmp_path_factory.mktemp("logs")) as cluster:
         flags = [flag for name, value in LIMITS.items() for flag in ("--set", f"{name}={value}")]
         common = ("--model", str(model), "--set", "dtype=float32", "--set", "num_blocks=1200")
         worker = cluster.start_worker("decode", *common, *flags)
         cluster.start_router("--model", str(model), decode=[worker.address])
+        calm = cluster.start_worker("decode", *common, name="calm")
+        cluster.start_router("--model", str(model), decode=[calm.address], name="calm-router")
         yield cluster
         cluster.check_pools()
         cluster.check_logs()
 
 
-class Victim:
-    """A client that streams one answer after the other, and the gaps between its tokens."""
-
-    def __init__(self, client: InferenceClient, oracle: Oracle) -> None:
-        self._client = client
-        self._oracle = oracle
-        self._is_over = asyncio.Event()
-        self.gaps: list[float] = []
-
-    async def run(self) -> None:
-        while not self._is_over.is_set():
-            token_ids: list[int] = []
-            last = 0.0
-            async for message in self._client.start(PROMPT, max_tokens=60):
-                now = time.monotonic()
-                if last:
-                    self.gaps.append(now - last)
-                last = now
-                token_ids += message.token_ids
-            self._oracle.check(PROMPT, token_ids)
-
-    async def beside(self, attack: Callable[[], Any]) -> list[float]:
-        """The gaps while the attack goes on."""
-        self.gaps.clear()
-        self._is_over.clear()
-        running = asyncio.create_task(self.run())
-        await attack()
-        self._is_over.set()
-        await running
-        return list(self.gaps)
+async def gaps_of(client: InferenceClient, oracle: Oracle, is_over: asyncio.Event) -> list[float]:
+    """Seconds between the messages of streams, one after the other until it is over."""
+    gaps: list[float] = []
+    while not is_over.is_set():
+        token_ids: list[int] = []
+        last = 0.0
+        async for message in client.start(PROMPT, max_tokens=60):
+            now = time.monotonic()
+            if last:
+                gaps.append(now - last)
+            last = now
+            token_ids += message.token_ids
+        oracle.check(PROMPT, token_ids)
+    return gaps
 
 
 @pytest.mark.timeout(240)
@@ -94,22 +81,18 @@ async def test_the_form_ends_its_own_request_and_delays_no_stream(
         "structured_outputs": form,
     }
     async with (
-        httpx.AsyncClient(base_url=f"http://{cluster.router.http}", timeout=120, trust_env=False) as http,
+        httpx.AsyncClient(base_url=f"http://{cluster.router.http}", timeout=2 * HANG_S, trust_env=False) as http,
         InferenceClient(cluster.router.address) as client,
+        InferenceClient(cluster.services["calm-router"].address) as calm_client,
     ):
         harmless = body | {"structured_outputs": {"choice": ["yes", "no"]}, "logit_bias": {}}
         assert (await http.post("/v1/completions", json=harmless)).status_code == 200
-        victim = Victim(client, oracle)
-        # what this machine gives to the stream while nobody attacks, before and after
-        calm = await victim.beside(lambda: asyncio.sleep(2.0))
-        answers: list[httpx.Response] = []
-
-        async def attack() -> None:
-            asked = (http.post("/v1/completions", json=body | {"seed": seed}) for seed in range(4))
-            answers.extend(await asyncio.gather(*asked))
-
-        gaps = await victim.beside(attack)
-        calm += await victim.beside(lambda: asyncio.sleep(2.0))
+        # what this machine gives meanwhile to a stream that nobody attacks is the measure of the other
+        is_over = asyncio.Event()
+        streams = [asyncio.create_task(gaps_of(each, oracle, is_over)) for each in (client, calm_client)]
+        answers = await asyncio.gather(*(http.post("/v1/completions", json=body | {"seed": seed}) for seed in range(4)))
+        is_over.set()
+        gaps, calm = await asyncio.gather(*streams)
         assert [answer.status_code for answer in answers] == [400] * 4, [answer.text for answer in answers]
         for answer in answers:
             error = answer.json()["error"]

@@ -25,6 +25,7 @@ from tests.support.inference_client import InferenceClient
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
 from tests.support.signed_channel import identity_of, signed
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
@@ -48,7 +49,7 @@ def served(
 
 def kinds(cluster: Cluster) -> list[str]:
     """Of the last placements, newest first."""
-    page = httpx.get(f"http://{cluster.router.http}/debug/routing", timeout=5, trust_env=False).json()
+    page = httpx.get(f"http://{cluster.router.http}/debug/routing", timeout=HANG_S, trust_env=False).json()
     return [placement["kind"] for placement in page["placements"]]
 
 
@@ -59,7 +60,7 @@ async def test_a_prompt_that_decode_has_seen_is_prefilled_there(served: tuple[Cl
         cold = await router.ask(prompt, max_tokens=MAX_TOKENS)
         assert "kv_landed" in cold.moments
         oracle.check(prompt, cold.token_ids)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             while True:
                 warm = await router.ask(prompt, max_tokens=MAX_TOKENS)
                 assert warm.token_ids == cold.token_ids
@@ -85,7 +86,7 @@ async def ask_decode(cluster: Cluster, prompt: list[int], *, source: bool, limit
             sampling_params=SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True),
             hash_root=root,
             request_digest=hasher.request_digest(root, hashes, prompt),
-            deadline=time.monotonic() + 20,
+            deadline=time.monotonic() + HANG_S,
         )
         request = decode_pb2.DecodeRequest(
             generation_request=encode_request(prepared), attempt=request_pb2.Attempt(local_prefill_tokens=limit)
@@ -96,7 +97,7 @@ async def ask_decode(cluster: Cluster, prompt: list[int], *, source: bool, limit
             request.source.address = cluster.services["prefill"].address
             request.source.transfer_id = secrets.token_bytes(16)
         service = signed(channel, (identity.worker_id, identity.epoch), key)
-        events = service.unary_stream(GENERATE, request, timeout=20)
+        events = service.unary_stream(GENERATE, request, timeout=HANG_S)
         return [name async for name in _names(events)]
 
 

@@ -18,6 +18,7 @@ from tests.support.cluster_processes import pd_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.logit_reference import processed
 from tests.support.oracle import NEAR_TIE, Oracle
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
@@ -98,7 +99,7 @@ async def test_i1_parameters_and_log_probabilities_through_p_and_d(
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "leave no token for output position 0" in str(refused.value.details())
         body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 2}
-        async with httpx.AsyncClient(base_url=f"http://{cluster.router.http}", trust_env=False, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=f"http://{cluster.router.http}", trust_env=False, timeout=HANG_S) as http:
             logprobs = (await http.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
             assert [len(values) for values in logprobs.values()] == [MAX_TOKENS] * 4
             assert sum(logprobs["token_logprobs"]) == pytest.approx(messages[-1].cumulative_logprob, abs=1e-3)

@@ -16,6 +16,7 @@ from pdserve.v1 import request_pb2
 from tests.support.cluster_processes import pd_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.oracle import Oracle
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
@@ -78,7 +79,7 @@ async def test_through_prefill_and_decode(
         url = f"http://{cluster.router.http}"
         async with (
             InferenceClient(cluster.router.address) as client,
-            httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as http,
+            httpx.AsyncClient(base_url=url, trust_env=False, timeout=HANG_S) as http,
         ):
             beside = asyncio.create_task(client.ask(PROMPT, max_tokens=150))
             body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}

@@ -18,10 +18,10 @@ import pytest
 from tests.support.cluster_processes import Cluster, Service, running_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.process
 
-SOON_S = 20.0
 NUM_TOKENS = 10
 _READ = re.compile(r"worker (\S+) \(\S+, epoch \S+\): (\d+) blocks read from Redis")
 
@@ -31,15 +31,6 @@ def prompts() -> list[list[int]]:
     draw = random.Random(5)
     beginnings = [[draw.randrange(3, 300) for _ in range(64)] for _ in range(3)]
     return [beginning + [draw.randrange(3, 300) for _ in range(20)] for beginning in beginnings for _ in range(3)]
-
-
-async def eventually(look: Callable[[], object], what: str) -> None:
-    """Looks from time to time; the processes run beside this one."""
-    for _ in range(round(SOON_S / 0.05)):
-        if look():
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"not within {SOON_S} s: {what}")
 
 
 class Load:
@@ -146,7 +137,7 @@ async def test_redis_fails_in_every_way_and_no_request_does(
             # a worker that is told to leave ends what it has, and nothing of it stays
             leaving = cluster.services["decode-1"]
             leaving.signal(signal.SIGTERM)
-            assert await asyncio.to_thread(leaving.process.wait, 15) == 0
+            assert await asyncio.to_thread(leaving.process.wait, HANG_S) == 0
             await load.answers(10)
             assert sorted(published(redis)) == ["decode-0", "prefill-0", "prefill-1"]
             await load.stop()
@@ -183,5 +174,5 @@ async def test_up_with_redis(tmp_path: Path) -> None:
                 assert len((await client.ask([5, 6, 7], max_tokens=5)).token_ids) == 5
         finally:
             process.send_signal(signal.SIGTERM)
-            await asyncio.wait_for(process.wait(), 20)
+            await asyncio.wait_for(process.wait(), HANG_S)
         assert redis.do("KEYS", "*") == []

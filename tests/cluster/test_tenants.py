@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.models.model_folder import model_folder
 from tests.support.cluster_processes import Cluster, pd_cluster
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
@@ -36,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def cached_tokens(cluster: Cluster, name: str, path: str, prompt: str, **fields: Any) -> int:
     headers = {"authorization": f"Bearer {KEYS[name]}"}
     url = f"http://{cluster.router.http}{path}"
-    answer = httpx.post(url, json={**fields, "prompt": prompt}, headers=headers, timeout=60, trust_env=False)
+    answer = httpx.post(url, json={**fields, "prompt": prompt}, headers=headers, timeout=HANG_S, trust_env=False)
     assert answer.status_code == 200, answer.text
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 

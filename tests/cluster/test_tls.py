@@ -21,6 +21,7 @@ from tests.support.cluster_processes import Cluster, Service, running_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.oracle import Oracle
 from tests.support.tls_authority import Authority, IssuedFiles, role_uri
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
@@ -32,7 +33,7 @@ async def is_refused(address: str) -> bool:
     """Whether a client without TLS hears nothing of a worker."""
     async with make_channel(address) as channel:
         request = worker_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION)
-        call = worker_pb2_grpc.WorkerServiceStub(channel).Watch(iter([request]), timeout=10)
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Watch(iter([request]), timeout=HANG_S)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     return caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -41,7 +42,7 @@ async def is_refused(address: str) -> bool:
 def generate(router: Service, *flags: str) -> subprocess.CompletedProcess[str]:
     command = ["generate", "x", "--url", router.address, "--max-tokens", "4", *flags]
     return subprocess.run(
-        [sys.executable, "-m", "pdserve.cli.main", *command], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "pdserve.cli.main", *command], capture_output=True, text=True, timeout=HANG_S
     )
 
 
@@ -81,10 +82,10 @@ async def test_i1_texts_under_mutual_tls_are_those_without(
 
 
 async def check_front(router: Service, tls: ClientTls, public: Authority) -> None:
-    async with httpx.AsyncClient(verify=tls.context, trust_env=False) as http:
+    async with httpx.AsyncClient(verify=tls.context, trust_env=False, timeout=HANG_S) as http:
         health = (await http.get(f"https://{router.http}/health")).json()
         assert health["workers"]["decode"] == {"addresses": 2, "live": 1, "draining": 0, "refused": 1}
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=HANG_S) as http:
         with pytest.raises(httpx.TransportError):
             await http.get(f"http://{router.http}/health")
     answered = await asyncio.to_thread(generate, router, "--ca-file", str(public.ca_file))
@@ -100,7 +101,7 @@ def check_stranger(cluster: Cluster, router: Service, stranger: Service, other: 
     del cluster.services[stranger.name]
     cluster.tls = inside
     stranger.process.terminate()
-    assert stranger.process.wait(20) == 0
+    assert stranger.process.wait(HANG_S) == 0
 
 
 def put(files: IssuedFiles, new: IssuedFiles, *cas: Path) -> None:
@@ -146,7 +147,7 @@ async def test_certificates_and_authority_change_while_a_cluster_answers(
 
             async def ask_until(holds: Callable[[], bool]) -> None:
                 nonlocal asked
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(HANG_S):
                     while not holds():
                         prompt = PROMPTS[asked % 2]
                         oracle.check(prompt, (await client.ask(prompt, max_tokens=6, cache_salt=str(asked))).token_ids)
@@ -164,7 +165,7 @@ async def test_certificates_and_authority_change_while_a_cluster_answers(
             # new lives and new connections: only certificates of the second authority are left
             cluster.tls = second.identity().client
             decode.signal(signal.SIGTERM)
-            await asyncio.to_thread(decode.process.wait)
+            await asyncio.to_thread(decode.process.wait, HANG_S)
             again = await asyncio.to_thread(cluster.restart, decode.name)
             before = asked
             await ask_until(lambda: asked >= before + 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tests.support.cluster_processes import Cluster, Service, running_cluster
 from tests.support.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 from tests.support.random_prompts import prompt_of
 from tests.support.redis_server import redis_server
+from tests.support.waiting import HANG_S, eventually, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -41,8 +41,6 @@ SERVICE_OF = {
 }
 SPANS = {"request", *PARENT_OF}
 WITHIN = 0.03
-STOPPING_S = 3.0
-"""A worker that is told to stop does so a moment after the router has; its spans of a request cut short may end then."""
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +71,12 @@ def cluster(
 
 def wait_for_workers(router: Service, number: int) -> None:
     """Until the router has found so many of each role."""
-    for _ in range(200):
-        workers = httpx.get(f"http://{router.http}/health", trust_env=False).json()["workers"]
-        if all(workers[role]["live"] == number for role in ("prefill", "decode")):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"the router found only {workers}")
+
+    def found() -> bool:
+        workers = httpx.get(f"http://{router.http}/health", timeout=HANG_S, trust_env=False).json()["workers"]
+        return all(workers[role]["live"] == number for role in ("prefill", "decode"))
+
+    wait_until(found, lambda: f"{number} workers of each role are found:\n{router.read_log()}")
 
 
 def start(
@@ -92,7 +90,7 @@ def start(
     )
     metadata = (("traceparent", f"00-{trace_id}-{'ab' * 8}-01"),)
     return inference_pb2_grpc.InferenceServiceStub(channel).Generate(
-        request, timeout=60, metadata=metadata, wait_for_ready=True
+        request, timeout=HANG_S, metadata=metadata, wait_for_ready=True
     )
 
 
@@ -113,11 +111,9 @@ def check_tree(spans: dict[str, ReceivedSpan], *, cut_short: bool = False) -> No
         assert span.parent_id == parent.span_id, name
         assert span.service == SERVICE_OF[name], name
         assert parent.start_ns <= span.start_ns <= span.end_ns, name
-        after_ns = span.end_ns - parent.end_ns
-        if cut_short and span.failed and span.service != "pdserve-router":
-            assert after_ns <= STOPPING_S * 1e9, name
-        else:
-            assert after_ns <= 0, (name, after_ns)
+        # a worker that is told to stop does so after the router has: there is no moment by which it must
+        if not (cut_short and span.failed and span.service != "pdserve-router"):
+            assert span.end_ns <= parent.end_ns, (name, span.end_ns - parent.end_ns)
 
 
 def check_path(spans: dict[str, ReceivedSpan]) -> None:
@@ -187,18 +183,14 @@ async def test_i12_every_request_has_one_trace_over_all_services(cluster: Cluste
 
 async def test_a_request_without_a_context_begins_a_trace(cluster: Cluster, collector: OtlpReceiver) -> None:
     before = collector.trace_ids()
-    async with httpx.AsyncClient(base_url=f"http://{cluster.router.http}", trust_env=False, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=f"http://{cluster.router.http}", trust_env=False, timeout=HANG_S) as client:
         response = await client.post("/v1/completions", json={"prompt": "a question", "max_tokens": 3})
     assert response.status_code == 200, response.text
 
     def fresh() -> set[str]:
         return collector.trace_ids() - before
 
-    for _ in range(200):
-        if fresh():
-            break
-        await asyncio.sleep(0.05)
-    (trace_id,) = fresh()
+    (trace_id,) = await eventually(fresh, "a trace of the request")
     spans = spans_of(collector, trace_id)
     check_tree(spans)
     assert spans["request"].parent_id == ""
@@ -233,7 +225,7 @@ async def test_every_service_has_metrics_and_health(cluster: Cluster) -> None:
         async for _ in start(channel, prompt_of(64, 80), 4, secrets.token_hex(16)):
             pass
     totals: dict[str, float] = {}
-    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=HANG_S) as client:
         for service in cluster.services.values():
             if service.role == "router":
                 base = f"http://{service.http}"

@@ -26,6 +26,7 @@ from pdserve.v1 import request_pb2
 from tests.support.cluster_processes import Cluster, Service, running_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.random_prompts import prompt_of
+from tests.support.waiting import HANG_S, eventually
 
 from .conftest import Row
 from .pausing_worker import PHASES
@@ -92,10 +93,7 @@ class Matrix:
 
     async def reached(self) -> Service:
         """The worker that pauses."""
-        deadline = time.monotonic() + SOON_S
-        while not (paths := list(self.folder.glob("reached.*"))):
-            assert time.monotonic() < deadline, "no worker came to this phase"
-            await asyncio.sleep(0.002)
+        paths = await eventually(lambda: list(self.folder.glob("reached.*")), "a worker comes to this phase")
         pid = int(paths[0].suffix[1:])
         return next(service for service in self.cluster.services.values() if service.process.pid == pid)
 
@@ -108,13 +106,13 @@ class Matrix:
         return await asyncio.to_thread(self._routing)
 
     def _routing(self) -> list[dict[str, Any]]:
-        with urllib.request.urlopen(f"http://{self.cluster.router.http}/debug/routing", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{self.cluster.router.http}/debug/routing", timeout=HANG_S) as answer:
             placements: list[dict[str, Any]] = json.load(answer)["placements"]
             return placements
 
     async def ask(self, client: InferenceClient, name: str, salt: str) -> list[int]:
         prompt, params = REQUESTS[name]
-        return (await client.ask(prompt, timeout=30, cache_salt=salt, **params)).token_ids
+        return (await client.ask(prompt, cache_salt=salt, **params)).token_ids
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +157,7 @@ async def test_i4_a_fault_in_any_phase_loses_nothing(
         since = time.monotonic()
         victim.signal(WAYS[way])
         if way == "SIGKILL":
-            await asyncio.to_thread(victim.process.wait, 5)
+            await asyncio.to_thread(victim.process.wait, HANG_S)
         matrix.go_on()
         answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
         answered_s = time.monotonic() - since
@@ -169,27 +167,21 @@ async def test_i4_a_fault_in_any_phase_loses_nothing(
 
         if way == "SIGSTOP":
             # answers that did not need it any more may be here before it has been missed
-            await _missed(cluster, log_before)
+            await eventually(lambda: " is lost: its " in cluster.router.read_log()[log_before:], "it is missed")
             victim.signal(signal.SIGCONT)
         else:
-            code = await asyncio.to_thread(victim.process.wait, 30)
+            code = await asyncio.to_thread(victim.process.wait, HANG_S)
             assert code == (-signal.SIGKILL if way == "SIGKILL" else 0), victim.read_log()
             await asyncio.to_thread(cluster.restart, victim.name)
         await _used_again(matrix, client, victim, salt)
     log = cluster.router.read_log()[log_before:]
-    warnings = [line for line in log.splitlines() if " WARNING " in line]
+    # a busy machine may keep the router from running: it says so, and it is no fault
+    warnings = [line for line in log.splitlines() if " WARNING " in line and "the event loop was blocked" not in line]
     if way != "SIGTERM":  # who leaves is no fault
         assert len(warnings) == 1, warnings
         assert f"{victim.name} " in warnings[0]
         assert "is lost: its " in warnings[0]
     cluster.check_pools()
-
-
-async def _missed(cluster: Cluster, log_before: int) -> None:
-    """The router has found out that a worker does not answer."""
-    async with asyncio.timeout(SOON_S):
-        while " is lost: its " not in cluster.router.read_log()[log_before:]:  # noqa: ASYNC110 - another process's log
-            await asyncio.sleep(0.02)
 
 
 async def _attempts(matrix: Matrix, known: set[str]) -> int:
@@ -200,7 +192,7 @@ async def _used_again(matrix: Matrix, client: InferenceClient, victim: Service, 
     """It serves, and what lies in caches is still what was put there."""
     for name, expected in matrix.calm.items():
         assert await matrix.ask(client, name, salt) == expected
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     for turn in itertools.count():
         known = {decision["request_id"] for decision in await matrix.routing()}
         for name, expected in matrix.calm.items():  # under another salt nothing is cached
@@ -239,9 +231,9 @@ async def test_the_only_decode_worker_lost_in_mid_stream_ends_the_request_clearl
             if way == "SIGSTOP":
                 decode.signal(signal.SIGCONT)
             else:
-                await asyncio.to_thread(decode.process.wait, 5)
+                await asyncio.to_thread(decode.process.wait, HANG_S)
                 await asyncio.to_thread(cluster.restart, "decode")
-            deadline = time.monotonic() + SOON_S
+            deadline = time.monotonic() + HANG_S
             while True:
                 try:
                     assert await matrix.ask(client, "greedy", "again") == expected

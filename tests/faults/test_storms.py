@@ -16,6 +16,7 @@ import pytest
 from tests.support.cluster_processes import Cluster, running_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.random_prompts import prompt_of
+from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
@@ -92,7 +93,7 @@ async def test_replacing_every_worker_under_load_loses_nothing(
                 service = cluster.services[name]
                 before = num_answers
                 service.signal(signal.SIGTERM)
-                assert await asyncio.to_thread(service.process.wait, 40) == 0
+                assert await asyncio.to_thread(service.process.wait, HANG_S) == 0
                 await asyncio.to_thread(cluster.restart, name)
                 while num_answers < before + 2 * len(prompts):  # it serves on, with the new one
                     done = [task for task in load if task.done()]
@@ -114,7 +115,7 @@ async def test_a_killed_router_leaves_both_workers_whole(tiny_checkpoints: Calla
             calls = [client.start(prompt_of(300, number), max_tokens=3000) for number in range(6)]
             await asyncio.gather(*(anext(aiter(call)) for call in calls))
             cluster.router.signal(signal.SIGKILL)
-            cluster.router.process.wait(5)
+            cluster.router.process.wait(HANG_S)
             since = time.monotonic()
             for service in (prefill, decode):
                 load = cluster.load(service)

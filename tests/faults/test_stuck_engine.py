@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from tests.support.cluster_processes import running_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 
@@ -42,11 +41,10 @@ async def test_a_worker_whose_engine_hangs_ends_with_status_1(
             prompt = prompt_of(40)
             answer = await router.ask(prompt, max_tokens=30)
             oracle.check(prompt, answer.token_ids)
-            deadline = time.monotonic() + 30
-            while all(worker.process.poll() is None for worker in workers):
-                assert time.monotonic() < deadline, "\n\n".join(worker.read_log() for worker in workers)
-                await asyncio.sleep(0.1)
-        [stuck] = [worker for worker in workers if worker.process.poll() is not None]
+            [stuck] = await eventually(
+                lambda: [worker for worker in workers if worker.process.poll() is not None],
+                lambda: "\n\n".join(worker.read_log() for worker in workers),
+            )
         assert stuck.process.poll() == 1
         said = stuck.read_log()
         assert "the engine has made no progress for 4 s (engine_stuck_exit_s)" in said

@@ -7,6 +7,7 @@ import random
 import signal
 
 from tests.support.cluster_processes import Cluster, Service
+from tests.support.waiting import HANG_S
 
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 WAYS = ("SIGKILL", "SIGTERM", "SIGSTOP")
@@ -24,7 +25,7 @@ async def hurt(cluster: Cluster, victim: Service, way: str, draw: random.Random)
         victim.signal(signal.SIGCONT)
         return
     victim.signal(signal.SIGKILL if way == "SIGKILL" else signal.SIGTERM)
-    code = await asyncio.to_thread(victim.process.wait, 30)
+    code = await asyncio.to_thread(victim.process.wait, HANG_S)
     assert code == (-signal.SIGKILL if way == "SIGKILL" else 0), victim.read_log()
     await asyncio.to_thread(cluster.restart, victim.name)
 

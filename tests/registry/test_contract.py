@@ -6,7 +6,8 @@ import asyncio
 import random
 
 from pdserve.worker.identity import Role
-from tests.support.registry_world import World, eventually
+from tests.support.registry_world import World
+from tests.support.waiting import eventually
 
 
 async def test_a_worker_joins_with_what_it_holds(either: World) -> None:

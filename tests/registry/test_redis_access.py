@@ -19,7 +19,8 @@ from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings
 from tests.support.redis_server import RedisServer
-from tests.support.registry_world import World, eventually, lines, settled
+from tests.support.registry_world import World, lines, settled
+from tests.support.waiting import eventually
 
 PASSWORD = "s3cret/with@odd:signs"
 COMMANDS = [

@@ -9,7 +9,8 @@ import pytest
 
 from pdserve.router.workers.kv_event_subscription import FeedSource
 from pdserve.worker.identity import Role
-from tests.support.registry_world import World, eventually, lines, settled, source
+from tests.support.registry_world import World, lines, settled, source
+from tests.support.waiting import eventually
 
 
 async def test_a_record_that_vanishes_changes_nothing_while_the_watch_lives(world: World) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from pdserve.router.workers.kv_event_subscription import FeedSource
 from tests.support.redis_server import RedisServer
-from tests.support.registry_world import World, block, eventually, lines, settled, source
+from tests.support.registry_world import World, block, lines, settled, source
+from tests.support.waiting import eventually
 
 RECORD = "{test}:worker:decode-0"
 IDS = "{test}:workers"

@@ -7,9 +7,8 @@ import queue
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,13 +21,11 @@ from pdserve.common.security.tls import ClientTls
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.forked_process import ForkedProcess
+from tests.support.reserved_port import reserved_port
+from tests.support.waiting import HANG_S, wait_until
 
 KEY = "a key for tests, of no worth at all"
 PROGRAM = ("-m", "pdserve.cli.main")
-START_S = 60.0
-SETTLE_S = 10.0
-STOP_S = 60.0
-"""Twice what a service may take to drain: on a machine that others keep busy an exit of 0.3 s of processor time can take 20 s."""
 _METRICS = re.compile(r"metrics (http://\S+)/metrics")
 _ROUTER_READY = re.compile(r"ready: OpenAI https?://(\S+)/v1  gRPC (\S+)")
 
@@ -65,6 +62,8 @@ class Cluster:
     """What stands for the `pdserve` command where a worker is started."""
     tls: ClientTls | None = None
     """The test's own TLS identity for calls to workers."""
+    _ports: ExitStack = field(default_factory=ExitStack)
+    """Reservations of the ports of workers, which may end and come back."""
 
     @property
     def router(self) -> Service:
@@ -79,6 +78,7 @@ class Cluster:
     def launch_worker(self, role: str, *flags: str, name: str = "", port: int = 0) -> Service:
         """Start it without waiting."""
         name = name or role
+        port = port or self._ports.enter_context(reserved_port())
         read, write = os.pipe()
         command = [role, "--port", str(port), "--worker-id", name, *flags, "--report-fd", str(write)]
         service = self._launch(name, role, [*self.worker_program, *command], flags, pass_fds=(write,))
@@ -103,12 +103,12 @@ class Cluster:
             for address in addresses:
                 command += [option, address]
         service = self._launch(name, "router", [*PROGRAM, *command], flags)
-        deadline = time.monotonic() + START_S
-        while not (ready := _ROUTER_READY.search(service.read_log())):
+
+        def said() -> re.Match[str] | None:
             assert service.process.poll() is None, f"the router ended:\n{service.read_log()}"
-            assert time.monotonic() < deadline, f"the router is not ready:\n{service.read_log()}"
-            time.sleep(0.02)
-        service.http, service.address = ready.groups()
+            return _ROUTER_READY.search(service.read_log())
+
+        service.http, service.address = wait_until(said, lambda: f"the router is ready\n{service.read_log()}").groups()
         return service
 
     def restart(self, name: str) -> Service:
@@ -139,7 +139,7 @@ class Cluster:
             requests: queue.SimpleQueue[worker_pb2.WatchRequest | None] = queue.SimpleQueue()
             requests.put(challenge.opening)
             watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch(
-                iter(requests.get, None), timeout=SETTLE_S, wait_for_ready=True
+                iter(requests.get, None), timeout=HANG_S, wait_for_ready=True
             )
             challenge.read(next(watch))
             requests.put(challenge.answer)
@@ -159,15 +159,14 @@ class Cluster:
         for service in self.services.values():
             if service.role == "router" or service.process.poll() is not None:
                 continue
-            deadline = time.monotonic() + SETTLE_S
-            while True:
+
+            def at_rest(service: Service = service) -> bool:
                 load = self.load(service)
                 assert load.blocks_free + load.blocks_cached + load.blocks_in_use == load.blocks_total
-                at_rest = not (load.blocks_in_use or load.open_transfers or load.num_running or load.num_waiting)
-                if at_rest and not load.num_remote_kv:
-                    break
-                assert time.monotonic() < deadline, f"{service.name} does not come to rest: {load}"
-                time.sleep(0.1)
+                under_way = load.num_running or load.num_waiting or load.num_remote_kv or load.open_transfers
+                return not (load.blocks_in_use or under_way)
+
+            wait_until(at_rest, lambda service=service: f"{service.name} comes to rest: {self.load(service)}")  # type: ignore[misc]
 
     def check_logs(self) -> None:
         """A traceback in any log is a failure."""
@@ -176,16 +175,17 @@ class Cluster:
 
     def stop(self) -> None:
         """End every process; none may leave a port open."""
+        self._ports.close()
         alive = [service for service in self.services.values() if service.process.poll() is None]
         for service in alive:
             service.signal(signal.SIGCONT)
             service.signal(signal.SIGTERM)
         for service in alive:
             try:
-                service.process.wait(STOP_S)
+                service.process.wait(HANG_S)
             except subprocess.TimeoutExpired:
                 service.process.kill()
-                service.process.wait(5)
+                service.process.wait(HANG_S)
                 raise AssertionError(f"{service.name} did not end:\n{service.read_log()}") from None
         mine = {service.process.pid for service in self.services.values()}
         assert not [pid for pid in mine if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]

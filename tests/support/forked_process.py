@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.support.fork_server import MAX_BYTES
+from tests.support.waiting import HANG_S
 
 _SERVER = Path(__file__).with_name("fork_server.py")
 
@@ -48,12 +49,12 @@ class _ForkServer:
             socket.send_fds(self._control, [message], list(descriptors))
             answer = self._control.recv(64)
         if not answer:
-            raise RuntimeError(f"the fork server ended with status {self._process.wait(5)}")
+            raise RuntimeError(f"the fork server ended with status {self._process.wait(HANG_S)}")
         return int(answer)
 
     def _close(self) -> None:
         self._control.close()
-        self._process.wait(5)
+        self._process.wait(HANG_S)
 
 
 _started: list[_ForkServer] = []

@@ -14,6 +14,7 @@ import grpc.aio
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.security.tls import ClientTls
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
+from tests.support.waiting import HANG_S
 
 
 @dataclass
@@ -44,14 +45,14 @@ class InferenceClient:
         await self._channel.close()
 
     def start(
-        self, prompt: Sequence[int], timeout: float = 60, cache_salt: str = "", **sampling: Any
+        self, prompt: Sequence[int], timeout: float = HANG_S, cache_salt: str = "", **sampling: Any
     ) -> grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]:
         """The raw call. sampling: fields of the proto's `SamplingParams`."""
         request = _request(prompt, cache_salt, sampling)
         return self._stub.Generate(request, timeout=timeout, metadata=self._metadata, wait_for_ready=True)
 
     async def converse(
-        self, turns: Sequence[tuple[Sequence[int], Mapping[str, Any]]], timeout: float = 60, cache_salt: str = ""
+        self, turns: Sequence[tuple[Sequence[int], Mapping[str, Any]]], timeout: float = HANG_S, cache_salt: str = ""
     ) -> list[list[int]]:
         """A session: the answer to each turn. turns: prompt and fields of `SamplingParams`.
 
@@ -76,7 +77,9 @@ class InferenceClient:
             call.cancel()
         return answers
 
-    async def ask(self, prompt: Sequence[int], timeout: float = 60, cache_salt: str = "", **sampling: Any) -> Answer:
+    async def ask(
+        self, prompt: Sequence[int], timeout: float = HANG_S, cache_salt: str = "", **sampling: Any
+    ) -> Answer:
         """Read a stream to its end. Raises: grpc.aio.AioRpcError."""
         answer = Answer()
         async for message in self.start(prompt, timeout, cache_salt, **sampling):

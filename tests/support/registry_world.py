@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import grpc
 import pytest
@@ -33,6 +33,8 @@ from pdserve.worker.peer_channels import PeerChannels
 from pdserve.worker.redis_publisher import RedisPublisher, make_publisher
 from pdserve.worker.worker_servicer import WorkerServicer
 from tests.support.redis_server import RedisServer
+from tests.support.reserved_port import reserved_port
+from tests.support.waiting import eventually
 
 LAYOUT = KvLayout(
     num_layers=1,
@@ -45,19 +47,11 @@ LAYOUT = KvLayout(
 )
 TOKENIZER = "cd" * 16
 EXPECTED = CompatibilityCheck(key=DEVELOPMENT_KEY, tokenizer_fingerprint=TOKENIZER)
-SOON_S = 12.0
 
 
 def block(number: int) -> bytes:
     """A block's hash."""
     return number.to_bytes(8, "little")
-
-
-async def eventually(look: Callable[[], Any], timeout_s: float = SOON_S) -> Any:
-    async with asyncio.timeout(timeout_s):
-        while not (found := look()):  # noqa: ASYNC110 - many states, one clock
-            await asyncio.sleep(0.01)
-        return found
 
 
 class StandIn:
@@ -197,6 +191,8 @@ class World:
         self._workers: list[Worker] = []
         self._routers: list[Router] = []
         self._addresses: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
+        self._ports = ExitStack()
+        """Workers come back at theirs."""
 
     @property
     def has_redis(self) -> bool:
@@ -218,6 +214,7 @@ class World:
         host: str = "127.0.0.1",
     ) -> Worker:
         """A started worker."""
+        port = port or self._ports.enter_context(reserved_port())
         worker = Worker(self, worker_id, role, port, publishes, host)
         self._workers.append(worker)
         if worker.address not in self._addresses[role]:
@@ -237,6 +234,7 @@ class World:
         for router in self._routers:
             await router.fleet.__aexit__()
         await asyncio.gather(*(worker.leave() for worker in self._workers))
+        self._ports.close()
 
 
 def source(router: Router, worker: Worker) -> FeedSource:

@@ -13,6 +13,7 @@ from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKe
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import WorkerServiceStub
+from tests.support.waiting import HANG_S
 
 
 def signed(channel: grpc.aio.Channel, receiver: WorkerKey, key: DeploymentKey = DEVELOPMENT_KEY) -> ServiceChannel:
@@ -23,7 +24,7 @@ def signed(channel: grpc.aio.Channel, receiver: WorkerKey, key: DeploymentKey = 
 async def identity_of(channel: grpc.aio.Channel, key: DeploymentKey = DEVELOPMENT_KEY) -> worker_pb2.Identity:
     """The worker's identity, after its proof."""
     challenge = WatchChallenge(key, blocks=False)
-    call: Any = WorkerServiceStub(channel).Watch(timeout=10)
+    call: Any = WorkerServiceStub(channel).Watch(timeout=HANG_S)
     try:
         await call.write(challenge.opening)
         return challenge.read(await call.read())
