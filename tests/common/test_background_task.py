@@ -7,10 +7,11 @@ import itertools
 import logging
 
 import pytest
+from prometheus_client import generate_latest
 
 from pdserve.common import background_task as module
 from pdserve.common.background_task import RESTARTS, background_task
-from pdserve.common.telemetry.metrics import exposition, make_registry
+from pdserve.common.telemetry.metrics import make_registry
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ async def test_a_task_that_fails_is_started_again_and_counted(caplog: pytest.Log
     waits = [later - earlier for earlier, later in itertools.pairwise(runs)]
     assert all(wait >= least for wait, least in zip(waits, (0.01, 0.02, 0.04, 0.04, 0.04), strict=True))
     assert caplog.text.count("ValueError: a bug") == 5
-    page = exposition(make_registry(None)).decode()
+    page = generate_latest(make_registry(None)).decode()
     assert f'pdserve_background_task_restarts_total{{task="ticks"}} {float(before + 5)}' in page
 
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve.common.net import http_connection, http_server
-from pdserve.common.net.connection_gate import ConnectionGate, ConnectionLimits, network_of
+from pdserve.common.net.connection_gate import ConnectionGate, ConnectionLimits
 from pdserve.common.net.http_server import HttpServer, listening_socket
 from pdserve.common.security.tls import ServerTls, TlsFile, load_front
 from tests.support.tls_authority import Authority
@@ -280,17 +280,3 @@ def test_a_network_is_forgotten_with_its_last_connection() -> None:
         place.leave()
     assert not gate._by_network
     assert not gate._waiting_of
-
-
-@pytest.mark.parametrize(
-    ("host", "network"),
-    [
-        ("192.0.2.1", "192.0.2.1"),
-        ("::ffff:192.0.2.1", "192.0.2.1"),
-        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-        ("somewhere", "somewhere"),
-    ],
-)
-def test_what_counts_as_one_address(host: str, network: str) -> None:
-    assert network_of(host) == network

@@ -29,7 +29,7 @@ from pdserve.common.security.tls import ServerTls, TlsIdentity
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import PrefillSettings
-from pdserve.common.telemetry.metrics import TlsCollector
+from pdserve.common.telemetry.metrics import tls_families
 from pdserve.kv_transfer.tcp.tcp_stream import TcpStream, dial
 from pdserve.kv_transfer.tcp.tls_stream import TlsStream
 from tests.support.tls_authority import Authority, IssuedFiles, role_uri
@@ -133,7 +133,7 @@ async def test_new_files_take_over_and_the_metric_follows(
         await until(lambda: identity.server.current is not identity.server)
         assert identity.server.current.certificate == soon.cert.read_bytes()
         assert identity.client.current.key == soon.key.read_bytes()
-        [family] = TlsCollector(renewal.expiries).collect()
+        [family] = tls_families(renewal.expiries())
         assert [(sample.labels, sample.value) for sample in family.samples] == [
             ({"peers": "services"}, identity.server.current.valid_until)
         ]

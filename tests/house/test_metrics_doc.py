@@ -14,12 +14,12 @@ from prometheus_client.metrics import MetricWrapperBase
 from pdserve.common.net.loop_lag import LoopLag
 from pdserve.common.registry.circuit_breaker import CircuitBreaker
 from pdserve.common.request.engine_types import SchedulerStats
-from pdserve.common.telemetry.metrics import RedisCollector, TlsCollector, make_registry
+from pdserve.common.telemetry.metrics import Families, make_registry, redis_families, tls_families
 from pdserve.common.timeline import CRITICAL_PATH
 from pdserve.kv_transfer.control.source_transfer import PeerId
 from pdserve.kv_transfer.control.transfer_view import TransferLog
 from pdserve.router.telemetry.router_metrics import RouterMetrics
-from pdserve.router.telemetry.router_telemetry import AuditCollector
+from pdserve.router.telemetry.router_telemetry import audit_families
 from pdserve.router.tenants.audit_log import AuditLog
 from pdserve.router.tenants.key_metrics import KeyMetrics
 from pdserve.worker.identity import Role
@@ -58,16 +58,17 @@ def name_of(family: str, kind: str) -> str:
     return f"{family}_total" if kind == "counter" else family
 
 
-def redis_collector() -> RedisCollector:
-    return RedisCollector(CircuitBreaker("Redis", "", logging.getLogger(__name__)), lambda: {"conflict": 0})
+def redis_collector() -> Families:
+    breaker = CircuitBreaker("Redis", "", logging.getLogger(__name__))
+    return Families(lambda: redis_families(breaker, {"conflict": 0}))
 
 
 def router_registry() -> CollectorRegistry:
     registry = make_registry(None)
     RouterMetrics(registry, lambda: 0, lambda: {"prefill": {"live": 1}}, lambda: 0)
     LoopLag(registry)
-    registry.register(AuditCollector(AuditLog(None, "")))
-    registry.register(TlsCollector(lambda: {"services": 0.0}))
+    registry.register(Families(lambda: audit_families(AuditLog(None, ""))))
+    registry.register(Families(lambda: tls_families({"services": 0.0})))
     registry.register(redis_collector())
     return registry
 
@@ -86,7 +87,7 @@ def worker_registry() -> CollectorRegistry:
     transfers = SimpleNamespace(num_open=0, num_pinned=0, num_fallbacks=0, num_ended=TransferLog().num_ended)
     WorkerMetrics(registry, identity, engine, transfers)  # type: ignore[arg-type]
     LoopLag(registry)
-    registry.register(TlsCollector(lambda: {"services": 0.0}))
+    registry.register(Families(lambda: tls_families({"services": 0.0})))
     registry.register(redis_collector())
     return registry
 

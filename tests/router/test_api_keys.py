@@ -16,7 +16,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.router.tenants import failed_attempts
 from pdserve.router.tenants.api_keys import ApiKeys
-from pdserve.router.tenants.failed_attempts import FailedAttempts, network_of, peer_address
+from pdserve.router.tenants.failed_attempts import FailedAttempts
 from pdserve.v1 import inference_pb2
 
 ALICE, ALICE_NEXT, BOB, OPERATOR = (f"{name}-0123456789abcdef" for name in ("alice", "next", "bob", "operator"))
@@ -214,15 +214,6 @@ async def test_answers_that_are_held_back_are_bounded(monkeypatch):
         task.cancel()
     await asyncio.gather(*held, return_exceptions=True)
     assert failures._num_delayed == 0
-
-
-def test_addresses():
-    assert peer_address("ipv4:127.0.0.1:50051") == "127.0.0.1"
-    assert peer_address("ipv6:%5B2001:db8::1%5D:50051") == peer_address("ipv6:[2001:db8::1]:7") == "2001:db8::1"
-    assert peer_address("unix:/run/x") == peer_address("") == ""
-    assert network_of("::ffff:10.0.0.1") == "10.0.0.1"
-    assert network_of("2001:db8:1:2:3::4") == "2001:db8:1:2::/64"
-    assert network_of("testclient") == "testclient"
 
 
 async def test_both_front_ends_take_keys_of_the_file_and_follow_it(cluster, keys_file, monkeypatch):

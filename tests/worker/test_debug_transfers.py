@@ -10,10 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from pdserve.common.errors import TransferFailed
-from pdserve.common.telemetry.metrics import exposition
 from pdserve.kv_transfer.control.transfer_view import TransfersPage, TransferView
 from pdserve.worker.identity import Role
 from pdserve.worker.worker_metrics import WorkerMetrics
@@ -41,7 +40,7 @@ def pinned_metric(node: Any) -> float:
     registry = CollectorRegistry()
     identity = SimpleNamespace(peer=node.peer, role=Role.PREFILL, layout=LAYOUT, connectors=node.connectors.names)
     WorkerMetrics(registry, identity, node.engine, node.adapter)  # type: ignore[arg-type]
-    found = re.search(r"^pdserve_kv_blocks_pinned (\S+)$", exposition(registry).decode(), re.MULTILINE)
+    found = re.search(r"^pdserve_kv_blocks_pinned (\S+)$", generate_latest(registry).decode(), re.MULTILINE)
     assert found is not None
     return float(found[1])
 

@@ -16,7 +16,7 @@ from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.pull.read_grants import Refusal
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
-from pdserve.kv_transfer.tcp.tcp_connections import SourceConnections, network_of
+from pdserve.kv_transfer.tcp.tcp_connections import SourceConnections
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
 from pdserve.kv_transfer.tcp.tcp_stream import TcpStream
@@ -175,20 +175,6 @@ def test_under_tls_a_token_is_bound_to_the_names_in_the_certificate(authority: A
 
 
 # Places.
-
-
-@pytest.mark.parametrize(
-    ("host", "network"),
-    [
-        ("10.0.0.2", "10.0.0.2"),
-        ("::ffff:10.0.0.2", "10.0.0.2"),
-        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-        ("no address", "no address"),
-    ],
-)
-def test_whose_share_a_connection_takes(host: str, network: str) -> None:
-    assert network_of(host) == network
 
 
 class Places:

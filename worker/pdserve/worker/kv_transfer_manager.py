@@ -131,6 +131,7 @@ class KvTransferManager:
 
     @property
     def num_open(self) -> int:
+        """Active transfers, as source or receiver."""
         return len(self._sources) + len(self._receivers)
 
     @property

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
-from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S
+from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, Families, by_label
 from pdserve.worker.call_stats import CallStats
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.identity import WorkerIdentity
+from pdserve.worker.kv_transfer_manager import KvTransferManager
 
 KNOWN_CONNECTORS = ("nixl", "tcp")
-
-
-class TransferCounts(Protocol):
-    """The transfers' current numbers, for metrics."""
-
-    @property
-    def num_open(self) -> int:
-        """Active transfers, as source or receiver."""
-
-    @property
-    def num_pinned(self) -> int:
-        """Blocks that sources keep for their receivers."""
-
-    @property
-    def num_fallbacks(self) -> int:
-        """Transfers that changed their connector, since start."""
-
-    @property
-    def num_ended(self) -> Mapping[tuple[str, str], int]:
-        """Transfers since start by (role, outcome)."""
 
 
 class WorkerMetrics:
@@ -46,7 +26,7 @@ class WorkerMetrics:
         registry: CollectorRegistry,
         identity: WorkerIdentity,
         engine: EngineClient,
-        transfers: TransferCounts,
+        transfers: KvTransferManager,
     ) -> None:
         def seconds(name: str, meaning: str, *labels: str) -> Histogram:
             return Histogram(name, meaning, labels, buckets=LATENCY_BUCKETS_S, registry=registry)
@@ -70,7 +50,7 @@ class WorkerMetrics:
         self._output_tokens = count("pdserve_sampled_tokens_total", "Tokens sampled for routers.")
         self._calls = count("pdserve_calls_total", "Calls of routers, by outcome.", "call", "outcome")
         self._errors = count("pdserve_call_errors_total", "Calls of routers that failed, by cause.", "code")
-        registry.register(_WorkerState(identity, engine, transfers))
+        registry.register(Families(partial(_state, identity, engine, transfers)))
 
     def call(self, record: CallStats) -> None:
         """Count an ended call."""
@@ -90,68 +70,51 @@ class WorkerMetrics:
                     self._transfer.labels(connector).observe(stage.end - stage.start)
 
 
-class _WorkerState(Collector):
-    """Collects current states at each scrape."""
-
-    def __init__(
-        self,
-        identity: WorkerIdentity,
-        engine: EngineClient,
-        transfers: TransferCounts,
-    ) -> None:
-        self._identity = identity
-        self._engine = engine
-        self._transfers = transfers
-
-    def collect(self) -> Iterable[Metric]:
-        engine, stats, identity = self._engine, self._engine.stats, self._identity
-        info = GaugeMetricFamily(
-            "pdserve_worker_info",
-            "Always 1; the labels identify the worker.",
-            labels=["worker", "role", "model_fingerprint"],
-        )
-        info.add_metric([identity.peer.worker_id, identity.role.value, identity.layout.model_fingerprint], 1)
-        yield info
-        connectors = GaugeMetricFamily(
-            "pdserve_connector_up", "1 for each connector that works here.", labels=["connector"]
-        )
-        for connector in dict.fromkeys((*KNOWN_CONNECTORS, *identity.connectors)):
-            connectors.add_metric([connector], int(connector in identity.connectors))
-        yield connectors
-        blocks = GaugeMetricFamily("pdserve_kv_blocks", "KV blocks of the pool; they add up to it.", labels=["state"])
-        blocks.add_metric(["free"], stats.num_blocks_free)
-        blocks.add_metric(["cached"], stats.num_blocks_cached)
-        blocks.add_metric(["in_use"], stats.num_blocks_in_use)
-        yield blocks
-        requests = GaugeMetricFamily("pdserve_engine_requests", "Sequences in the engine.", labels=["state"])
-        requests.add_metric(["running"], stats.num_running_reqs)
-        requests.add_metric(["waiting"], stats.num_waiting_reqs)
-        requests.add_metric(["waiting_for_kv"], stats.num_remote_kv_reqs)
-        yield requests
-        ended = CounterMetricFamily(
-            "pdserve_kv_transfers", "Ended KV transfers, by outcome.", labels=["role", "outcome"]
-        )
-        for (role, outcome), count in self._transfers.num_ended.items():
-            ended.add_metric([role, outcome], count)
-        yield ended
-        for name, meaning, value in (
-            ("pdserve_kv_blocks_quarantined", "Blocks in use that only an unfinished read holds.",
-             stats.num_blocks_quarantined),
-            ("pdserve_kv_blocks_pinned", "Blocks in use that transfers keep for their receivers.",
-             self._transfers.num_pinned),
-            ("pdserve_waiting_prompt_tokens", "Prompt tokens still to compute.", stats.num_waiting_tokens),
-            ("pdserve_open_transfers", "Active KV transfers, as source or receiver.", self._transfers.num_open),
-            ("pdserve_draining", "1 while the worker accepts no new requests.", int(engine.draining)),
-            ("pdserve_engine_tick_age_seconds", "Since the engine's loop last showed progress.", engine.tick_age_s),
-        ):  # fmt: skip
-            yield GaugeMetricFamily(name, meaning, value=value)
-        for name, meaning, count in (
-            ("pdserve_engine_ticks", "Turns of the engine's loop, and layers computed.", engine.tick),
-            ("pdserve_preemptions", "Sequences that lost their blocks to others.", stats.num_preemptions),
-            ("pdserve_prompt_tokens_computed", "Prompt tokens computed here.", stats.num_computed_prompt_tokens),
-            ("pdserve_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.",
-             stats.prefix_cache_queries),
-            ("pdserve_prefix_hit_tokens", "The part of the queried tokens that were cached.", stats.prefix_cache_hits),
-            ("pdserve_kv_transfer_fallbacks", "Transfers that continued over another connector.", self._transfers.num_fallbacks),
-        ):  # fmt: skip
-            yield CounterMetricFamily(name, meaning, value=count)
+def _state(identity: WorkerIdentity, engine: EngineClient, transfers: KvTransferManager) -> Iterable[Metric]:
+    """Current states, read at each scrape."""
+    stats = engine.stats
+    labels = ["worker", "role", "model_fingerprint"]
+    worker = (identity.peer.worker_id, identity.role.value, identity.layout.model_fingerprint)
+    yield by_label(
+        GaugeMetricFamily, "pdserve_worker_info", "Always 1; the labels identify the worker.", labels, {worker: 1}
+    )
+    names = (*KNOWN_CONNECTORS, *identity.connectors)
+    works = {name: int(name in identity.connectors) for name in names}
+    meaning = "1 for each connector that works here."
+    yield by_label(GaugeMetricFamily, "pdserve_connector_up", meaning, ["connector"], works)
+    blocks = {
+        "free": stats.num_blocks_free,
+        "cached": stats.num_blocks_cached,
+        "in_use": stats.num_blocks_in_use,
+    }
+    meaning = "KV blocks of the pool; they add up to it."
+    yield by_label(GaugeMetricFamily, "pdserve_kv_blocks", meaning, ["state"], blocks)
+    requests = {
+        "running": stats.num_running_reqs,
+        "waiting": stats.num_waiting_reqs,
+        "waiting_for_kv": stats.num_remote_kv_reqs,
+    }
+    yield by_label(GaugeMetricFamily, "pdserve_engine_requests", "Sequences in the engine.", ["state"], requests)
+    meaning = "Ended KV transfers, by outcome."
+    yield by_label(CounterMetricFamily, "pdserve_kv_transfers", meaning, ["role", "outcome"], transfers.num_ended)
+    for name, meaning, value in (
+        ("pdserve_kv_blocks_quarantined", "Blocks in use that only an unfinished read holds.",
+         stats.num_blocks_quarantined),
+        ("pdserve_kv_blocks_pinned", "Blocks in use that transfers keep for their receivers.",
+         transfers.num_pinned),
+        ("pdserve_waiting_prompt_tokens", "Prompt tokens still to compute.", stats.num_waiting_tokens),
+        ("pdserve_open_transfers", "Active KV transfers, as source or receiver.", transfers.num_open),
+        ("pdserve_draining", "1 while the worker accepts no new requests.", int(engine.draining)),
+        ("pdserve_engine_tick_age_seconds", "Since the engine's loop last showed progress.", engine.tick_age_s),
+    ):  # fmt: skip
+        yield GaugeMetricFamily(name, meaning, value=value)
+    for name, meaning, count in (
+        ("pdserve_engine_ticks", "Turns of the engine's loop, and layers computed.", engine.tick),
+        ("pdserve_preemptions", "Sequences that lost their blocks to others.", stats.num_preemptions),
+        ("pdserve_prompt_tokens_computed", "Prompt tokens computed here.", stats.num_computed_prompt_tokens),
+        ("pdserve_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.",
+         stats.prefix_cache_queries),
+        ("pdserve_prefix_hit_tokens", "The part of the queried tokens that were cached.", stats.prefix_cache_hits),
+        ("pdserve_kv_transfer_fallbacks", "Transfers that continued over another connector.", transfers.num_fallbacks),
+    ):  # fmt: skip
+        yield CounterMetricFamily(name, meaning, value=count)

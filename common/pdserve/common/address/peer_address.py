@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from urllib.parse import unquote
 
@@ -44,3 +45,16 @@ def peer_host(peer: str) -> str:
     if scheme not in ("ipv4", "ipv6"):
         return peer
     return unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0]
+
+
+def network_of(host: str) -> str:
+    """The unit of limits per caller: an IPv4 address, or the /64 of an IPv6 address, since one machine may own a whole /64."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))

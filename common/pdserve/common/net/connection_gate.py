@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
-import ipaddress
 from collections.abc import Callable
 
 import msgspec
+
+from pdserve.common.address.peer_address import network_of
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,19 +108,6 @@ class ConnectionGate:
         if not self._by_network[network]:
             del self._by_network[network]
             self._waiting_of.pop(network, None)
-
-
-def network_of(host: str) -> str:
-    """The unit of counting: an IPv4 address, or the /64 of an IPv6 address, which one machine has for itself."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv4Address):
-        return host
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 def _nothing() -> None:

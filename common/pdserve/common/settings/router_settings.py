@@ -24,10 +24,6 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     port: int = 8000
     """OpenAI HTTP."""
     grpc_port: int = 50051
-    metrics_port: int = 0
-    """HTTP for `/metrics`; 0 draws a free one."""
-    metrics_host: str | None = None
-    """Address of `metrics_port`, unencrypted, if it is not `host`; with TLS and a host beyond loopback: 127.0.0.1."""
     prefill: tuple[str, ...] = ()
     """host:port of prefill workers."""
     decode: tuple[str, ...] = ()
@@ -129,22 +125,12 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         return None if self.asks_for_keys else is_loopback(self.host)
 
     @property
-    def metrics_at(self) -> str:
-        """Host for `/metrics`, which has no TLS: beyond loopback only if a setting allows it."""
-        hides = self.front_tls_cert_file is not None and not self.insecure and not is_loopback(self.host)
-        return self.metrics_host or ("127.0.0.1" if hides else self.host)
-
-    def _verify_metrics(self) -> None:
-        """Raises: ConfigError."""
-        if not 0 <= self.metrics_port < 65536:
-            raise ConfigError(f"metrics_port is {self.metrics_port}, 0 to 65535 is needed")
-        may_listen = self.insecure or self.front_tls_cert_file is not None
-        if self.metrics_host is not None and not is_loopback(self.metrics_host) and not may_listen:
-            raise ConfigError(f"metrics_host is {self.metrics_host!r}, which is not loopback: --insecure is needed")
+    def _listens_with_tls(self) -> bool:
+        return self.front_tls_cert_file is not None
 
     def _verify_listening(self) -> None:
         self.front_tls()
-        if not is_loopback(self.host) and not self.insecure and self.front_tls_cert_file is None:
+        if not is_loopback(self.host) and not self.insecure and not self._listens_with_tls:
             raise ConfigError(
                 f"host is {self.host!r}, which is not loopback: front_tls_cert_file and front_tls_key_file are needed, "
                 "or --insecure, behind a proxy with TLS"
@@ -165,14 +151,10 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
 
     def verify(self) -> None:
         super().verify()
-        for name in ("max_attempts", "max_queued_requests", "max_unread_bytes", "max_answer_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, at least 1 is needed")
-        for name in ("max_running_requests", "max_requests_per_key", "max_connections", "max_connections_per_address"):
-            if (limit := getattr(self, name)) is not None and limit < 1:
-                raise ConfigError(f"{name} is {limit}, at least 1 is needed")
+        self._verify_least(1, "max_attempts", "max_queued_requests", "max_unread_bytes", "max_answer_bytes")
+        self._verify_least(1, "max_running_requests", "max_requests_per_key")
+        self._verify_least(1, "max_connections", "max_connections_per_address")
         self._verify_bytes()
-        self._verify_metrics()
         self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s")
         self._verify_keys()
         if self.audit_log is not None and not self.audit_log.strip():

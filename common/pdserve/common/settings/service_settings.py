@@ -37,6 +37,10 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """A folder with a Hugging Face checkpoint, or `demo` for the bundled model."""
     host: str = "127.0.0.1"
     """The address to listen on."""
+    metrics_port: int = 0
+    """HTTP for `/metrics`, and a worker's `/health`; 0 draws a free one."""
+    metrics_host: str | None = None
+    """Address of `metrics_port`, unencrypted, if it is not `host`; with TLS and a host beyond loopback: 127.0.0.1."""
     insecure: bool = False
     """Listen and connect beyond loopback without TLS."""
     tls_cert_file: str | None = None
@@ -117,6 +121,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Raises: ConfigError naming the setting, its value and the allowed values."""
         self.tls()
         self._verify_listening()
+        self._verify_metrics()
         self._verify_redis()
         self._verify_connecting()
         if not 1 <= self.otel_bsp_schedule_delay_ms <= 60_000:
@@ -130,6 +135,25 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"host is {self.host!r}, which is not loopback: tls_cert_file, tls_key_file and tls_ca_file are needed, "
                 "or --insecure"
             )
+
+    @property
+    def _listens_with_tls(self) -> bool:
+        """True if `host` is listened on with TLS."""
+        return self.tls_cert_file is not None
+
+    @property
+    def metrics_at(self) -> str:
+        """Host for `metrics_port`, which has no TLS: beyond loopback only if a setting allows it."""
+        hides = self._listens_with_tls and not self.insecure and not is_loopback(self.host)
+        return self.metrics_host or ("127.0.0.1" if hides else self.host)
+
+    def _verify_metrics(self) -> None:
+        """Raises: ConfigError."""
+        if not 0 <= self.metrics_port < 65536:
+            raise ConfigError(f"metrics_port is {self.metrics_port}, 0 to 65535 is needed")
+        may_listen = self.insecure or self._listens_with_tls
+        if self.metrics_host is not None and not is_loopback(self.metrics_host) and not may_listen:
+            raise ConfigError(f"metrics_host is {self.metrics_host!r}, which is not loopback: --insecure is needed")
 
     def _verify_connecting(self) -> None:
         """Require TLS for connections to other machines, unless `insecure` is set. Raises: ConfigError."""
@@ -176,6 +200,12 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ]
         if given:
             raise ConfigError(f"{given[0]} is given, so {' and '.join(missing)} must be, too")
+
+    def _verify_least(self, least: int, *names: str) -> None:
+        """None is no number to check. Raises: ConfigError."""
+        for name in names:
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigError(f"{name} is {value}, at least {least} is needed")
 
     def _verify_seconds(self, *names: str) -> None:
         """Raises: ConfigError."""

@@ -26,10 +26,6 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """gRPC; 0 draws a free one."""
     data_port: int = 0
     """KV blocks over TCP; 0 draws a free one."""
-    metrics_port: int = 0
-    """HTTP for `/metrics` and `/health`; 0 draws a free one."""
-    metrics_host: str | None = None
-    """Address of `metrics_port`, unencrypted, if it is not `host`; with TLS and a host beyond loopback: 127.0.0.1."""
     advertise_host: str | None = None
     """Host that peers connect to, if it is not `host`; default for a wildcard `host`: this machine's address."""
     worker_id: str | None = None
@@ -113,12 +109,6 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         """Host that peers connect to. Raises: ConfigError when a wildcard host leaves that open."""
         return self.advertise_host or (own_address() if is_wildcard(self.host) else self.host)
 
-    @property
-    def metrics_at(self) -> str:
-        """Host for `/metrics` and `/health`, which have no TLS: beyond loopback only if a setting allows it."""
-        hides = self.tls_cert_file is not None and not self.insecure and not is_loopback(self.host)
-        return self.metrics_host or ("127.0.0.1" if hides else self.host)
-
     def _own_host(self) -> str | None:
         return self.peers_host
 
@@ -134,11 +124,6 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
 
     def verify(self) -> None:
         super().verify()
-        if not 0 <= self.metrics_port < 65536:
-            raise ConfigError(f"metrics_port is {self.metrics_port}, 0 to 65535 is needed")
-        may_listen = self.insecure or self.tls_cert_file is not None
-        if self.metrics_host is not None and not is_loopback(self.metrics_host) and not may_listen:
-            raise ConfigError(f"metrics_host is {self.metrics_host!r}, which is not loopback: --insecure is needed")
         if self.connector == "nixl" and self.tls_cert_file is not None and not self.nixl_plaintext:
             raise ConfigError(
                 "connector is 'nixl', which encrypts nothing, and TLS is configured: nixl_plaintext=true allows it"
@@ -147,17 +132,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"worker_id is {self.worker_id[:200]!r}, 1 to 128 letters, digits, `_`, `.` or `-` are needed"
             )
-        for name in (
-            "block_size",
-            "kv_cache_mib",
-            "max_num_batched_tokens",
-            "max_num_seqs",
-            "max_waiting",
-            "num_threads",
-            "grammar_memory_mib",
-        ):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} is {value}, at least 1 is needed")
+        self._verify_least(1, "block_size", "kv_cache_mib", "max_num_batched_tokens", "max_num_seqs", "max_waiting")
+        self._verify_least(1, "num_threads", "grammar_memory_mib")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"num_blocks is {self.num_blocks}, at least 2 are needed")
         if self.max_model_len is not None and self.max_model_len < 2:
@@ -169,10 +145,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}, a name is needed: auto, torch, or a plug-in's"
             )
-        if self.long_prefill_token_threshold < 0:
-            raise ConfigError(
-                f"long_prefill_token_threshold is {self.long_prefill_token_threshold}, at least 0 is needed"
-            )
+        self._verify_least(0, "long_prefill_token_threshold")
         if not 0 < self.run_ahead_share <= 1:
             raise ConfigError(f"run_ahead_share is {self.run_ahead_share}, above 0 and at most 1 is needed")
         self._verify_seconds("grammar_timeout_s", "grammar_token_s", "grammar_request_s")
@@ -205,8 +178,7 @@ class DecodeSettings(WorkerSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"stream_interval is {self.stream_interval}, 1 to {MAX_STREAM_INTERVAL} tokens are possible"
             )
-        if self.max_sessions < 0:
-            raise ConfigError(f"max_sessions is {self.max_sessions}, at least 0 is needed")
+        self._verify_least(0, "max_sessions")
         if not 0 < self.session_idle_timeout_s < float("inf"):
             raise ConfigError(
                 f"session_idle_timeout_s is {self.session_idle_timeout_s}, a number of seconds above 0 is needed"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -53,72 +55,57 @@ class ExportCounts:
     """The collector did not take them."""
 
 
-class SpanCollector(Collector):
-    """Counts of this process's spans by outcome; all zero when it does not trace."""
+class Families(Collector):
+    """A collector of the families that a function returns at each scrape."""
 
-    def __init__(self, counts: ExportCounts) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterable[Metric]:
-        spans = CounterMetricFamily("pdserve_spans", "Finished spans, by outcome.", labels=["outcome"])
-        for outcome in ("exported", "dropped", "failed"):
-            spans.add_metric([outcome], getattr(self._counts, outcome))
-        yield spans
-
-
-class TaskCollector(Collector):
-    """Background tasks of this process that failed."""
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        restarts = CounterMetricFamily(
-            "pdserve_background_task_restarts", "Background tasks that failed and were started again.", labels=["task"]
-        )
-        for name in TASK_NAMES:
-            restarts.add_metric([name], RESTARTS[name])
-        yield restarts
+        return self._read()
 
 
-class RedisCollector(Collector):
-    """State and errors of a service's Redis connection."""
-
-    def __init__(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
-        """events: values that were unusable, published again or asked elsewhere, by kind, since start."""
-        self._breaker = breaker
-        self._events = events
-
-    def collect(self) -> Iterable[Metric]:
-        up = self._breaker.state is BreakerState.CLOSED
-        yield GaugeMetricFamily("pdserve_redis_up", "1 while Redis can be used.", value=int(up))
-        errors = CounterMetricFamily("pdserve_redis_errors", "Operations that failed, by kind.", labels=["kind"])
-        for kind in (*ERROR_KINDS, "bug"):
-            errors.add_metric([kind], self._breaker.errors[kind])
-        yield errors
-        events = CounterMetricFamily(
-            "pdserve_redis_events",
-            "Unusable values, repeated publications and requests to workers, by kind.",
-            labels=["kind"],
-        )
-        for kind, count in self._events().items():
-            events.add_metric([kind], count)
-        yield events
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
+Label = TypeVar("Label", bound=str | tuple[str, ...])
 
 
-class TlsCollector(Collector):
-    """Expiry of this service's certificates."""
+def by_label(
+    kind: type[Family], name: str, meaning: str, labels: Sequence[str], values: Mapping[Label, float]
+) -> Family:
+    """One family. values: by the value of its label; by a tuple, in the order of `labels`, where there are several."""
+    family = kind(name, meaning, labels=labels)
+    for key, value in values.items():
+        family.add_metric([key] if isinstance(key, str) else key, value)
+    return family
 
-    def __init__(self, expiries: Callable[[], Mapping[PeerKind, float]]) -> None:
-        """expiries: as `TlsRenewal.expiries`."""
-        self._expiries = expiries
 
-    def collect(self) -> Iterable[Metric]:
-        expiry = GaugeMetricFamily(
-            "pdserve_tls_certificate_expiry_timestamp_seconds",
-            "When a certificate of this service expires, in Unix time.",
-            labels=["peers"],
-        )
-        for peers, valid_until in self._expiries().items():
-            expiry.add_metric([peers], valid_until)
-        yield expiry
+def _process_families(counts: ExportCounts) -> Iterable[Metric]:
+    """Spans by outcome, all zero for a process that does not trace, and background tasks that failed."""
+    outcomes = {outcome: getattr(counts, outcome) for outcome in ("exported", "dropped", "failed")}
+    yield by_label(CounterMetricFamily, "pdserve_spans", "Finished spans, by outcome.", ["outcome"], outcomes)
+    meaning = "Background tasks that failed and were started again."
+    restarts = {name: RESTARTS[name] for name in TASK_NAMES}
+    yield by_label(CounterMetricFamily, "pdserve_background_task_restarts", meaning, ["task"], restarts)
+
+
+def redis_families(breaker: CircuitBreaker, events: Mapping[str, int]) -> Iterable[Metric]:
+    """State and errors of a service's Redis connection.
+
+    events: values that were unusable, published again or asked elsewhere, by kind, since start.
+    """
+    up = breaker.state is BreakerState.CLOSED
+    yield GaugeMetricFamily("pdserve_redis_up", "1 while Redis can be used.", value=int(up))
+    errors = {kind: breaker.errors[kind] for kind in (*ERROR_KINDS, "bug")}
+    yield by_label(CounterMetricFamily, "pdserve_redis_errors", "Operations that failed, by kind.", ["kind"], errors)
+    meaning = "Unusable values, repeated publications and requests to workers, by kind."
+    yield by_label(CounterMetricFamily, "pdserve_redis_events", meaning, ["kind"], events)
+
+
+def tls_families(expiries: Mapping[PeerKind, float]) -> Iterable[Metric]:
+    """Expiry of this service's certificates. expiries: as `TlsRenewal.expiries`."""
+    name = "pdserve_tls_certificate_expiry_timestamp_seconds"
+    meaning = "When a certificate of this service expires, in Unix time."
+    yield by_label(GaugeMetricFamily, name, meaning, ["peers"], expiries)
 
 
 def make_registry(counts: ExportCounts | None) -> CollectorRegistry:
@@ -126,14 +113,8 @@ def make_registry(counts: ExportCounts | None) -> CollectorRegistry:
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter and histogram, which nothing of ours reads
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    registry.register(SpanCollector(counts or ExportCounts()))
-    registry.register(TaskCollector())
+    registry.register(Families(partial(_process_families, counts or ExportCounts())))
     return registry
-
-
-def exposition(registry: CollectorRegistry) -> bytes:
-    """The metrics now, in Prometheus' text format; their type is `CONTENT_TYPE`."""
-    return generate_latest(registry)
 
 
 def metrics_server(text: Callable[[], Awaitable[bytes]], routes: Sequence[Route] = ()) -> HttpServer:
@@ -157,7 +138,7 @@ class Exposition:
         self._making: asyncio.Task[bytes] | None = None
 
     async def text(self) -> bytes:
-        """As `exposition`, of all registries."""
+        """The metrics now, in Prometheus' text format; their type is `CONTENT_TYPE`."""
         if self._making is None or self._making.done():
             self._making = asyncio.create_task(self._make())
         return await asyncio.shield(self._making)

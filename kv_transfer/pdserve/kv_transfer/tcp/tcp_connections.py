@@ -10,19 +10,18 @@ closed for the newest. A reading peer is a newcomer only for its handshake and f
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pdserve.common.address.peer_address import network_of
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 from pdserve.kv_transfer.tcp.tcp_stream import TcpStream
 
 _MAX_KNOWN = 1024
-_V6_PREFIX_BITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +148,3 @@ class SourceConnections:
             while self._newcomers and next(iter(self._newcomers.values())).due <= now:
                 self._cut(next(iter(self._newcomers)))
             self._expire_later()
-
-
-def network_of(host: str) -> str:
-    """The unit of limits per network: an IPv4 address, or the /64 of an IPv6 address, since one machine may own a whole /64."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((address, _V6_PREFIX_BITS), strict=False))

@@ -13,6 +13,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pdserve.common.address.peer_address import peer_host
 from pdserve.common.errors import DeadlineExceeded, InvalidRequest, PdServeError
 from pdserve.common.first_done import first_of
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
@@ -42,7 +43,6 @@ from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.request_limits import MAX_MESSAGES
 from pdserve.router.requests.session import StreamingSession
-from pdserve.router.tenants.failed_attempts import peer_address
 from pdserve.text.prompt import ChatInput, LengthRule, Prompt, TextInput, TokenInput
 from pdserve.text.request_output import CompletionOutput, Logprob
 from pdserve.v1 import inference_pb2, request_pb2
@@ -67,7 +67,7 @@ class InferenceServicer(EmbedServicer):
         """Authenticate a call before its messages are read, in the task that serves it. Raises: Unauthenticated."""
         with self.inference.telemetry.count_rejections():
             authorization = metadata_of(context).get("authorization")
-            CALLER.set(await self.inference.keys.authenticate(authorization, peer_address(context.peer())))
+            CALLER.set(await self.inference.keys.authenticate(authorization, peer_host(context.peer())))
 
     async def decode(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
         """Decode a message for the server. Raises: InvalidRequest, BodyTooLarge."""

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
-from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
+from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Families, by_label
 from pdserve.router.workers.worker import Worker, WorkerState
 
 
@@ -63,32 +62,16 @@ class RouterMetrics:
             "pdserve_cached_prompt_tokens_total", "The part of the prompt tokens that needed no computing."
         )
         self.output_tokens = count("pdserve_output_tokens_total", "Tokens sent to clients.")
-        registry.register(_RouterState(num_requests, worker_counts, num_indexed_blocks))
 
+        def states() -> Iterable[Metric]:
+            in_flight, indexed = num_requests(), num_indexed_blocks()
+            yield GaugeMetricFamily("pdserve_requests_in_flight", "Prompts in the router now.", value=in_flight)
+            yield GaugeMetricFamily("pdserve_indexed_blocks", "Block hashes in the prefix index.", value=indexed)
+            labels, by_role = ["role", "state"], worker_counts()
+            workers = {(role, state): number for role, of in by_role.items() for state, number in of.items()}
+            yield by_label(GaugeMetricFamily, "pdserve_workers", "Workers, by role and state.", labels, workers)
 
-class _RouterState(Collector):
-    """Collects current states at each scrape."""
-
-    def __init__(
-        self,
-        num_requests: Callable[[], int],
-        worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
-        num_indexed_blocks: Callable[[], int],
-    ) -> None:
-        self._num_requests = num_requests
-        self._num_indexed_blocks = num_indexed_blocks
-        self._worker_counts = worker_counts
-
-    def collect(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily("pdserve_requests_in_flight", "Prompts in the router now.", value=self._num_requests())
-        yield GaugeMetricFamily(
-            "pdserve_indexed_blocks", "Block hashes in the prefix index.", value=self._num_indexed_blocks()
-        )
-        workers = GaugeMetricFamily("pdserve_workers", "Workers, by role and state.", labels=["role", "state"])
-        for role, counts in self._worker_counts().items():
-            for state, number in counts.items():
-                workers.add_metric([role, state], number)
-        yield workers
+        registry.register(Families(states))
 
 
 KEPT_S = 600.0

@@ -13,16 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from pdserve.common.errors import PdServeError
-from pdserve.common.net.loop_lag import LoopLag
-from pdserve.common.net.tls_renewal import PeerKind
-from pdserve.common.registry.circuit_breaker import CircuitBreaker
 from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.telemetry.metrics import Exposition, RedisCollector, TlsCollector, make_registry
-from pdserve.common.telemetry.telemetry import make_telemetry
+from pdserve.common.telemetry.metrics import Exposition, Families, by_label
+from pdserve.common.telemetry.service_telemetry import ServiceTelemetry
 from pdserve.common.timeline import now_unix_ns
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.telemetry.router_metrics import RouterMetrics
@@ -33,8 +29,8 @@ from pdserve.router.tenants.key_metrics import KeyMetrics
 SPAN_NAME = "request"
 
 
-class RouterTelemetry:
-    """Telemetry of one router. `close` it."""
+class RouterTelemetry(ServiceTelemetry):
+    """Telemetry of one router."""
 
     def __init__(
         self,
@@ -45,18 +41,15 @@ class RouterTelemetry:
         num_indexed_blocks: Callable[[], int],
     ) -> None:
         """Raises: ConfigError for an invalid collector, or an audit log that cannot be written."""
+        super().__init__(settings, "router", f"{socket.gethostname()}-{os.getpid()}")
         self._model = model
         self._trusts_strangers = settings.trusts_trace_headers()
-        self._telemetry = make_telemetry(settings, "router", f"{socket.gethostname()}-{os.getpid()}")
-        self._registry = make_registry(self._telemetry.counts if self._telemetry else None)
         self.metrics = RouterMetrics(self._registry, num_requests, worker_counts, num_indexed_blocks)
         self._key_registry = CollectorRegistry()
         self.key_metrics = KeyMetrics(self._key_registry)
-        self.loop_lag = LoopLag(self._registry)
-        self._plain_metrics = Exposition(self._registry)
-        self._all_metrics = Exposition(self._registry, self._key_registry)
+        self._text_by_key = Exposition(self._registry, self._key_registry)
         self.audit = AuditLog(settings.audit_log, model)
-        self._registry.register(AuditCollector(self.audit))
+        self._registry.register(Families(lambda: audit_families(self.audit)))
 
     def request(
         self,
@@ -145,36 +138,19 @@ class RouterTelemetry:
             num_cached_tokens=0, outcome=error.code, status=error.http_status, duration_s=duration_s,
         )  # fmt: skip
 
-    def watch_redis(self, breaker: CircuitBreaker, events: Callable[[], Mapping[str, int]]) -> None:
-        """Export metrics about this service's use of Redis; see `RedisCollector`."""
-        self._registry.register(RedisCollector(breaker, events))
-
-    def watch_tls(self, expiries: Callable[[], Mapping[PeerKind, float]]) -> None:
-        """Export the expiry of certificates; see `TlsCollector`."""
-        self._registry.register(TlsCollector(expiries))
-
     async def exposition(self, *, by_key: bool = False) -> bytes:
         """The current metrics. by_key: include metrics per API key, which are for operators."""
-        return await (self._all_metrics if by_key else self._plain_metrics).text()
+        return await (self._text_by_key if by_key else self._text).text()
 
     async def close(self) -> None:
-        """Export the last spans, within a time limit."""
         await asyncio.to_thread(self.audit.close)
-        if self._telemetry is not None:
-            await asyncio.to_thread(self._telemetry.tracing.close)
+        await super().close()
 
 
-class AuditCollector(Collector):
-    """Collects the number of lines of the audit log."""
-
-    def __init__(self, audit: AuditLog) -> None:
-        self._audit = audit
-
-    def collect(self) -> Iterable[Metric]:
-        lines = CounterMetricFamily("pdserve_audit_lines", "Lines of the audit log.", labels=["outcome"])
-        lines.add_metric(["written"], self._audit.num_written - self._audit.num_dropped)
-        lines.add_metric(["dropped"], self._audit.num_dropped)
-        yield lines
+def audit_families(audit: AuditLog) -> Iterable[Metric]:
+    """Number of lines of the audit log, by outcome."""
+    lines = {"written": audit.num_written - audit.num_dropped, "dropped": audit.num_dropped}
+    yield by_label(CounterMetricFamily, "pdserve_audit_lines", "Lines of the audit log.", ["outcome"], lines)
 
 
 def new_trace_headers() -> dict[str, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
+
+from pdserve.common.address.peer_address import network_of
 
 log = logging.getLogger(__name__)
 
@@ -84,25 +85,3 @@ class FailedAttempts:
             self._minute, self._num_lines = minute, 0
         self._num_lines += 1
         return self._num_lines <= MAX_LINES_PER_MINUTE
-
-
-def network_of(address: str) -> str:
-    """The unit of counting: an IPv4 address, or the /64 of an IPv6 address, since one host may own a whole /64."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return address[:64]
-    if isinstance(parsed, ipaddress.IPv6Address):
-        if parsed.ipv4_mapped is not None:
-            return str(parsed.ipv4_mapped)
-        return str(ipaddress.ip_network((int(parsed), 64), strict=False))
-    return str(parsed)
-
-
-def peer_address(peer: str) -> str:
-    """The IP address in gRPC's name of a peer, such as `ipv4:127.0.0.1:50051` or `ipv6:%5B::1%5D:50051`."""
-    kind, _, rest = peer.partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return ""
-    host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").replace("%5b", "").replace("%5d", "")
-    return host.strip("[]").partition("%")[0]
