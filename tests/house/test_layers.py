@@ -50,8 +50,8 @@ FLOORS = {
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"}, {"block_hash"}, {"security"},
         {"address", "json_file", "kv_layout"},
-        {"background_task", "child_answers", "errors", "first_done", "kv_events", "priority_queue", "protocol",
-         "rate_limited_log", "timeline"},
+        {"background_task", "child_answers", "errors", "first_done", "kv_events", "method_handler", "priority_queue",
+         "protocol", "rate_limited_log", "timeline"},
     ),
 }  # fmt: skip
 """Room -> its subfolders and modules, from the roof down: each imports only from floors below its own."""

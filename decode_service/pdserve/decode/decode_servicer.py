@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
 import msgspec
 
 from pdserve.common import timeline
@@ -25,6 +24,7 @@ from pdserve.common.errors import (
     WorkerLost,
 )
 from pdserve.common.first_done import first_of
+from pdserve.common.method_handler import Context
 from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.generation_request import verify_request_id
@@ -73,9 +73,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     block_bytes: int
     """Bytes of a KV block."""
 
-    async def Session(
-        self, request_iterator: _Turns, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+    async def Session(self, request_iterator: _Turns, context: Context) -> AsyncIterator[decode_pb2.DecodeEvent]:
         engine, settings = self.engine, self.settings
         if engine.num_sessions >= settings.max_sessions:
             # a call that is ended while its first turn is on the way here may lose this answer
@@ -96,7 +94,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             engine.num_sessions -= 1
 
     async def Generate(
-        self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         remote = request.HasField("source")
         engine_request = self.reader.request(
@@ -135,7 +133,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             self.engine.release(stream, record.close)
 
     async def EndSequences(
-        self, request: decode_pb2.EndSequencesRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: decode_pb2.EndSequencesRequest, context: Context
     ) -> decode_pb2.EndSequencesResponse:
         verify_request_id(request.request_id)
         if (num := len(request.indexes)) > MAX_SEQUENCES:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import grpc
 
 from pdserve.common import timeline
 from pdserve.common.address.peer_address import verify_worker_id
 from pdserve.common.errors import InternalError, InvalidRequest
+from pdserve.common.method_handler import Context
 from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
@@ -51,7 +49,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Tokens per KV block."""
 
     async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         engine_request = self.reader.request(request, request.attempt.number, transfer_source=bool(request.transfer_id))
         if engine_request.pooling_params is not None:
@@ -89,9 +87,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             if transfer is not None:
                 transfer.cancel()
 
-    async def Embed(
-        self, request: prefill_pb2.PoolingRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> prefill_pb2.PoolingResponse:
+    async def Embed(self, request: prefill_pb2.PoolingRequest, context: Context) -> prefill_pb2.PoolingResponse:
         engine_request = self.reader.request(request, request.attempt.number, prefill_here=True)
         if engine_request.pooling_params is None:
             raise InvalidRequest("request.pooling is missing: it says which embedding is wanted", "pooling")

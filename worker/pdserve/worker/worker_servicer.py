@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
-
-import grpc
 
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
 from pdserve.common.errors import KeyMismatch, ProtocolMismatch
 from pdserve.common.first_done import first_done
 from pdserve.common.kv_events import KvCacheEvents
+from pdserve.common.method_handler import Context
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.request.wire import layout_to_wire
@@ -61,9 +59,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         changed.set()
 
     async def Watch(
-        self,
-        request_iterator: AsyncIterator[worker_pb2.WatchRequest],
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request_iterator: AsyncIterator[worker_pb2.WatchRequest], context: Context
     ) -> AsyncIterator[worker_pb2.WatchEvent]:
         try:
             opening = await _next(request_iterator)
@@ -99,9 +95,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     # steps are shorter, so a message contains several
                     await asyncio.sleep(min(BLOCKS_EVERY_S, max(0.0, next_load - loop.time())))
 
-    async def Meet(
-        self, request: worker_pb2.MeetRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> worker_pb2.MeetResponse:
+    async def Meet(self, request: worker_pb2.MeetRequest, context: Context) -> worker_pb2.MeetResponse:
         verify_worker_id("worker_id", request.worker_id)
         self._peers.meet(request.address)
         self._on_meet(request.worker_id, request.epoch)

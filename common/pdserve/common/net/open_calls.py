@@ -8,10 +8,8 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-import grpc
-import grpc.aio
-
 from pdserve.common.errors import BodyTooLarge, InvalidRequest, Overloaded, PdServeError
+from pdserve.common.method_handler import Context, behaviour_of, remade
 from pdserve.common.net.body_budget import BodyBudget
 from pdserve.common.net.rpc import abort_with
 
@@ -20,7 +18,6 @@ MAX_OPEN_BYTES = 4096
 MAX_OPEN_CALLS = 256
 MAX_OPEN_CALLS_PER_ADDRESS = 32
 _READ_S = 5.0
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OpenCalls:
@@ -43,12 +40,7 @@ class OpenCalls:
             except PdServeError as error:
                 await abort_with(context, error)
 
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.stream_unary_rpc_method_handler
-        )
-        return make(call, response_serializer=handler.response_serializer)
+        return remade(handler, call, reads_stream=True)
 
     def _answer(
         self, behaviour: Callable[[Any, Any], Any], parse: Callable[[bytes], Any], request_streaming: bool
@@ -86,13 +78,6 @@ class OpenCalls:
             self._by_address[address] -= 1
             if not self._by_address[address]:
                 del self._by_address[address]
-
-
-def behaviour_of(handler: Any) -> Callable[[Any, Any], Any]:
-    """The function behind a gRPC method handler, of whichever of the four kinds."""
-    kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
-    found: Callable[[Any, Any], Any] = next(behaviour for behaviour in kinds if behaviour is not None)
-    return found
 
 
 async def _each(requests: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:

@@ -13,8 +13,9 @@ import grpc
 import grpc.aio
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, remade
 from pdserve.common.net.body_budget import BodyBudget
-from pdserve.common.net.open_calls import OpenCalls, behaviour_of
+from pdserve.common.net.open_calls import OpenCalls
 from pdserve.common.net.rpc import ErrorInterceptor
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.security.tls import ClientTls
@@ -25,7 +26,6 @@ _SERVICE = "/pdserve."
 _IDENTITY_ONLY = 1
 """A bit set of gRPC's compression algorithms."""
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Authenticate = Callable[[Context], Awaitable[None]]
 """Looks at a call's metadata and peer. Raises: Unauthenticated."""
 Decode = Callable[[bytes, Callable[[bytes], Any]], Awaitable[Any]]
@@ -99,7 +99,7 @@ def make_public_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.
     return grpc.aio.secure_channel(address, credentials, options=[*options, *name])
 
 
-class _PublicInterceptor(grpc.aio.ServerInterceptor):
+class _PublicInterceptor(HandlerInterceptor):
     """Turns each handler into one that reads by itself: gRPC would read a unary request before any code of ours runs."""
 
     def __init__(
@@ -117,15 +117,8 @@ class _PublicInterceptor(grpc.aio.ServerInterceptor):
         self._budget = budget
         self._open_calls = OpenCalls(max_request_bytes, budget.max_bytes)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        if not handler_call_details.method.startswith(_SERVICE):
+    def replaced(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
+        if not details.method.startswith(_SERVICE):
             return self._open_calls.bounded(handler)
         return self._guarded(handler)
 
@@ -144,21 +137,19 @@ class _PublicInterceptor(grpc.aio.ServerInterceptor):
                 yield await self._message(raw, parse)
 
         answer = behaviour_of(handler)
-        if handler.response_streaming:
 
-            async def stream(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
-                await self._authenticate(context)
-                asked = each(requests) if handler.request_streaming else await first(requests)
-                async for response in answer(asked, context):
-                    yield response
-
-            return grpc.stream_stream_rpc_method_handler(stream, response_serializer=_serializer(handler))
+        async def stream(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+            await self._authenticate(context)
+            asked = each(requests) if handler.request_streaming else await first(requests)
+            async for response in answer(asked, context):
+                yield response
 
         async def unary(requests: AsyncIterator[bytes], context: Context) -> Any:
             await self._authenticate(context)
             return await answer(each(requests) if handler.request_streaming else await first(requests), context)
 
-        return grpc.stream_unary_rpc_method_handler(unary, response_serializer=_serializer(handler))
+        guarded = stream if handler.response_streaming else unary
+        return remade(handler, guarded, reads_stream=True, serialize=_serializer(handler))
 
     async def _message(self, raw: bytes | None, parse: Callable[[bytes], Any]) -> Any:
         if raw is None:

@@ -19,6 +19,7 @@ from pdserve.common import errors
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.address.peer_address import grpc_target
 from pdserve.common.errors import ConfigError, InternalError, PdServeError
+from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, remade
 from pdserve.common.net.renewed_channel import RenewedChannel
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.security.tls import ClientTls, ServerTls
@@ -136,7 +137,7 @@ def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(configuration(used), fetch, tls.client_ca is not None)
 
 
-def metadata_of(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+def metadata_of(context: Context) -> dict[str, str]:
     """The caller's metadata, names in lower case."""
     return {
         key.lower(): value if isinstance(value, str) else value.decode("ascii", "replace")
@@ -199,7 +200,7 @@ def _metadata_value(error: grpc.aio.AioRpcError, key: str) -> str | None:
     return None
 
 
-async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PdServeError) -> NoReturn:
+async def abort_with(context: Context, error: PdServeError) -> NoReturn:
     """End the call with the error's status and its code in the trailing metadata."""
     metadata = [(ERROR_CODE_KEY, error.code)]
     if isinstance(error, errors.Overloaded):
@@ -211,40 +212,18 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PdServe
     raise AssertionError("abort returned")  # pragma: no cover - abort always raises
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
+class ErrorInterceptor(HandlerInterceptor):
     """`PdServeError` from a handler becomes its status; anything else is logged with its traceback and INTERNAL."""
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
+    def replaced(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
         # health and reflection come with grpc and keep their own handlers
-        if handler is None or not handler_call_details.method.startswith("/pdserve."):
+        if not details.method.startswith("/pdserve."):
             return handler
-        if handler.response_streaming:
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            behaviour: Any = _translate_stream(handler.stream_stream or handler.unary_stream)
-        else:
-            make = (
-                grpc.stream_unary_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_unary_rpc_method_handler
-            )
-            behaviour = _translate_unary(handler.stream_unary or handler.unary_unary)
-        return make(
-            behaviour,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        translate = _translate_stream if handler.response_streaming else _translate_unary
+        return remade(handler, translate(behaviour_of(handler)), parse=handler.request_deserializer)
 
 
-async def _abort_for(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+async def _abort_for(context: Context, error: Exception) -> NoReturn:
     """End the call with what a handler raised."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
@@ -255,7 +234,7 @@ async def _abort_for(context: grpc.aio.ServicerContext[Any, Any], error: Excepti
 
 
 def _translate_stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+    async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
             async for response in behaviour(request, context):
                 yield response
@@ -266,7 +245,7 @@ def _translate_stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Ca
 
 
 def _translate_unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def call(request: Any, context: Context) -> Any:
         try:
             return await behaviour(request, context)
         except Exception as error:

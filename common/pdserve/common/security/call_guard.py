@@ -7,14 +7,14 @@ Health and reflection are not guarded.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-import grpc.aio
 
 from pdserve.common.address.peer_address import peer_host
 from pdserve.common.errors import PdServeError
+from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, remade
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.security.call_proof import PROOF_KEY, CallVerifier
 from pdserve.common.security.peer_message import parsed
@@ -24,29 +24,23 @@ log = logging.getLogger(__name__)
 WATCH = "/pdserve.v1.WorkerService/Watch"
 """The method that authenticates by challenge and response: its caller does not know the worker's identity yet."""
 _GUARDED = "/pdserve."
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class CallGuard(grpc.aio.ServerInterceptor):
+class CallGuard(HandlerInterceptor):
     """Runs after the interceptor that turns errors into statuses."""
 
     def __init__(self, verifier: CallVerifier) -> None:
         self._verifier = verifier
         self._warnings = RateLimitedLog(log)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or not method.startswith(_GUARDED):
+    def replaced(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
+        method = details.method
+        if not method.startswith(_GUARDED):
             return handler
         if method == WATCH:
             return self._guarded(handler, method, None)
         try:
-            digest = self._verifier.verify(method, _proof(handler_call_details))
+            digest = self._verifier.verify(method, _proof(details))
         except PdServeError as error:
             return self._refusal(handler, error)
         return self._guarded(handler, method, digest)
@@ -68,12 +62,12 @@ class CallGuard(grpc.aio.ServerInterceptor):
             self.warn(context, error)
             raise error
 
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(refuse_stream)
-        return grpc.stream_unary_rpc_method_handler(refuse)
+        return remade(handler, refuse_stream if handler.response_streaming else refuse, reads_stream=True)
 
     def _guarded(self, handler: Any, method: str, digest: bytes | None) -> Any:
         """The handler, given messages that were checked. digest: of the first message; None where there is no proof."""
+
+        behaviour = behaviour_of(handler)
 
         def read(raw: bytes, context: Context, *, is_first: bool = True) -> Any:
             try:
@@ -90,26 +84,13 @@ class CallGuard(grpc.aio.ServerInterceptor):
                 yield read(raw, context, is_first=is_first)
                 is_first = False
 
-        def stream_unary(requests: AsyncIterator[bytes], context: Context) -> Any:
-            return handler.stream_unary(messages(requests, context), context)
+        def of_stream(requests: AsyncIterator[bytes], context: Context) -> Any:
+            return behaviour(messages(requests, context), context)
 
-        def stream_stream(requests: AsyncIterator[bytes], context: Context) -> Any:
-            return handler.stream_stream(messages(requests, context), context)
+        def of_message(raw: bytes, context: Context) -> Any:
+            return behaviour(read(raw, context), context)
 
-        def unary_unary(raw: bytes, context: Context) -> Any:
-            return handler.unary_unary(read(raw, context), context)
-
-        def unary_stream(raw: bytes, context: Context) -> Any:
-            return handler.unary_stream(read(raw, context), context)
-
-        serializer = handler.response_serializer
-        if handler.request_streaming and handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(stream_stream, response_serializer=serializer)
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(stream_unary, response_serializer=serializer)
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(unary_stream, response_serializer=serializer)
-        return grpc.unary_unary_rpc_method_handler(unary_unary, response_serializer=serializer)
+        return remade(handler, of_stream if handler.request_streaming else of_message)
 
 
 def _proof(details: grpc.HandlerCallDetails) -> bytes | None:

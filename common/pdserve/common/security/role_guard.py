@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
-import grpc.aio
 
 from pdserve.common.address.peer_address import peer_host
 from pdserve.common.errors import PdServeError, PermissionDenied
+from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, remade
 from pdserve.common.security.tls import ServerTls
 from pdserve.common.security.tls_roles import ServiceRole
 
@@ -36,7 +36,6 @@ CALLERS: dict[str, tuple[ServiceRole, ...]] = {
 """Service -> roles that may call its methods; a service that is not listed may not be called."""
 _MAX_WARNED = 1024
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Abort = Callable[[Context, PdServeError], Awaitable[Any]]
 
 
@@ -56,7 +55,7 @@ class CallerRoles:
             raise PermissionDenied(f"the caller may not do this: {objection}")
 
 
-class RoleGuard(grpc.aio.ServerInterceptor):
+class RoleGuard(HandlerInterceptor):
     """Runs after the interceptor that turns errors into statuses, before those that read messages."""
 
     def __init__(self, callers: CallerRoles, abort: Abort) -> None:
@@ -65,15 +64,8 @@ class RoleGuard(grpc.aio.ServerInterceptor):
         self._abort = abort
         self._warned: set[str] = set()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        method = handler_call_details.method
+    def replaced(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
+        method = details.method
         allowed = CALLERS.get(method.strip("/").partition("/")[0], ())
 
         async def verify(context: Context) -> None:
@@ -96,8 +88,7 @@ class RoleGuard(grpc.aio.ServerInterceptor):
 
 
 def _guarded(handler: Any, verify: Callable[[Context], Awaitable[None]]) -> Any:
-    kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
-    behaviour = getattr(handler, kind)
+    behaviour = behaviour_of(handler)
 
     async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
         await verify(context)
@@ -110,12 +101,7 @@ def _guarded(handler: Any, verify: Callable[[Context], Awaitable[None]]) -> Any:
 
     # health writes its stream itself, in a coroutine
     is_stream = handler.response_streaming and not inspect.iscoroutinefunction(behaviour)
-    make = getattr(grpc, f"{kind}_rpc_method_handler")
-    return make(
-        stream if is_stream else answer,
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
-    )
+    return remade(handler, stream if is_stream else answer, parse=handler.request_deserializer)
 
 
 def _uris(context: Context) -> list[str]:

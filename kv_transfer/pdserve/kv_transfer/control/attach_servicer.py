@@ -7,16 +7,15 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Generic, TypeVar
-
-import grpc
+from typing import Generic, TypeVar
 
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
 from pdserve.common.errors import InvalidRequest, LayoutMismatch, PdServeError, TransferFailed
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.method_handler import Context
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.request.wire import layout_from_wire
-from pdserve.common.security.role_guard import CallerRoles, Context
+from pdserve.common.security.role_guard import CallerRoles
 from pdserve.common.security.tls_roles import ServiceRole
 from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import ConnectorSet
@@ -164,9 +163,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         self._warnings = RateLimitedLog(log)
 
     async def Attach(
-        self,
-        requests: AsyncIterator[kv_source_pb2.AttachRequest],
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, requests: AsyncIterator[kv_source_pb2.AttachRequest], context: Context
     ) -> AsyncIterator[kv_source_pb2.AttachEvent]:
         stream = _EventQueue()
         incoming = aiter(requests)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 from contextvars import ContextVar
-from typing import Any, cast
-
-import grpc.aio
+from typing import cast
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.method_handler import Context
 from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.generation_request import verify_client_request_id
 from pdserve.common.request.params_wire import pooling_from_wire
@@ -26,7 +25,6 @@ from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer
 REQUEST_ID_KEY = "x-request-id"
 CALLER: ContextVar[Client] = ContextVar("caller")
 """The authenticated client of this task's call."""
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def caller() -> Client:

@@ -1,0 +1,54 @@
+"""Method handlers of gRPC: the interceptor that replaces them, and a handler made around another behaviour."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class HandlerInterceptor(grpc.aio.ServerInterceptor):
+    """An interceptor that answers each call with another handler than the servicer's."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self.replaced(handler, handler_call_details)
+
+    @abc.abstractmethod
+    def replaced(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
+        """The handler that answers this call. handler: the servicer's, or the next interceptor's."""
+
+
+def behaviour_of(handler: Any) -> Callable[[Any, Any], Any]:
+    """The function behind a method handler, of whichever of the four kinds."""
+    kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+    found: Callable[[Any, Any], Any] = next(behaviour for behaviour in kinds if behaviour is not None)
+    return found
+
+
+def remade(
+    handler: Any,
+    behaviour: Callable[[Any, Any], Any],
+    *,
+    reads_stream: bool = False,
+    parse: Callable[[bytes], Any] | None = None,
+    serialize: Callable[[Any], bytes] | None = None,
+) -> Any:
+    """The handler of a method with another behaviour.
+
+    reads_stream: `behaviour` takes a stream of requests also where the method has one, so that gRPC reads nothing before it asks.
+    parse: None gives `behaviour` the bytes of requests. serialize: None keeps the handler's.
+    """
+    asks = "stream" if handler.request_streaming or reads_stream else "unary"
+    answers = "stream" if handler.response_streaming else "unary"
+    make = getattr(grpc, f"{asks}_{answers}_rpc_method_handler")
+    return make(behaviour, request_deserializer=parse, response_serializer=serialize or handler.response_serializer)
