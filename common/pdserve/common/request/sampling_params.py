@@ -178,17 +178,12 @@ class SamplingParams(
         _require(
             self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
         )
-        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
+        counts = {field: len(getattr(self, field) or ()) for field in (*MAX_ENTRIES, "allowed_token_ids")}
+        verify_num_entries(counts, vocab_size)
         for text in self.stop:
             _require(
                 0 < len(text) <= MAX_STOP_STRING_CHARS, "stop", text[:40], f"1 to {MAX_STOP_STRING_CHARS} characters"
             )
-        _require(
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            "stop_token_ids",
-            len(self.stop_token_ids),
-            f"at most {MAX_STOP_TOKEN_IDS} ids",
-        )
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop needs detokenize to be true: stop strings are found in text", "stop")
         self._verify_penalties()
@@ -203,7 +198,6 @@ class SamplingParams(
             self.structured_outputs.verify()
         if vocab_size is not None:
             allowed = self.allowed_token_ids or ()
-            _require(len(allowed) <= vocab_size, "allowed_token_ids", len(allowed), f"at most {vocab_size} tokens")
             verify_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
             verify_token_ids("allowed_token_ids", allowed, vocab_size)
             verify_token_ids("bad_words", [t for sequence in self.bad_words_token_ids for t in sequence], vocab_size)
@@ -231,12 +225,6 @@ class SamplingParams(
         _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
 
     def _verify_token_rules(self) -> None:
-        _require(
-            len(self.logit_bias) <= MAX_LOGIT_BIASES,
-            "logit_bias",
-            len(self.logit_bias),
-            f"at most {MAX_LOGIT_BIASES} tokens",
-        )
         for token_id, bias in self.logit_bias.items():
             if not abs(bias) <= MAX_LOGIT_BIAS:  # NaN too
                 limit = f"from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
@@ -247,11 +235,7 @@ class SamplingParams(
         _require(all(self.bad_words_token_ids), "bad_words_token_ids", (), "sequences of at least one token")
 
     def _verify_logits_processors(self) -> None:
-        asked = self.logits_processors
-        _require(
-            len(asked) <= MAX_LOGITS_PROCESSORS, "logits_processors", len(asked), f"at most {MAX_LOGITS_PROCESSORS}"
-        )
-        for place, one in enumerate(asked):
+        for place, one in enumerate(self.logits_processors):
             if not 0 < len(one.name) <= MAX_LOGITS_PROCESSOR_NAME_CHARS:
                 raise InvalidRequest(
                     f"logits_processors[{place}].name must be 1 to {MAX_LOGITS_PROCESSOR_NAME_CHARS} characters, "
@@ -273,9 +257,7 @@ class SamplingParams(
 
     def verify_bad_words(self) -> None:
         """Check number and lengths of `bad_words` before they are tokenized. Raises: InvalidRequest."""
-        _require(
-            len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", len(self.bad_words), f"at most {MAX_BAD_WORDS} texts"
-        )
+        verify_num_entries({"bad_words": len(self.bad_words)})
         for word in self.bad_words:
             _require(
                 0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words", word[:40], f"1 to {MAX_BAD_WORD_CHARS} characters"

@@ -15,12 +15,7 @@ from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.timeline import to_unix_ns
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2
 
-_FINISH_TO_WIRE = {
-    FinishReason.STOP: request_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: request_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: request_pb2.FINISH_REASON_ABORT,
-    FinishReason.ERROR: request_pb2.FINISH_REASON_ERROR,
-}
+_FINISH_TO_WIRE = {reason: request_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 
 RequestMessage = (

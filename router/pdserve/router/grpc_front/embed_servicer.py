@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from contextvars import ContextVar
+from functools import partial
 from typing import cast
 
 from pdserve.common.errors import InvalidRequest
@@ -14,7 +15,7 @@ from pdserve.common.request.params_wire import pooling_from_wire
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.timeline import Timeline
 from pdserve.router.requests.inference import Inference
-from pdserve.router.requests.preparation import ClientRequest
+from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.prompt_task import Usage
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.tenants.client import ASKING, Client
@@ -34,10 +35,12 @@ def caller() -> Client:
     return client
 
 
-def call_timeout_s(inference: Inference, context: Context) -> float:
-    """Seconds for a call: the rest of its own deadline, at most `request_timeout_s`."""
+def call_fields(inference: Inference, context: Context, client_request_id: str) -> CallFields:
+    """The time of a call is the rest of its own deadline, at most `request_timeout_s`. Raises: InvalidRequest."""
+    verify_client_request_id(client_request_id)
     remaining_s, timeout_s = context.time_remaining(), inference.settings.request_timeout_s
-    return timeout_s if remaining_s is None else min(remaining_s, timeout_s)
+    timeout_s = timeout_s if remaining_s is None else min(remaining_s, timeout_s)
+    return CallFields(timeout_s, valid_trace_headers(metadata_of(context)), client_request_id)
 
 
 class EmbedServicer(InferenceServiceServicer):
@@ -49,13 +52,10 @@ class EmbedServicer(InferenceServiceServicer):
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
         inference = self.inference
         with inference.telemetry.count_rejections():
-            metadata = metadata_of(context)
             client = caller()
             inference.check_model(request.model)
-            timeout_s = call_timeout_s(inference, context)
-            requests = await inference.bodies.in_background_pool(
-                request.ByteSize(), lambda: _embedding_requests(request, metadata, timeout_s)
-            )
+            build = partial(_embedding_requests, request, call_fields(inference, context, request.client_request_id))
+            requests = await inference.bodies.in_background_pool(request.ByteSize(), build)
             embedding = await inference.embedding(requests, field="inputs", client=client)
         vectors = await embedding.results()
         response = inference_pb2.EmbedResponse(
@@ -70,10 +70,7 @@ class EmbedServicer(InferenceServiceServicer):
         return cast("inference_pb2.EmbedResponse", data)
 
 
-def _embedding_requests(
-    request: inference_pb2.EmbedRequest, metadata: dict[str, str], timeout_s: float
-) -> list[ClientRequest]:
-    verify_client_request_id(request.client_request_id)
+def _embedding_requests(request: inference_pb2.EmbedRequest, call: CallFields) -> list[ClientRequest]:
     if (num_inputs := len(request.inputs)) > MAX_EMBEDDING_INPUTS:
         raise InvalidRequest(f"inputs has {num_inputs} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", "inputs")
     pooling = pooling_from_wire(request.pooling)
@@ -83,9 +80,7 @@ def _embedding_requests(
             field=f"inputs[{place}].{entry.WhichOneof('input')}",
             pooling_params=pooling,
             cache_salt=request.cache_salt or None,
-            timeout_s=timeout_s,
-            trace_headers=valid_trace_headers(metadata),
-            client_request_id=request.client_request_id,
+            **call._asdict(),
         )
         for place, entry in enumerate(request.inputs)
     ]

@@ -22,16 +22,14 @@ from pdserve.common.net.public_server import make_public_server
 from pdserve.common.net.rpc import abort_with, metadata_of
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.common.request.generation_request import verify_client_request_id
 from pdserve.common.request.params_wire import sampling_from_wire, verify_entries
 from pdserve.common.request.sampling_params import RequestOutputKind
-from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.request.wire import finish_reason_to_wire
 from pdserve.router.grpc_front.embed_servicer import (
     CALLER,
     REQUEST_ID_KEY,
     EmbedServicer,
-    call_timeout_s,
+    call_fields,
     caller,
     moment_messages,
     usage_message,
@@ -40,7 +38,7 @@ from pdserve.router.grpc_front.health_servicer import HealthServicer
 from pdserve.router.requests.client_stream import merged
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.inference import Inference
-from pdserve.router.requests.preparation import ClientRequest
+from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.request_limits import MAX_MESSAGES
 from pdserve.router.requests.session import StreamingSession
 from pdserve.text.prompt import ChatInput, LengthRule, Prompt, TextInput, TokenInput
@@ -79,11 +77,8 @@ class InferenceServicer(EmbedServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         with self.inference.telemetry.count_rejections():
-            metadata = metadata_of(context)
             client = caller()
-            self.inference.check_model(request.model)
-            build = partial(self._client_request, request, metadata, call_timeout_s(self.inference, context))
-            client_request = await self.inference.bodies.in_background_pool(request.ByteSize(), build)
+            client_request = await self._read(request, context)
             generation = self.inference.generation([client_request], stream=_streams(request), client=client)
         generation.on_stalled = lambda error: self._hang_up(context, error)
         # a cancelled call ends the worker calls at once, even if this generator is suspended
@@ -97,7 +92,6 @@ class InferenceServicer(EmbedServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         refusals = self.inference.telemetry.count_rejections
         with refusals():
-            metadata = metadata_of(context)
             client = caller()
             session_id = uuid.uuid4().hex
             session = self.inference.session(session_id, client)
@@ -111,10 +105,7 @@ class InferenceServicer(EmbedServicer):
         try:
             while (request := await self._next_turn(request_iterator, session)) is not None:
                 with refusals():
-                    self.inference.check_model(request.model)
-                    timeout_s = call_timeout_s(self.inference, context)
-                    build = partial(self._client_request, request, metadata, timeout_s, session)
-                    turn = await self.inference.bodies.in_background_pool(request.ByteSize(), build)
+                    turn = await self._read(request, context, session)
                     stream = _streams(request)
                     generation = self.inference.turn(session, session_id, turn, stream=stream, client=client)
                 generation.on_stalled = lambda error: self._hang_up(context, error)
@@ -201,16 +192,20 @@ class InferenceServicer(EmbedServicer):
             hidden_size=self.inference.hidden_size(),
         )
 
+    async def _read(
+        self, request: inference_pb2.GenerateRequest, context: Context, session: StreamingSession | None = None
+    ) -> ClientRequest:
+        """The request in a message; a large one is read in a thread. Raises: InvalidRequest, NotFound."""
+        self.inference.check_model(request.model)
+        call = call_fields(self.inference, context, request.client_request_id)
+        build = partial(self._client_request, request, call, session)
+        return await self.inference.bodies.in_background_pool(request.ByteSize(), build)
+
     def _client_request(
-        self,
-        request: inference_pb2.GenerateRequest,
-        metadata: dict[str, str],
-        timeout_s: float,
-        session: StreamingSession | None = None,
+        self, request: inference_pb2.GenerateRequest, call: CallFields, session: StreamingSession | None
     ) -> ClientRequest:
         sampling = request.sampling
         self._verify_counts(request)
-        verify_client_request_id(request.client_request_id)
         goes_on = session is not None and bool(session.token_ids)
         if session is not None:
             _verify_turn(request, goes_on)
@@ -229,9 +224,7 @@ class InferenceServicer(EmbedServicer):
             max_tokens_field="sampling.max_tokens",
             cache_salt=request.cache_salt or None,
             priority=request.priority,
-            timeout_s=timeout_s,
-            trace_headers=valid_trace_headers(metadata),
-            client_request_id=request.client_request_id,
+            **call._asdict(),
         )
 
     def _verify_counts(self, request: inference_pb2.GenerateRequest) -> None:

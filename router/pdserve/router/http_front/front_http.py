@@ -34,7 +34,7 @@ from pdserve.router.openai.response_writer import CompletionResponseWriter, erro
 from pdserve.router.openai.tool_call_writer import ToolCallWriter
 from pdserve.router.placement.worker_selector import routing_view
 from pdserve.router.requests.inference import Inference
-from pdserve.router.requests.preparation import ClientRequest
+from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.tenants.client import Client
 from pdserve.text.prompt import ChatInput
 from pdserve.text.tokenizer import Tokenizer
@@ -121,11 +121,11 @@ class HttpFront:
         inference = self._inference
         with inference.telemetry.count_rejections():
             client = await self._authenticate(request)
-            headers, client_request_id = valid_trace_headers(request.headers), _client_request_id(request)
+            call = self._call_fields(request)
 
             def build(body: EmbeddingBody) -> tuple[EmbeddingBody, list[ClientRequest]]:
                 inference.check_model(body.model)
-                return body, body.requests(inference.settings.request_timeout_s, headers, client_request_id)
+                return body, body.requests(call)
 
             body, requests = await read_body(request, EmbeddingBody, inference.bodies, build)
             embedding = await inference.embedding(requests, field="input", client=client)
@@ -139,16 +139,22 @@ class HttpFront:
         """The client of the request's key. Raises: Unauthenticated."""
         return await authenticated(self._keys, request)
 
+    def _call_fields(self, request: Request) -> CallFields:
+        """Raises: InvalidRequest for the request id that the client or a proxy sent."""
+        client_request_id = request.headers.get(REQUEST_ID_HEADER, "")
+        verify_client_request_id(client_request_id, REQUEST_ID_HEADER)
+        timeout_s = self._inference.settings.request_timeout_s
+        return CallFields(timeout_s, valid_trace_headers(request.headers), client_request_id)
+
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
         inference = self._inference
         with inference.telemetry.count_rejections():
             client = await self._authenticate(request)
-            headers, client_request_id = valid_trace_headers(request.headers), _client_request_id(request)
+            call = self._call_fields(request)
 
             def build(body: CompletionBody | ChatBody) -> tuple[CompletionBody | ChatBody, list[ClientRequest]]:
                 inference.check_model(body.model)
-                defaults, timeout_s = inference.tokenizer.generation_defaults, inference.settings.request_timeout_s
-                return body, body.requests(defaults, timeout_s, headers, client_request_id)
+                return body, body.requests(inference.tokenizer.generation_defaults, call)
 
             body, requests = await read_body(request, kind, inference.bodies, build)
             stream = bool(body.stream)
@@ -178,13 +184,6 @@ class HttpFront:
             "owned_by": "pdserve",
             "max_model_len": limits.max_model_len if limits else None,
         }
-
-
-def _client_request_id(request: Request) -> str:
-    """The request id sent by the client or a proxy; empty if absent. Raises: InvalidRequest."""
-    client_request_id = request.headers.get(REQUEST_ID_HEADER, "")
-    verify_client_request_id(client_request_id, REQUEST_ID_HEADER)
-    return client_request_id
 
 
 def _echo(body: CompletionBody | ChatBody, requests: Sequence[ClientRequest], tokenizer: Tokenizer) -> Echo | None:

@@ -12,7 +12,7 @@ import msgspec
 
 from pdserve.common.request.pooling_params import PoolingParams, PoolingType
 from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
-from pdserve.router.requests.preparation import ClientRequest
+from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.prompt_task import Usage
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
 
@@ -32,9 +32,7 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     normalize: bool | None = None
     cache_salt: str | None = None
 
-    def requests(
-        self, timeout_s: float, trace_headers: dict[str, str], client_request_id: str = ""
-    ) -> list[ClientRequest]:
+    def requests(self, call: CallFields) -> list[ClientRequest]:
         """One request per input. Raises: InvalidRequest."""
         num_prompts(self.input, "input", MAX_EMBEDDING_INPUTS)
         prompts = as_prompts(self.input, "input")
@@ -50,9 +48,7 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 field="input" if len(prompts) == 1 else f"input[{place}]",
                 pooling_params=pooling,
                 cache_salt=self.cache_salt or None,
-                timeout_s=timeout_s,
-                trace_headers=trace_headers,
-                client_request_id=client_request_id,
+                **call._asdict(),
             )
             for place, prompt in enumerate(prompts)
         ]

@@ -22,7 +22,7 @@ from pdserve.router.openai.no_op_fields import verify_neutral
 from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
 from pdserve.router.openai.response_format import OutputConstraint, ResponseFormat, output_form
 from pdserve.router.openai.tools import NamedTool, ToolBody, tool_use
-from pdserve.router.requests.preparation import ClientRequest
+from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_MESSAGES, MAX_METADATA, MAX_PROMPTS
 from pdserve.text.prompt import ChatInput, Prompt
 
@@ -113,16 +113,11 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         given |= {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
         if self.stop is not None:
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if self.stop_token_ids is not None:
-            given["stop_token_ids"] = tuple(self.stop_token_ids)
         if self.logit_bias is not None:
             given["logit_bias"] = _logit_bias(self.logit_bias)
-        if self.allowed_token_ids is not None:
-            given["allowed_token_ids"] = tuple(self.allowed_token_ids)
-        if self.bad_words is not None:
-            given["bad_words"] = tuple(self.bad_words)
-        if self.logits_processors is not None:
-            given["logits_processors"] = tuple(self.logits_processors)
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors"):
+            if (values := getattr(self, name)) is not None:
+                given[name] = tuple(values)
         return SamplingParams(structured_outputs=form.params, **given)
 
     def verify_counts(self, num_prompts: int) -> None:
@@ -145,15 +140,14 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         field: str,
         *,
         form: OutputConstraint,
-        max_tokens: int | None,
-        max_tokens_field: str,
-        max_tool_calls: int | None = None,
         defaults: Mapping[str, float | int],
-        timeout_s: float,
-        trace_headers: dict[str, str],
-        client_request_id: str,
+        call: CallFields,
+        **fields: Any,
     ) -> list[ClientRequest]:
-        """One `ClientRequest` per prompt; parts that are equal for all prompts are built and verified once."""
+        """One `ClientRequest` per prompt; parts that are equal for all prompts are built and verified once.
+
+        fields: further ones of each `ClientRequest`.
+        """
         self.verify()
         form.verify()
         sampling = self.sampling(defaults, form)
@@ -162,15 +156,11 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 prompt=prompt,
                 field=field if len(prompts) == 1 else f"{field}[{place}]",
                 sampling_params=sampling,
-                max_tokens=max_tokens,
-                max_tokens_field=max_tokens_field,
                 constraint_field=form.field,
-                max_tool_calls=max_tool_calls,
                 cache_salt=self.cache_salt or None,
                 priority=self.priority or 0,
-                timeout_s=timeout_s,
-                trace_headers=trace_headers,
-                client_request_id=client_request_id,
+                **call._asdict(),
+                **fields,
             )
             for place, prompt in enumerate(prompts)
         ]
@@ -183,25 +173,16 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     suffix: str | None = None
     logprobs: int | None = None
 
-    def requests(
-        self,
-        defaults: Mapping[str, float | int],
-        timeout_s: float,
-        trace_headers: dict[str, str],
-        client_request_id: str = "",
-    ) -> list[ClientRequest]:
+    def requests(self, defaults: Mapping[str, float | int], call: CallFields) -> list[ClientRequest]:
         """One request per prompt. Raises: InvalidRequest."""
         self.verify_counts(num_prompts(self.prompt, "prompt", MAX_PROMPTS))
         return self._requests(
             as_prompts(self.prompt, "prompt"),
             "prompt",
             form=output_form(self.response_format, self.structured_outputs),
-            max_tokens=self.max_tokens,
-            max_tokens_field="max_tokens",
             defaults=defaults,
-            timeout_s=timeout_s,
-            trace_headers=trace_headers,
-            client_request_id=client_request_id,
+            call=call,
+            max_tokens=self.max_tokens,
         )
 
     @property
@@ -265,13 +246,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest("tool_choice forces a call, so that no other form can be asked for", "tool_choice")
         return OutputConstraint(forced, "tools")
 
-    def requests(
-        self,
-        defaults: Mapping[str, float | int],
-        timeout_s: float,
-        trace_headers: dict[str, str],
-        client_request_id: str = "",
-    ) -> list[ClientRequest]:
+    def requests(self, defaults: Mapping[str, float | int], call: CallFields) -> list[ClientRequest]:
         """A list of one request. Raises: InvalidRequest."""
         self.verify_counts(1)
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
@@ -288,24 +263,17 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest(
                 f"max_completion_tokens must be at least 1, not {self.max_completion_tokens}", "max_completion_tokens"
             )
+        add_generation_prompt = self.add_generation_prompt is not False
+        prompt = ChatInput(self.messages, add_generation_prompt, self.chat_template_kwargs or {}, tools=tools.tools)
         return self._requests(
-            [
-                ChatInput(
-                    self.messages,
-                    self.add_generation_prompt is not False,
-                    self.chat_template_kwargs or {},
-                    tools=tools.tools,
-                )
-            ],
+            [prompt],
             "messages",
             form=self._form(tools.form),
+            defaults=defaults,
+            call=call,
             max_tool_calls=tools.max_calls,
             max_tokens=self.max_completion_tokens if newer else self.max_tokens,
             max_tokens_field="max_completion_tokens" if newer else "max_tokens",
-            defaults=defaults,
-            timeout_s=timeout_s,
-            trace_headers=trace_headers,
-            client_request_id=client_request_id,
         )
 
 

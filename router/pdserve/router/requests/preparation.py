@@ -55,6 +55,14 @@ class ClientRequest(GenerationRequest, kw_only=True, gc=False):
     cache: CacheGroup = CacheGroup()
 
 
+class CallFields(NamedTuple):
+    """Fields of a `ClientRequest` that come from the client's call, whatever it asks for."""
+
+    timeout_s: float
+    trace_headers: dict[str, str]
+    client_request_id: str
+
+
 class Limits(msgspec.Struct, frozen=True):
     """Limits that every live worker can serve."""
 
