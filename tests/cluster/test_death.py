@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc.aio
 import httpx
@@ -19,27 +19,28 @@ import pytest
 from tests.support.cluster_processes import KEY, Cluster, Service, pd_cluster, running_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.oracle import Oracle
+from tests.support.phase_pauses import PhasePauses
 from tests.support.random_prompts import prompt_of
+from tests.support.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.process
 
 FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=300", "--set", "max_num_batched_tokens=16")
 SOON_S = 10.0
-T = TypeVar("T")
+"""Twice what a worker's death may take to be noticed."""
 
 
-async def kill_in_mid_prefill(cluster: Cluster) -> None:
-    """SIGKILL the prefill worker once it is seen computing."""
-    deadline = time.monotonic() + SOON_S
-    while not cluster.load(cluster.services["prefill"]).num_running:
-        assert time.monotonic() < deadline, "prefill never began"
-    cluster.services["prefill"].signal(signal.SIGKILL)
-    cluster.services["prefill"].process.wait(5)
+async def kill_in_phase(cluster: Cluster, pauses: PhasePauses) -> Service:
+    """SIGKILL the worker that pauses in the armed phase."""
+    victim = await pauses.reached(cluster)
+    victim.signal(signal.SIGKILL)
+    await asyncio.to_thread(victim.process.wait, HANG_S)
+    return victim
 
 
 async def wait_for_remote(router: InferenceClient) -> None:
     """Until a request goes through prefill/decode again."""
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     seed = 0
     while "kv_landed" not in (await router.ask(prompt_of(40, seed), max_tokens=4)).moments:
         assert time.monotonic() < deadline, "prefill is not used again"
@@ -50,11 +51,13 @@ async def wait_for_remote(router: InferenceClient) -> None:
 async def test_death_of_the_only_prefill_worker(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("llama", num_hidden_layers=4)
     oracle = Oracle(model)
-    with pd_cluster(tmp_path, model, both=FLAGS) as cluster:
+    pauses = PhasePauses(tmp_path / "pauses")
+    with pd_cluster(tmp_path, model, both=FLAGS, worker_program=pauses.worker_program) as cluster:
         async with InferenceClient(cluster.router.address) as router:
-            prompt = prompt_of(3000)
+            prompt = prompt_of(300)
+            pauses.arm("computing")
             asked = asyncio.create_task(router.ask(prompt, max_tokens=8))
-            await asyncio.to_thread(asyncio.run, kill_in_mid_prefill(cluster))
+            assert (await kill_in_phase(cluster, pauses)).role == "prefill"
             since = time.monotonic()
             answer = await asked
             assert time.monotonic() - since < 2 * SOON_S
@@ -70,10 +73,13 @@ async def test_death_of_the_only_prefill_worker_when_decode_may_not_prefill(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = tiny_checkpoints("llama", num_hidden_layers=4)
-    with pd_cluster(tmp_path, model, both=FLAGS, router=("--local-prefill", "never")) as cluster:
+    pauses = PhasePauses(tmp_path / "pauses")
+    never = ("--local-prefill", "never")
+    with pd_cluster(tmp_path, model, both=FLAGS, router=never, worker_program=pauses.worker_program) as cluster:
         async with InferenceClient(cluster.router.address) as router:
-            asked = asyncio.create_task(router.ask(prompt_of(3000), max_tokens=8))
-            await asyncio.to_thread(asyncio.run, kill_in_mid_prefill(cluster))
+            pauses.arm("computing")
+            asked = asyncio.create_task(router.ask(prompt_of(300), max_tokens=8))
+            assert (await kill_in_phase(cluster, pauses)).role == "prefill"
             since = time.monotonic()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await asked
@@ -93,19 +99,11 @@ def num_sampled(service: Service) -> int:
     return int(float(re.findall(r"^pdserve_sampled_tokens_total (\S+)$", text, re.MULTILINE)[0]))
 
 
-async def eventually(look: Callable[[], T]) -> T:
-    """What it finds, as soon as there is something."""
-    deadline = time.monotonic() + SOON_S
-    while not (found := look()):
-        assert time.monotonic() < deadline, "it never came"
-        await asyncio.sleep(0.05)
-    return found
-
-
 async def test_i4_a_stream_goes_on_at_another_decode_worker_after_the_last_token(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = tiny_checkpoints("llama")
+    pauses = PhasePauses(tmp_path / "pauses")
     prompt, max_tokens = prompt_of(40), 400
     sampling: dict[str, Any] = {
         "temperature": 0.9,
@@ -114,7 +112,7 @@ async def test_i4_a_stream_goes_on_at_another_decode_worker_after_the_last_token
         "min_tokens": 300,
         "ignore_eos": True,
     }
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, pauses.worker_program) as cluster:
         common = ("--model", str(model), *FLAGS)
         prefill = cluster.start_worker("prefill", *common)
         decodes = [cluster.start_worker("decode", *common, name=name) for name in ("decode", "decode-2")]
@@ -127,15 +125,14 @@ async def test_i4_a_stream_goes_on_at_another_decode_worker_after_the_last_token
             # the first token was prefill's; a call is counted a moment after its client has the last one
             [first] = await eventually(lambda: [w for w in decodes if num_sampled(w) == max_tokens - 1])
             token_ids: list[int] = []
-            victim = None
+            pauses.arm("streaming")
+            killed = asyncio.create_task(kill_in_phase(cluster, pauses))
             async for message in router.start(prompt, max_tokens=max_tokens, **sampling):
                 token_ids += message.token_ids
-                if victim is None and len(token_ids) >= 20:
-                    [victim] = [w for w in decodes if (await asyncio.to_thread(cluster.load, w)).num_running]
-                    victim.signal(signal.SIGKILL)
                 if message.finish_reason:
                     usage = message.usage
-        assert victim is not None
+        victim = await killed
+        assert victim in decodes
         assert token_ids == undisturbed
         assert (usage.prompt_tokens, usage.completion_tokens) == (40, max_tokens)
         [heir] = [worker for worker in decodes if worker is not victim]
@@ -153,21 +150,22 @@ async def test_i4_a_stream_goes_on_when_the_only_decode_worker_stood_still(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = tiny_checkpoints("llama")
+    pauses = PhasePauses(tmp_path / "pauses")
     prompt = prompt_of(40)
     sampling: dict[str, Any] = {"max_tokens": 400, "temperature": 0.9, "seed": 7, "ignore_eos": True}
-    with pd_cluster(tmp_path, model, both=FLAGS, decode=("--set", "stream_interval=3")) as cluster:
-        decode = cluster.services["decode"]
+    decode_flags, program = ("--set", "stream_interval=3"), pauses.worker_program
+    with pd_cluster(tmp_path, model, both=FLAGS, decode=decode_flags, worker_program=program) as cluster:
         async with InferenceClient(cluster.router.address) as router:
             undisturbed = await router.ask(prompt, **sampling)
-            token_ids: list[int] = []
-            async for message in router.start(prompt, **sampling):
-                token_ids += message.token_ids
-                if len(token_ids) < 20 or "attempt 0 failed" in cluster.router.read_log():
-                    continue
-                decode.signal(signal.SIGSTOP)
-                await eventually(lambda: "attempt 0 failed" in cluster.router.read_log())
-                decode.signal(signal.SIGCONT)
-        assert token_ids == undisturbed.token_ids
+            pauses.arm("streaming")
+            asked = asyncio.create_task(router.ask(prompt, **sampling))
+            decode = await pauses.reached(cluster)
+            assert decode.role == "decode"
+            decode.signal(signal.SIGSTOP)
+            pauses.go_on()
+            await eventually(lambda: "attempt 0 failed" in cluster.router.read_log())
+            decode.signal(signal.SIGCONT)
+            assert (await asked).token_ids == undisturbed.token_ids
         cluster.check_pools()
         cluster.check_logs()
 

@@ -25,15 +25,15 @@ import pytest
 from pdserve.v1 import request_pb2
 from tests.support.cluster_processes import Cluster, Service, running_cluster
 from tests.support.inference_client import InferenceClient
+from tests.support.pausing_worker import PHASES
+from tests.support.phase_pauses import PhasePauses
 from tests.support.random_prompts import prompt_of
 from tests.support.waiting import HANG_S, eventually
 
 from .conftest import Row
-from .pausing_worker import PHASES
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
-PAUSING = (str(Path(__file__).with_name("pausing_worker.py")),)
 FLAGS = (
     "--set", "dtype=float32", "--set", "num_blocks=400", "--set", "max_num_batched_tokens=32",
     "--set", "connector=tcp", "--set", "drain_s=10",
@@ -81,25 +81,9 @@ class Matrix:
     """A cluster that is hurt again and again."""
 
     cluster: Cluster
-    folder: Path
+    pauses: PhasePauses
     calm: dict[str, list[int]] = field(default_factory=dict)
     """What an undisturbed run answered."""
-
-    def arm(self, phase: str) -> None:
-        for path in self.folder.iterdir():
-            path.unlink()
-        (self.folder / "armed.new").write_text(phase)
-        (self.folder / "armed.new").rename(self.folder / "armed")
-
-    async def reached(self) -> Service:
-        """The worker that pauses."""
-        paths = await eventually(lambda: list(self.folder.glob("reached.*")), "a worker comes to this phase")
-        pid = int(paths[0].suffix[1:])
-        return next(service for service in self.cluster.services.values() if service.process.pid == pid)
-
-    def go_on(self) -> None:
-        (self.folder / "armed").unlink(missing_ok=True)
-        (self.folder / "go").touch()
 
     async def routing(self) -> list[dict[str, Any]]:
         """The router's last placements, newest first."""
@@ -118,8 +102,8 @@ class Matrix:
 @pytest.fixture(scope="module")
 def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     model = tiny_checkpoints("llama", num_hidden_layers=4)
-    folder = tmp_path_factory.mktemp("pauses")
-    with running_cluster(tmp_path_factory.mktemp("logs"), (*PAUSING, str(folder))) as cluster:
+    pauses = PhasePauses(tmp_path_factory.mktemp("pauses"))
+    with running_cluster(tmp_path_factory.mktemp("logs"), pauses.worker_program) as cluster:
         common = ("--model", str(model), *FLAGS)
         addresses: dict[str, Any] = {"prefill": [], "decode": []}
         places = (("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 2))
@@ -129,7 +113,7 @@ def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempP
         cluster.start_router(
             "--model", str(model), "--set", "policy=round_robin", "--local-prefill", "never", **addresses
         )
-        matrix = Matrix(cluster, folder)
+        matrix = Matrix(cluster, pauses)
 
         async def undisturbed() -> None:
             async with InferenceClient(cluster.router.address) as client:
@@ -148,9 +132,9 @@ async def test_i4_a_fault_in_any_phase_loses_nothing(
     log_before = len(cluster.router.read_log())
     async with InferenceClient(cluster.router.address) as client:
         known = {decision["request_id"] for decision in await matrix.routing()}
-        matrix.arm(phase)
+        matrix.pauses.arm(phase)
         asked = {name: asyncio.create_task(matrix.ask(client, name, salt)) for name in REQUESTS}
-        pausing = await matrix.reached()
+        pausing = await matrix.pauses.reached(cluster)
         new = [decision for decision in await matrix.routing() if decision["request_id"] not in known]
         held = next(decision for decision in new if decision[pausing.role] == pausing.name)
         victim = cluster.services[held[role]]
@@ -158,7 +142,7 @@ async def test_i4_a_fault_in_any_phase_loses_nothing(
         victim.signal(WAYS[way])
         if way == "SIGKILL":
             await asyncio.to_thread(victim.process.wait, HANG_S)
-        matrix.go_on()
+        matrix.pauses.go_on()
         answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
         answered_s = time.monotonic() - since
         assert answers == matrix.calm
@@ -208,20 +192,19 @@ async def test_the_only_decode_worker_lost_in_mid_stream_ends_the_request_clearl
     tiny_checkpoints: Callable[..., Path], tmp_path: Path, way: str
 ) -> None:
     model = tiny_checkpoints("llama", num_hidden_layers=4)
-    folder = tmp_path / "pauses"
-    folder.mkdir()
-    with running_cluster(tmp_path, (*PAUSING, str(folder))) as cluster:
+    pauses = PhasePauses(tmp_path / "pauses")
+    with running_cluster(tmp_path, pauses.worker_program) as cluster:
         prefill = cluster.start_worker("prefill", "--model", str(model), *FLAGS)
         decode = cluster.start_worker("decode", "--model", str(model), *FLAGS)
         cluster.start_router("--model", str(model), prefill=[prefill.address], decode=[decode.address])
-        matrix = Matrix(cluster, folder)
+        matrix = Matrix(cluster, pauses)
         async with InferenceClient(cluster.router.address) as client:
             expected = await matrix.ask(client, "greedy", "calm")
-            matrix.arm("streaming")
+            matrix.pauses.arm("streaming")
             asked = asyncio.create_task(matrix.ask(client, "greedy", "hurt"))
-            assert (await matrix.reached()).name == "decode"
+            assert (await matrix.pauses.reached(cluster)).name == "decode"
             os.kill(decode.process.pid, WAYS[way])
-            matrix.go_on()
+            matrix.pauses.go_on()
             since = time.monotonic()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await asked

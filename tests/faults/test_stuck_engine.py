@@ -10,12 +10,12 @@ import pytest
 from tests.support.cluster_processes import running_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.oracle import Oracle
+from tests.support.phase_pauses import PhasePauses
 from tests.support.random_prompts import prompt_of
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 
-PAUSING = (str(Path(__file__).with_name("pausing_worker.py")),)
 FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=100", "--set", "engine_stuck_exit_s=4", "--connector", "tcp")
 
 
@@ -25,7 +25,8 @@ async def test_a_worker_whose_engine_hangs_ends_with_status_1(
     model = tiny_checkpoints("llama")
     oracle = Oracle(model)
     with running_cluster(tmp_path) as cluster:
-        cluster.worker_program = (*PAUSING, str(tmp_path))
+        pauses = PhasePauses(tmp_path / "pauses")
+        cluster.worker_program = pauses.worker_program
         workers = [cluster.start_worker("decode", "--model", str(model), *FLAGS, name=f"decode{n}") for n in range(2)]
         prefill = cluster.start_worker("prefill", "--model", str(model), *FLAGS)
         cluster.start_router(
@@ -37,7 +38,7 @@ async def test_a_worker_whose_engine_hangs_ends_with_status_1(
             decode=[worker.address for worker in workers],
         )
         async with InferenceClient(cluster.router.address) as router:
-            (tmp_path / "armed").write_text("streaming")
+            pauses.arm("streaming")
             prompt = prompt_of(40)
             answer = await router.ask(prompt, max_tokens=30)
             oracle.check(prompt, answer.token_ids)

@@ -210,9 +210,10 @@ def pd_cluster(
     decode: Sequence[str] = (),
     both: Sequence[str] = (),
     router: Sequence[str] = (),
+    worker_program: Sequence[str] = PROGRAM,
 ) -> Iterator[Cluster]:
     """Router, one prefill and one decode worker; the flags of each."""
-    with running_cluster(folder) as cluster:
+    with running_cluster(folder, worker_program) as cluster:
         common = ("--model", str(model), *both)
         source = cluster.launch_worker("prefill", *common, *prefill)
         sink = cluster.launch_worker("decode", *common, *decode)

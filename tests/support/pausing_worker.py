@@ -33,7 +33,7 @@ from pdserve.worker.kv_transfer_manager import KvTransferManager
 PHASES = ("queued", "computing", "computed", "moving", "landed", "first", "streaming")
 LONGEST_S = 20.0
 NUM_FIRST = 2
-"""Output tokens when decode has sampled one: prefill sampled the first."""
+"""Output tokens when decode has sampled one: the first is that of the prefill."""
 NUM_STREAMED = 8
 
 
@@ -92,9 +92,9 @@ def install(pauses: Pauses) -> None:
         for request in scheduler.running.values():
             if 0 < request.num_computed_tokens < request.num_prompt_tokens:
                 pauses.reach("computing")
-            if request.core.remote_prefill and request.num_output_tokens == NUM_FIRST:
+            if request.num_output_tokens == NUM_FIRST:
                 pauses.reach("first")
-            if request.core.remote_prefill and request.num_output_tokens == NUM_STREAMED:
+            if request.num_output_tokens == NUM_STREAMED:
                 pauses.reach("streaming")
 
     def before_digest(adapter: KvTransferManager, message: Any, *_: Any) -> None:

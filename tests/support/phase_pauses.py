@@ -1,0 +1,44 @@
+"""The test's end of `pausing_worker.py`: name a phase, wait until a worker has come to it, let it go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .cluster_processes import Cluster, Service
+from .waiting import eventually
+
+
+@dataclass
+class PhasePauses:
+    """One pause at a time, in whichever worker of the cluster comes first to the phase."""
+
+    folder: Path
+    """A folder of these pauses alone, shared with the workers; made here if it is missing."""
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+
+    @property
+    def worker_program(self) -> Sequence[str]:
+        """The program that stands for `pdserve` where a worker is started."""
+        return (str(Path(__file__).with_name("pausing_worker.py")), str(self.folder))
+
+    def arm(self, phase: str) -> None:
+        """Let the next worker that comes to `phase` pause there."""
+        for path in self.folder.iterdir():
+            path.unlink()
+        (self.folder / "armed.new").write_text(phase)
+        (self.folder / "armed.new").rename(self.folder / "armed")
+
+    async def reached(self, cluster: Cluster) -> Service:
+        """Wait for the worker that pauses."""
+        paths = await eventually(lambda: list(self.folder.glob("reached.*")), "a worker comes to this phase")
+        pid = int(paths[0].suffix[1:])
+        return next(service for service in cluster.services.values() if service.process.pid == pid)
+
+    def go_on(self) -> None:
+        """End the pause, and let no other worker begin one."""
+        (self.folder / "armed").unlink(missing_ok=True)
+        (self.folder / "go").touch()
