@@ -103,7 +103,7 @@ class Scheduler:
             self.waiting.add(request)
         if refusal is not None:
             self.sources.forget(request.request_id)
-            self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
+            self.finisher.fail(request, refusal)
 
     def _goes_local(self, request: Request) -> bool:
         """True if a request with a remote source is prefilled here. Decided on arrival; the router then cancels the prefill
@@ -126,7 +126,7 @@ class Scheduler:
             return
         refusal = refusal or self.sessions.resume(request, update)
         if refusal is not None:
-            self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
+            self.finisher.fail(request, refusal)
 
     def abort_request(self, request_id: str) -> Request | None:
         """End a request in any state; returns one of its sequences, None if all had ended."""
@@ -153,13 +153,13 @@ class Scheduler:
     def fail_all(self, cause: PdServeError) -> None:
         """End every request with an error."""
         for request in list(self.requests.values()):
-            self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            self.finisher.fail(request, cause)
 
     def fail_idle_sessions(self, cause: PdServeError) -> None:
         """End sessions that are between two turns with an error."""
         for request in list(self.requests.values()):
             if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
-                self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+                self.finisher.fail(request, cause)
 
     @property
     def has_work(self) -> bool:
@@ -196,8 +196,8 @@ class Scheduler:
         sequences = self.group.fork(request, first_tokens)
         if sequences is None:
             failure = None if request.grammar is None else request.grammar.failure
-            cause = failure or TransferFailed("the source's first token does not fit the request's grammar")
-            self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            unfit = TransferFailed("the source's first token does not fit the request's grammar")
+            self.finisher.fail(request, failure or unfit)
             return
         for sequence, ended_with in sequences:
             if ended_with is not None:
@@ -210,7 +210,7 @@ class Scheduler:
     def _take_grammars(self) -> None:
         for request, grammar in self.grammars.take():
             if isinstance(grammar, PdServeError):
-                self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=grammar)
+                self.finisher.fail(request, grammar)
                 continue
             request.grammar = grammar
             request.settle_wait(Wait.GRAMMAR)
@@ -229,7 +229,7 @@ class Scheduler:
             if request.grammar is None:
                 continue
             if (failure := request.grammar.failure) is not None:
-                self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=failure)
+                self.finisher.fail(request, failure)
             elif request.grammar.has_ended:
                 self.finisher.finish(request, RequestStatus.FINISHED_STOPPED)
 
@@ -254,18 +254,13 @@ class Scheduler:
             step.output.block_copies = [copies] if copies else []
         return step.output
 
-    @staticmethod
-    def _takes_mask(request: Request, num_tokens: int) -> bool:
-        """True if computing `num_tokens` completes a sequence whose next token needs a grammar mask."""
-        return request.grammar is not None and request.num_uncomputed_tokens == num_tokens
-
     def get_grammar_bitmask(self, scheduled: SchedulerOutput) -> GrammarOutput | None:
-        """Masks for the sequences that a step samples; None if it needs none. Called while the step computes; may wait
+        """Masks for the sequences that a step completes; None if it needs none. Called while the step computes; may wait
         `MASK_WAIT_S`."""
         takers = [
             request
             for req_id, num_tokens in scheduled.num_scheduled_tokens.items()
-            if self._takes_mask(request := self.requests[req_id], num_tokens)
+            if (request := self.requests[req_id]).grammar is not None and request.num_uncomputed_tokens == num_tokens
         ]
         return self.grammars.grammar_output(takers) if takers else None
 
@@ -308,8 +303,7 @@ class Scheduler:
         if victim is None:
             return False
         self.receives.expect_room()
-        cause = Evicted("running sequences needed the blocks that were reserved for it")
-        self.finisher.finish(victim, RequestStatus.FINISHED_ERROR, cause=cause)
+        self.finisher.fail(victim, Evicted("running sequences needed the blocks that were reserved for it"))
         return True
 
     def _schedule_waiting(self, step: BatchBuilder) -> None:
@@ -322,7 +316,7 @@ class Scheduler:
             if admitted is Refusal.NO_ROOM and request.is_pinned_source and self.preemption.give_way(step):
                 admitted = self._try_admit(step, request)
             if isinstance(admitted, PdServeError):
-                self.finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=admitted)
+                self.finisher.fail(request, admitted)
             elif not isinstance(admitted, Refusal):
                 request.move_to(RequestStatus.RUNNING)
                 request.mark("scheduled")

@@ -66,6 +66,10 @@ class FinishRequest:
             self._receives.stop(request, cause)
         self.forget(request, status)
 
+    def fail(self, request: Request, cause: PdServeError) -> None:
+        """End a sequence with an error, as `finish` does."""
+        self.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+
     def forget(self, request: Request, status: RequestStatus) -> None:
         """Remove a sequence from every part, after its end was reported."""
         self._waiting.remove(request)
@@ -113,13 +117,13 @@ class StepResults:
             failure = next((computed.failed[place] for place in places if place in computed.failed), None)
             failure = computed.failed_requests.get(request.request_id, failure)
             if failure is not None:
-                self._finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=failure.error())
+                self._finisher.fail(request, failure.error())
                 continue
             token_ids = [token_id for place in places for token_id in computed.sampled_token_ids[place]]
             self._append(request, token_ids, [computed.logprobs.get(place) for place in places])
         for request_id, failure in computed.failed_requests.items():
             if (unfinished := self._requests.get(request_id)) is not None:
-                self._finisher.finish(unfinished, RequestStatus.FINISHED_ERROR, cause=failure.error())
+                self._finisher.fail(unfinished, failure.error())
         for request_id, values in computed.pooler_output.items():
             self._finisher.finish(self._requests[request_id], RequestStatus.FINISHED_STOPPED, pooling_output=values)
 
@@ -145,14 +149,14 @@ class StepResults:
     def _append(self, request: Request, token_ids: list[int], logprobs: list[LogprobsLists | None]) -> None:
         """Append a sequence's new token, or at the end of a prompt the first token of each of its sequences."""
         if NO_TOKEN in token_ids:
-            self._finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=_no_token_left(request))
+            self._finisher.fail(request, _no_token_left(request))
             return
         request.mark("first_token")
         sequences = self._group.fork(request, token_ids)
         if sequences is None:
             failure = None if request.grammar is None else request.grammar.failure
             cause = failure or InternalError("a token was sampled that does not fit the request's grammar")
-            self._finisher.finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
+            self._finisher.fail(request, cause)
             return
         for (sequence, ended_with), token_id, of_token in zip(sequences, token_ids, logprobs, strict=True):
             if ended_with is None or request.core.transfer_source:

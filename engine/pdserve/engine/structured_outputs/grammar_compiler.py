@@ -78,11 +78,13 @@ class _Held:
     def is_idle(self) -> bool:
         return self.is_compiled and not self.opening and self.host.is_idle
 
-    def take_jobs(self) -> list[GrammarJob]:
+    def fail(self, error: PdServeError) -> None:
+        """End all its jobs with an error."""
         jobs = [*self.waiting, *self.opening.values()]
         self.waiting.clear()
         self.opening.clear()
-        return jobs
+        for job in jobs:
+            job.deliver(error)
 
 
 class GrammarCompiler:
@@ -254,8 +256,7 @@ class GrammarCompiler:
                 self._deliver_opened(held, job, message)
         elif message.error:
             self._drop(held)
-            for job in held.take_jobs():
-                job.deliver(_error(message.error, message.is_clients_fault))
+            held.fail(_error(message.error, message.is_clients_fault))
         else:
             held.is_compiled = True
             waiting, held.waiting = held.waiting, []
@@ -312,10 +313,7 @@ class GrammarCompiler:
     def _ended(self, held: _Held, status: int) -> None:
         """End the pending jobs of an ended process."""
         self._drop(held)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(held.process.control)
-        held.process.control.close()
-        held.host.process_ended()
+        self._release(held)
         limits, slot = self._limits, int(held.process.progress[0])
         reason = (
             f"{FIELD} could not be compiled within {limits.compile_s:g} s of processor time and {limits.memory_mib} MiB"
@@ -342,9 +340,7 @@ class GrammarCompiler:
                 continue
             is_overdue = now >= held.overdue_at
             if is_overdue:
-                for job in held.take_jobs():
-                    reason = f"{FIELD} could not be compiled within {self._limits.compile_s:g} s"
-                    job.deliver(InvalidRequest(reason, FIELD))
+                held.fail(InvalidRequest(f"{FIELD} could not be compiled within {self._limits.compile_s:g} s", FIELD))
             if is_overdue or not any(job.is_wanted() for job in held.waiting):
                 self._drop(held)
                 if self._server is not None:
@@ -359,9 +355,7 @@ class GrammarCompiler:
         for held in idle:
             self._drop(held)
             del self._by_number[held.process.number]
-            held.host.process_ended()
-            self._selector.unregister(held.process.control)
-            held.process.control.close()
+            self._release(held)
         return bool(idle)
 
     def _drop(self, held: _Held) -> None:
@@ -369,11 +363,17 @@ class GrammarCompiler:
         if self._held.get(held.key) is held:
             del self._held[held.key]
 
+    def _release(self, held: _Held) -> None:
+        """Close the sockets of a process that has ended or is to end."""
+        with contextlib.suppress(KeyError, ValueError):  # its end was read before
+            self._selector.unregister(held.process.control)
+        held.process.control.close()
+        held.host.process_ended(engine_ended=self._is_closing)
+
     def _give_up(self, error: PdServeError) -> None:
         """End all jobs with an error."""
         for held in self._by_number.values():
-            for job in held.take_jobs():
-                job.deliver(error)
+            held.fail(error)
         for job in self._jobs.take_all():
             if job.is_wanted():
                 job.deliver(error)
@@ -385,10 +385,7 @@ class GrammarCompiler:
             return
         self._selector.unregister(server)
         for held in self._by_number.values():
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(held.process.control)
-            held.process.control.close()
-            held.host.process_ended(engine_ended=self._is_closing)
+            self._release(held)
         self._held.clear()
         self._by_number.clear()
         server.close()
