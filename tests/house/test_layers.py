@@ -66,6 +66,10 @@ PLAIN_WITHOUT_TLS = {
     ("make_channel", 1), ("make_public_channel", 1), ("bind", 3), ("PeerChannels", 0), ("TcpConnector", 0),
 }  # fmt: skip
 """Calls with so few arguments, which name no TLS."""
+ENTRY_POINTS = {
+    "pdserve.cli.main", "pdserve.engine.clients.engine_core_proc", "pdserve.engine.structured_outputs.grammar_process",
+}  # fmt: skip
+"""Modules that a process starts with."""
 
 
 def sources(package: str) -> Iterator[Path]:
@@ -91,6 +95,16 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
                 assert parts[1] in MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {module}"
             if package in NO_TORCH:
                 assert parts[0] not in TORCH, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def test_each_module_is_imported_by_another_one() -> None:
+    modules, imported = set(), set()
+    for package in FOLDERS:
+        for path in sources(package):
+            imported |= set(imported_modules(ast.parse(path.read_text())))
+            if path.name != "__init__.py":
+                modules.add(".".join(path.relative_to(ROOT / FOLDERS[package]).with_suffix("").parts))
+    assert modules - imported == ENTRY_POINTS
 
 
 def type_only(tree: ast.AST) -> set[ast.AST]:

@@ -40,7 +40,7 @@ class EngineOptions(TypedDict, total=False):
     num_threads: int
     """Threads that compute."""
     attention_backend: str
-    """What computes attention; default: the fastest on the device."""
+    """Attention back end; default: the fastest on the device."""
     logits_processors: Sequence[str]
     """Installed logits processors that requests may name; default: none."""
 
