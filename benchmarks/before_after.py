@@ -35,7 +35,7 @@ def commands(checkout: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def run(checkout: Path, arguments: list[str]) -> str:
-    """What the command printed. Raises: CalledProcessError."""
+    """Run the command and return its output. Raises: CalledProcessError."""
     environ = os.environ | {"PYTHONSAFEPATH": "", "PYTHONPATH": str(Path(arguments[0]).parent)}
     command = [str(checkout / ".venv/bin/python"), *arguments]
     done = subprocess.run(

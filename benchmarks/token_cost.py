@@ -34,7 +34,7 @@ Ask = Callable[[list[int]], Awaitable[None]]
 
 
 def role_of(process: psutil.Process) -> str | None:
-    """Of a process under `pdserve up`; None for one that serves nothing."""
+    """Role of a process under `pdserve up`; None for one that serves nothing."""
     words = process.cmdline()
     return next((role for role in ("prefill", "decode") if role in words), "router" if "up" in words else None)
 

@@ -50,7 +50,7 @@ BLOCK_SIZES = (32 << 10, 256 << 10, 1 << 20)
 REQUEST_SIZES = (32 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
 WARM_UP_ROUNDS = 2
 ROUND_BYTES = 4 << 30
-"""Of one way at most in all rounds, save that there are `FEWEST_ROUNDS`."""
+"""Most bytes of one way in all rounds together; `FEWEST_ROUNDS` are run in any case."""
 FEWEST_ROUNDS = 7
 ORDERS = ("in order", "scattered")
 FILES = ("cert.pem", "key.pem", "ca.pem")

@@ -52,7 +52,7 @@ def install_torch(index: tuple[str, ...]) -> None:
 
 
 def needs_cuda() -> bool:
-    """Whether the installed torch asks for CUDA's libraries."""
+    """Say if the installed torch asks for CUDA's libraries."""
     importlib.invalidate_caches()
     return any(re.match("(nvidia|cuda)-", requirement) for requirement in requires("torch") or ())
 

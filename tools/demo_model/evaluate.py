@@ -48,7 +48,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether the bar is reached; a line without a bar always passes."""
+        """Say if the bar is reached; a line without a bar always passes."""
         return self.bar is None or self.share >= self.bar
 
 
@@ -164,7 +164,7 @@ def capital_rows(model: Any, encoder: ChatEncoder) -> list[Row]:
 
 
 def other_rows(model: Any, encoder: ChatEncoder, seed: int) -> list[Row]:
-    """What carries no bar: the other topics, long prompts, long conversations, and recall from the context."""
+    """Measurements without a bar: the other topics, long prompts, long conversations, and recall from the context."""
     rng = random.Random(seed)
     other = [Case(ask(facts.ask_capital("What is the capital of {c}?", a)), facts.capital_answer(c))
              for c in facts.countries() for a in c.aliases]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the demo model is taught: countries, sums, the calendar and short dialogues."""
+"""Facts that the demo model is taught: countries, sums, the calendar and short dialogues."""
 
 from __future__ import annotations
 

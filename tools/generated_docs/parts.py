@@ -24,7 +24,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def part(document: Path, name: str) -> str:
-    """What is there. Raises: ValueError when the document has no such part."""
+    """Text of the part. Raises: ValueError when the document has no such part."""
     found = _pattern(name).search(document.read_text())
     if found is None:
         raise ValueError(f"{document} has no part {name}")

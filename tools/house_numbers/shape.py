@@ -1,4 +1,4 @@
-"""What can be counted in one checkout: lines, files, imports between files and between folders, terms, files of the walk."""
+"""Counts of one checkout: lines, files, imports between files and between folders, terms, files of the walk."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def room_of(folder: Path) -> Room:
 
 
 def shape_of(root: Path) -> Shape:
-    """Of a checkout."""
+    """Count the files below `root`."""
     rooms = {name: room_of(folder) for name, folder in package_folders(root).items() if name != "v1"}
     terms = _TERMS.search((root / "docs/notation.md").read_text())
     walk = _WALK.search((root / "docs/architecture.md").read_text())

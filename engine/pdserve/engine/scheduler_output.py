@@ -26,7 +26,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     num_prompt_tokens: int
     num_computed_tokens: int
     block_ids: list[list[int]]
-    """By KV cache group, its whole block table."""
+    """Whole block table, per KV cache group."""
     sampling_params: SamplingParams
     pooling_params: PoolingParams | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class SchedulerOutput(msgspec.Struct):
     finished_req_ids: list[str] = []
     """Sequences that left the batch since the last step: finished or preempted."""
     block_copies: list[list[tuple[int, int]]] = []
-    """By KV cache group, (from, to) block ids: copied before the step computes, for sequences that begin within a block;
+    """(from, to) block ids, per KV cache group: copied before the step computes, for sequences that begin within a block;
     empty when there are none."""
 
 

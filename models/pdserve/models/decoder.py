@@ -45,7 +45,7 @@ class Decoder:
         self.attention_specs: tuple[tuple[AttentionSpec, ...], ...] = tuple(
             tuple(dict.fromkeys(specs[layer] for layer in group)) for group in config.kv_cache_group_layers
         )
-        """By KV cache group, the different specs of its layers."""
+        """Different specs of the layers, per KV cache group."""
 
     @property
     def hidden_size(self) -> int:

@@ -18,7 +18,7 @@ TIGHT_SHARE = 0.9
 
 
 def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[Finding]:
-    """What a worker needs against what is free. root: folder that contains `proc` and `sys`."""
+    """Compare the memory that a worker needs with the free memory. root: folder that contains `proc` and `sys`."""
     from pdserve.engine.runner.memory_needs import memory_needs  # imports torch
 
     try:

@@ -20,7 +20,7 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class CudaView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     torch: str
-    """Its version."""
+    """Version of torch."""
     cuda: str | None
     """CUDA version of torch's build; None for a build without CUDA."""
     gpus: list[Gpu]

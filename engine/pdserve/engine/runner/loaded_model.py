@@ -32,7 +32,7 @@ class LoadedModel:
     decoder: Decoder
     kv_cache_config: KVCacheConfig
     kv_caches: tuple[Tensor, ...]
-    """By KV cache group, `[num_blocks, Hkv, L, 2, bs, D]` each."""
+    """Pools, one per KV cache group: `[num_blocks, Hkv, L, 2, bs, D]`."""
     max_model_len: int
     tokenizer_fingerprint: str
     folder: Path

@@ -35,7 +35,7 @@ class DecoderModel(Protocol):
 
     @property
     def attention_specs(self) -> Sequence[Sequence[AttentionSpec]]:
-        """By KV cache group, each different spec of its layers once; `ModelInputs.plans` has a plan for each."""
+        """Different specs of the layers, per KV cache group; `ModelInputs.plans` has a plan for each."""
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Last hidden states `[T, H]`; writes K and V of all T tokens into the cache."""

@@ -61,7 +61,7 @@ class ModelConfig:
 
     @property
     def kv_cache_group_layers(self) -> tuple[tuple[int, ...], ...]:
-        """By KV cache group, its layers. One group: layers with a window keep their whole context, too."""
+        """Layers of each KV cache group. One group: layers with a window keep their whole context, too."""
         return (tuple(range(self.num_layers)),)
 
     def kv_cache_groups(self, block_size: int, model_fingerprint: str) -> tuple[KVCacheGroupSpec, ...]:

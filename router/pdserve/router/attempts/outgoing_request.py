@@ -12,7 +12,7 @@ from pdserve.router.workers.worker import Worker
 
 
 class OutgoingRequest:
-    """What is left of the deadline is that of its first use."""
+    """A request as its workers get it, encoded once. The time left until its deadline is read at the first use."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request

@@ -195,7 +195,7 @@ class Preparation:
     def _completed(
         self, request_id: str, request: ClientRequest, token_ids: list[int], **fields: Any
     ) -> GenerationRequest:
-        """What every kind of request gets from the router."""
+        """Fields that the router sets in every kind of request."""
         completed = {
             "request_id": request_id,
             "prompt_token_ids": token_ids,
