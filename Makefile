@@ -83,5 +83,5 @@ $(VENV)/.runtime: $(VENV)/bin/python $(LOCKS)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python $(LOCKS)
-	$(INSTALL) nixl dev
+	$(INSTALL) nixl bench dev
 	touch $@ $(VENV)/.runtime

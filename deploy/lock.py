@@ -7,7 +7,8 @@ One resolution, split by what asks for a package, so that no two files disagree 
     torch-cuda.txt  what the CUDA build needs on top: CUDA's libraries and triton
     runtime.txt     what else pdserve needs
     nixl.txt        what the extra `nixl` adds
-    dev.txt         what the extra `dev` adds
+    bench.txt       what the extra `bench` adds
+    dev.txt         what the extra `dev` adds to both
     build.txt       what builds pdserve, and the one dependency without wheels everywhere; installed first
 
 Versions that stand in the files stay while they satisfy pyproject.toml; `--upgrade` moves all. Needs uv (the extra `dev`) and
@@ -26,6 +27,8 @@ from pathlib import Path
 
 INDEX = "https://pypi.org/simple"
 BUILD = ["hatchling", "editables", "setuptools"]
+EXTRAS = ["nixl", "bench"]
+"""Those that users install; no package is in two of them."""
 CPU_WHEELS = "torch-cpu-wheels.sha256"
 """Written by hand, in the form of sha256sum: what https://download.pytorch.org/whl/cpu/torch/ lists for the locked version."""
 OF_CUDA = re.compile(r"(nvidia|cuda)-|triton$")
@@ -36,6 +39,7 @@ def resolve(arguments: list[str], constraints: Path, *, hashes: bool) -> dict[st
     """Name -> its lines in a requirements file. arguments: of `uv pip compile`."""
     command = [
         sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11",
+        "--fork-strategy", "fewest",  # one version of a package for every Python
         "--default-index", INDEX, "--no-header", "--no-annotate", "--constraints", str(constraints), *arguments,
     ]  # fmt: skip
     command += ["--generate-hashes"] if hashes else []
@@ -81,17 +85,17 @@ def without_marker(entry: str, environment: str) -> str:
 
 
 def split(full: dict[str, str], closures: dict[str, set[str]]) -> dict[str, list[str]]:
-    """File -> names. closures: what `build`, `runtime` and `nixl` ask for, with all that those ask for."""
+    """File -> names. closures: what `build`, `runtime` and the extras ask for, with all that those ask for."""
     cuda = {name for name in full if OF_CUDA.match(name)}
     runtime = closures["runtime"] - cuda - {"torch"}
-    nixl = closures["nixl"] - closures["runtime"] - cuda
+    extras = {name: closures[name] - closures["runtime"] - cuda for name in EXTRAS}
     parts = {
         "build": closures["build"],
         "torch": {"torch"},
         "torch-cuda": cuda,
         "runtime": runtime,
-        "nixl": nixl,
-        "dev": full.keys() - cuda - {"torch"} - runtime - nixl - closures["build"],
+        **extras,
+        "dev": full.keys() - cuda - {"torch"} - runtime - closures["build"] - set().union(*extras.values()),
     }
     return {name: sorted(part) for name, part in parts.items()}
 
@@ -112,7 +116,7 @@ def main() -> None:
         closures = {
             "build": set(resolve([str(build)], before, hashes=False)),
             "runtime": set(resolve(project, before, hashes=False)),
-            "nixl": set(resolve([*project, "--extra", "nixl"], before, hashes=False)),
+            **{name: set(resolve([*project, "--extra", name], before, hashes=False)) for name in EXTRAS},
         }
     version = re.match(r"torch==([\w.]+)", full["torch"])
     if version is None:

@@ -61,7 +61,9 @@ def test_no_two_files_disagree() -> None:
 @pytest.mark.parametrize("extra", [None, *PROJECT["optional-dependencies"]])
 def test_what_pyproject_asks_for_is_locked(extra: str | None) -> None:
     versions = locked()
-    parts = {None: ["build", "torch", "runtime"], "nixl": ["nixl"]}.get(extra, list(LOCKS))
+    parts = {None: ["build", "torch", "runtime"], "nixl": ["nixl"], "bench": ["bench", "runtime"]}.get(
+        extra, list(LOCKS)
+    )
     installed = {name for part in parts for name in entries(part)}
     for line in PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]:
         asked = Requirement(line)
@@ -123,7 +125,7 @@ def pip_calls(
 
 
 @pytest.mark.parametrize("torch_cpu", ["", "ERROR: No matching distribution found for torch==2.13.0+cpu"])
-@pytest.mark.parametrize("extras", [[], ["nixl"], ["nixl", "dev"]])
+@pytest.mark.parametrize("extras", [[], ["nixl"], ["nixl", "bench", "dev"]])
 def test_pip_fetches_nothing_without_a_hash(tmp_path: Path, torch_cpu: str, extras: list[str]) -> None:
     done, calls = pip_calls(tmp_path, *extras, "--torch-index", "https://example.org/torch", torch_cpu=torch_cpu)
     assert done.returncode == 0, done.stderr
