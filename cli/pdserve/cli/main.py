@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from pdserve.common.errors import ConfigError, PdServeError
+from pdserve.cli.bench.command import bench
+from pdserve.cli.client_options import DEFAULT_URL, CaFile, CertFile, ClientKeyFile, client_tls
+from pdserve.common.errors import PdServeError
 
 if TYPE_CHECKING:
     from pdserve.cli.grpc_client import GrpcClient
@@ -29,6 +31,7 @@ app = typer.Typer(
 
 keys = typer.Typer(help="API keys of a router's clients.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
+app.command()(bench)
 
 Model = Annotated[str | None, typer.Option(help="A Hugging Face checkpoint's folder, or 'demo' for the bundled model.")]
 Host = Annotated[
@@ -54,15 +57,7 @@ Policy = Annotated[
 Connector = Annotated[
     str | None, typer.Option(help="How KV blocks move: auto (default), nixl or tcp.", show_default=False)
 ]
-DEFAULT_URL = "127.0.0.1:50051"
 GrpcUrl = Annotated[str, typer.Option("--url", help="host:port of the router's gRPC front end.")]
-CaFile = Annotated[str | None, typer.Option(help="PEM certificates to trust; connects with TLS.", show_default=False)]
-CertFile = Annotated[
-    str | None, typer.Option(help="PEM client certificate, if the router requires one.", show_default=False)
-]
-ClientKeyFile = Annotated[
-    str | None, typer.Option("--key-file", help="Private key of --cert-file.", show_default=False)
-]
 ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Show the time of each phase.")]
 MaxTokens = Annotated[int, typer.Option(help="Output tokens at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -281,13 +276,8 @@ def generate(
 def _way_to(url: str, ca_file: str | None, cert_file: str | None, key_file: str | None) -> Callable[[], GrpcClient]:
     """The channel's address and TLS. Raises: ConfigError for files that cannot be used."""
     from pdserve.cli.grpc_client import GrpcClient
-    from pdserve.common.security.tls import TlsFile, load_client
 
-    files = {"--ca-file": ca_file, "--cert-file": cert_file, "--key-file": key_file}
-    ca, certificate, key = (TlsFile(flag, path) if path else None for flag, path in files.items())
-    if (certificate is None) != (key is None) or (ca is None and certificate is not None):
-        raise ConfigError("--cert-file and --key-file go together, with --ca-file")
-    tls = load_client(ca, certificate, key) if ca is not None else None
+    tls = client_tls(ca_file, cert_file, key_file)
     return lambda: GrpcClient(url, os.environ.get("PDSERVE_API_KEY"), tls)
 
 

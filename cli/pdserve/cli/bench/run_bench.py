@@ -1,0 +1,262 @@
+"""One run of `pdserve bench`: its workload, its end point and its reports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pdserve.cli.bench.endpoints import Endpoint, GrpcEndpoint, OpenAIEndpoint, tls_options
+from pdserve.cli.bench.report import as_html, as_json, plots, tables, write_plots
+from pdserve.cli.bench.run_load import LoadPlan, LoadRun, RequestRecord
+from pdserve.cli.bench.summary import Summary, parse_targets
+from pdserve.cli.bench.workload import BenchSession, DrawTokens, Shape, random_sessions, trace_sessions
+from pdserve.common.errors import ConfigError
+from pdserve.common.security.tls import ClientTls
+from pdserve.models.model_folder import model_folder
+from pdserve.text.tokenizer import Tokenizer
+
+Api = Literal["completions", "chat", "grpc"]
+MAX_SHOWN_ERRORS = 3
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Options of one run."""
+
+    api: Api
+    url: str
+    model: str | None
+    tokenizer: str | None
+    api_key: str | None
+    tls: ClientTls | None
+    timeout_s: float
+    extra_body: dict[str, Any]
+    shape: Shape
+    num_sessions: int
+    trace: Path | None
+    trace_speed: float
+    plan: LoadPlan
+    warm_up: int
+    ignore_eos: bool
+    temperature: float
+    goodput: list[str]
+    json_file: Path | None
+    html_file: Path | None
+    plots_folder: Path | None
+    save_requests: bool
+    shown: dict[str, Any] = field(default_factory=dict)
+    """Options for the reports, name -> text."""
+
+    def verify(self) -> None:
+        """Raises: ConfigError naming the option, its value and its limit."""
+        self.shape.verify()
+        if self.num_sessions < 1:
+            raise ConfigError(f"--num is {self.num_sessions}, at least 1 is needed")
+        if self.warm_up < 0:
+            raise ConfigError(f"--warmup is {self.warm_up}, at least 0 is needed")
+        if (rate := self.plan.requests_per_s) is not None and not 0 < rate < float("inf"):
+            raise ConfigError(f"--request-rate is {rate}, above 0 is needed; for all at once use --concurrency")
+        if (concurrency := self.plan.concurrency) is not None and concurrency < 1:
+            raise ConfigError(f"--concurrency is {concurrency}, at least 1 is needed")
+        if not 0 < self.trace_speed < float("inf"):
+            raise ConfigError(f"--trace-speed is {self.trace_speed}, above 0 is needed")
+        if not 0 < self.timeout_s < float("inf"):
+            raise ConfigError(f"--timeout is {self.timeout_s}, above 0 seconds are needed")
+        if self.trace is not None and self.plan.requests_per_s is not None:
+            raise ConfigError("--trace and --request-rate are given: a trace has arrival times of its own")
+        if self.trace is None and self.trace_speed != 1.0:
+            raise ConfigError(f"--trace-speed is {self.trace_speed}, but there is no --trace")
+        if self.save_requests and self.json_file is None:
+            raise ConfigError("--save-requests is given without --json")
+        if self.api == "grpc" and "://" in self.url:
+            raise ConfigError(f"--url is {self.url}, host:port is needed with --api grpc")
+        if self.extra_body and self.api == "grpc":
+            raise ConfigError("--extra-body is given with --api grpc, whose requests are not JSON")
+        for flag, file in (("--json", self.json_file), ("--html", self.html_file)):
+            if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+                raise ConfigError(f"{flag} is {file}, which cannot be written")
+
+
+def run_bench(options: BenchOptions) -> int:
+    """Run, show and write. Returns the exit status: 1 if a request failed, 130 after Ctrl-C. Raises: ConfigError."""
+    options.verify()
+    targets = parse_targets(options.goodput)
+    _prepare_plots(options)
+    model, root = (options.model, None) if options.api == "grpc" else _served_model(options)
+    tokenizer = _load_tokenizer(options, model, root)
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
+        records, completed = asyncio.run(_run(options, model or "", tokenizer, progress))
+    summary = Summary.of(records, targets)
+    conditions = {**_conditions(), **options.shown}
+    if not completed:
+        conditions["interrupted"] = "yes; requests in flight and those not yet sent are not counted"
+        sys.stderr.write("interrupted: requests in flight and those not yet sent are not counted\n")
+    for table in tables(summary):
+        Console().print(table)
+    _show_errors(records)
+    if options.json_file is not None:
+        _write(options.json_file, as_json(summary, conditions, records if options.save_requests else None))
+    if options.html_file or options.plots_folder:
+        pictures = plots(records)
+        if options.html_file is not None:
+            _write(options.html_file, as_html(summary, conditions, pictures))
+        if options.plots_folder is not None:
+            write_plots(pictures, options.plots_folder)
+    if not completed:
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if summary.failures else 0
+
+
+def _prepare_plots(options: BenchOptions) -> None:
+    """Report an absent library or a folder that cannot be made before the run, not after it. Raises: ConfigError."""
+    if options.html_file or options.plots_folder:
+        plots([])
+    if options.plots_folder is not None:
+        try:
+            options.plots_folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--plots is {options.plots_folder}, which cannot be made: {error.strerror}") from error
+
+
+def parse_extra_body(text: str | None) -> dict[str, Any]:
+    """Raises: ConfigError."""
+    if text is None:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--extra-body is not a JSON object: {error}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+async def _run(
+    options: BenchOptions, model: str, tokenizer: Tokenizer, progress: Progress
+) -> tuple[list[RequestRecord], bool]:
+    """Return the requests that ended, and False if Ctrl-C, which cancels this task, ended the run."""
+    draw_tokens = make_draw_tokens(tokenizer)
+    sessions = list(_sessions(options, draw_tokens))
+    if not sessions:
+        raise ConfigError(f"--trace is {options.trace}, which has no requests")
+    num_requests = sum(len(session.turns) for session in sessions)
+    endpoint = make_endpoint(options, model)
+
+    def decode(token_ids: list[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def load_run(label: str, total: int) -> LoadRun:
+        task = progress.add_task(label, total=total)
+        return LoadRun(
+            endpoint, decode, as_text=options.api == "chat", timeout_s=options.timeout_s,
+            on_end=lambda record: progress.advance(task),
+        )  # fmt: skip
+
+    try:
+        if options.warm_up:
+            shape = Shape(input_tokens=options.shape.input_tokens, output_tokens=options.shape.output_tokens)
+            warm_up = list(random_sessions(shape, options.warm_up, options.plan.seed + 1, draw_tokens))
+            await load_run("warm-up", len(warm_up)).run(warm_up, LoadPlan(concurrency=1))
+        run = load_run("requests", num_requests)
+        try:
+            await run.run(sessions, options.plan)
+        except asyncio.CancelledError:
+            return [record for record in run.records if record.ended_s is not None], False
+    finally:
+        await endpoint.close()
+    return run.records, True
+
+
+def _sessions(options: BenchOptions, draw_tokens: DrawTokens) -> Iterable[BenchSession]:
+    if options.trace is not None:
+        return trace_sessions(
+            options.trace, options.plan.seed, draw_tokens, speed=options.trace_speed, num=options.num_sessions
+        )
+    return random_sessions(options.shape, options.num_sessions, options.plan.seed, draw_tokens)
+
+
+def make_draw_tokens(tokenizer: Tokenizer) -> DrawTokens:
+    """Draw from a vocabulary without its special tokens."""
+    allowed = [token_id for token_id in range(tokenizer.vocab_size) if token_id not in tokenizer.special_token_ids]
+    return lambda draw, num: draw.choices(allowed, k=num)
+
+
+def make_endpoint(options: BenchOptions, model: str) -> Endpoint:
+    """Make the client of the chosen API."""
+    sampling = {"temperature": options.temperature, "ignore_eos": options.ignore_eos}
+    if options.api == "grpc":
+        return GrpcEndpoint(options.url, api_key=options.api_key, tls=options.tls, sampling=sampling)
+    if not options.ignore_eos:
+        del sampling["ignore_eos"]  # a field that OpenAI's own servers refuse
+    return OpenAIEndpoint(
+        options.url, model, chat=options.api == "chat", api_key=options.api_key,
+        extra_body=sampling | options.extra_body, tls=options.tls,
+    )  # fmt: skip
+
+
+def _served_model(options: BenchOptions) -> tuple[str, str | None]:
+    """Name of the model and, if the server reports it, its folder. Raises: ConfigError."""
+    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    try:
+        reply = httpx.get(
+            f"{options.url}/v1/models", headers=headers, timeout=10, trust_env=False, **tls_options(options.tls)
+        )
+        cards = reply.raise_for_status().json()["data"]
+        card = next((card for card in cards if options.model in (None, card["id"])), None)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"--url: {options.url}/v1/models gives no list of models: {error}") from error
+    if card is None:
+        raise ConfigError(f"--model is {options.model!r}, served are: {', '.join(card['id'] for card in cards)}")
+    return str(card["id"]), card.get("root")
+
+
+def _load_tokenizer(options: BenchOptions, model: str | None, root: str | None) -> Tokenizer:
+    """Raises: ConfigError if no folder is known."""
+    if options.tokenizer is not None:
+        return Tokenizer.from_folder(model_folder(options.tokenizer))
+    for name in (root, model, "demo" if options.api == "grpc" and model is None else None):
+        if name is not None and (name == "demo" or Path(name).is_dir()):
+            return Tokenizer.from_folder(model_folder(name))
+    raise ConfigError(f"the server names no folder of {model!r} on this machine: --tokenizer is needed")
+
+
+def _show_errors(records: list[RequestRecord]) -> None:
+    messages = (f"{record.error}: {record.error_message}" for record in records if record.error is not None)
+    for message in islice(dict.fromkeys(messages), MAX_SHOWN_ERRORS):
+        sys.stderr.write(f"{message}\n")
+
+
+def _conditions() -> dict[str, Any]:
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "pdserve": version("pdserve"),
+        "client": f"{platform.machine()}, Python {platform.python_version()}",
+    }

@@ -1,0 +1,64 @@
+"""Options of `pdserve bench`: each bad one is refused by its name, value and limit, before anything is sent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pdserve.cli.main import app
+from pdserve.common.errors import ConfigError
+
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (["--num", "0"], "--num is 0, at least 1 is needed"),
+        (["--warmup", "-1"], "--warmup is -1, at least 0"),
+        (["--input-tokens", "0"], "--input-tokens is 0, at least 1"),
+        (["--concurrency", "0"], "--concurrency is 0, at least 1"),
+        (["--request-rate", "0"], "--request-rate is 0.0, above 0"),
+        (["--request-rate", "inf"], "--request-rate is inf, above 0"),
+        (["--timeout", "nan"], "--timeout is nan, above 0"),
+        (["--trace", "t", "--request-rate", "1"], "--trace and --request-rate are given"),
+        (["--trace", "t", "--trace-speed", "0"], "--trace-speed is 0.0, above 0"),
+        (["--trace-speed", "2"], "--trace-speed is 2.0, but there is no --trace"),
+        (["--save-requests"], "--save-requests is given without --json"),
+        (
+            ["--api", "grpc", "--url", "127.0.0.1:9", "--extra-body", '{"top_k": 1}'],
+            "--extra-body is given with --api grpc",
+        ),
+        (["--extra-body", "[1]"], "--extra-body is not a JSON object"),
+        (["--json", "/nosuch/folder/file"], "--json is /nosuch/folder/file, which cannot be written"),
+        (["--goodput", "itl:5"], "--goodput is 'itl:5', ttft, tpot or e2el"),
+        ([], "--url: http://127.0.0.1:9/v1/models gives no list of models"),
+        (["--url", "127.0.0.1:9"], "--url: 127.0.0.1:9/v1/models gives no list of models"),
+        (["--api", "grpc", "--url", "127.0.0.1:9", "--tokenizer", "/nosuch"], "/nosuch"),
+        (["--api", "grpc", "--url", "127.0.0.1:9", "--trace", "/nosuch"], "--trace is /nosuch, which cannot be read"),
+        (
+            ["--api", "grpc", "--url", "127.0.0.1:9", "--trace", "/dev/null"],
+            "--trace is /dev/null, which has no requests",
+        ),
+        (["--api", "grpc", "--url", NOBODY], "--url is http://127.0.0.1:9, host:port is needed"),
+    ],
+)
+def test_a_bad_option_is_refused(options: list[str], cause: str) -> None:
+    url = [] if "--url" in options else ["--url", NOBODY]
+    result = CliRunner().invoke(app, ["bench", *url, *options])
+    assert isinstance(result.exception, ConfigError), result.output
+    assert cause in result.exception.message
+
+
+def test_failures_are_shown_and_are_the_status(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    command = ["bench", "--api", "grpc", "--url", "127.0.0.1:9", "--num", "2", "--warmup", "0", "--json", str(file)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1, result.output
+    assert "failed: UNAVAILABLE  2" in result.stdout
+    assert "UNAVAILABLE: failed to connect" in result.stderr
+    figures = json.loads(file.read_text())
+    assert (figures["completed"], figures["failed"], figures["median_ttft_ms"]) == (0, 2, None)
