@@ -37,7 +37,7 @@ FLOORS = {
     ),
     "engine": (
         {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"runner"}, {"sampling", "scheduler"},
-        {"kv_cache", "structured_outputs"}, {"config", "heartbeat", "output_stream", "request", "scheduler_output"},
+        {"kv_cache", "structured_outputs"}, {"arrays", "config", "heartbeat", "output_stream", "request", "scheduler_output"},
     ),
     "models": (
         {"loading"}, {"decoder", "read_config"}, {"registry"}, {"families"}, {"config"}, {"layers"}, {"weights"},

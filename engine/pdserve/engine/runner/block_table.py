@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+
+from pdserve.engine.arrays import IntArray
 
 
 class BlockTable:
@@ -25,12 +26,12 @@ class BlockTable:
         self._block_ids[row, first : first + len(block_ids)] = block_ids
         self._num_blocks[row] += len(block_ids)
 
-    def slot_mapping(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def slot_mapping(self, rows: IntArray, positions: IntArray) -> IntArray:
         """`[T]`: places of tokens at `positions` `[T]` of the sequences in `rows` `[T]`, see `AttentionBatch.slot_mapping`."""
         block_size = self._block_size
         return self._block_ids[rows, positions // block_size] * block_size + positions % block_size
 
-    def of_step(self, rows: NDArray[np.int64], seq_lens: NDArray[np.int64]) -> NDArray[np.int64]:
+    def of_step(self, rows: IntArray, seq_lens: IntArray) -> IntArray:
         """`[B, N]`: the blocks of sequences of `seq_lens` tokens in `rows`, both `[B]`, padded with 0."""
         tables = self._block_ids[rows, : -(-int(seq_lens.max()) // self._block_size)]
         # entries past a sequence's end may be an earlier row's: 0 is what attention expects there

@@ -6,8 +6,8 @@ A step's inputs are gathered by row numbers in a constant number of array operat
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.runner.block_table import BlockTable
 from pdserve.engine.runner.pooler import Pooler
@@ -101,14 +101,14 @@ class InputBatch:
         for table, new in zip(self.block_tables, block_ids, strict=True):
             table.append(row, new)
 
-    def append_tokens(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+    def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
         """Append one token per row; a row that represented several sequences then represents the first of them."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
         self.num_sequences[rows] = 1
 
     def sampling_metadata(
-        self, rows: NDArray[np.int64], grammar: GrammarOutput | None = None, offsets: NDArray[np.int64] | int = 0
+        self, rows: IntArray, grammar: GrammarOutput | None = None, offsets: IntArray | int = 0
     ) -> SamplingMetadata:
         """Sampling parameters of these rows, and the grammar masks of this step.
 

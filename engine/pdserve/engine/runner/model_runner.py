@@ -8,11 +8,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.errors import PdServeError
 from pdserve.common.request.engine_types import LogprobsLists
+from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.runner.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
 from pdserve.engine.runner.input_batch import InputBatch
@@ -50,9 +50,9 @@ class _Step:
 
     hidden: Tensor
     """`[T, H]`"""
-    rows: NDArray[np.int64]
+    rows: IntArray
     """`[S]`, rows of the batch."""
-    counts: NDArray[np.int64]
+    counts: IntArray
     """`[S]`, tokens of each row."""
 
 
@@ -128,9 +128,7 @@ class ModelRunner:
         result.failed_requests = {req_id: RequestFailure.of(error) for req_id, error in failed.items()}
         return result
 
-    def _without_late(
-        self, grammar: GrammarOutput, rows: NDArray[np.int64], complete: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def _without_late(self, grammar: GrammarOutput, rows: IntArray, complete: IntArray) -> IntArray:
         """The complete rows whose grammar mask has arrived. A later step computes the last token of the other rows again."""
         late = np.array([self.batch.rows[req_id] for req_id in grammar.late_req_ids], np.int64)
         self.batch.num_computed[late] -= 1
@@ -139,7 +137,7 @@ class ModelRunner:
     def _sample_rows(
         self,
         logits: Tensor,
-        rows: NDArray[np.int64],
+        rows: IntArray,
         grammar: GrammarOutput | None,
         result: ModelRunnerOutput,
         failed: dict[str, PdServeError],
@@ -158,11 +156,7 @@ class ModelRunner:
         result.failed = {place: RequestFailure.of(error) for place, error in output.failed.items()}
 
     def _sample(
-        self,
-        logits: Tensor,
-        rows: NDArray[np.int64],
-        num_sequences: NDArray[np.int64],
-        grammar: GrammarOutput | None,
+        self, logits: Tensor, rows: IntArray, num_sequences: IntArray, grammar: GrammarOutput | None
     ) -> SamplerOutput:
         """One token for each sequence. logits `[N, V]`, rows and num_sequences `[N]`."""
         if (num_sequences == 1).all():
@@ -178,11 +172,7 @@ class ModelRunner:
         return output
 
     def _prompt_logprobs(
-        self,
-        hidden: Tensor,
-        rows: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        failed_requests: dict[str, PdServeError],
+        self, hidden: Tensor, rows: IntArray, counts: IntArray, failed_requests: dict[str, PdServeError]
     ) -> dict[str, LogprobsLists]:
         """request_id -> log-probabilities of this step's chunk, if requested. failed_requests: receives requests with NaN."""
         batch = self.batch
@@ -200,9 +190,9 @@ class ModelRunner:
     def _pool(
         self,
         hidden: Tensor,
-        rows: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        complete: NDArray[np.int64],
+        rows: IntArray,
+        ends: IntArray,
+        complete: IntArray,
         failed_requests: dict[str, PdServeError],
     ) -> dict[str, list[float]]:
         """request_id -> embedding of the step's rows at `complete`. failed_requests: receives requests with NaN or infinity."""
@@ -234,14 +224,14 @@ class ModelRunner:
         for req_id, block_ids in scheduled.scheduled_cached_reqs.new_block_ids.items():
             self.batch.add_blocks(req_id, block_ids)
 
-    def _decodes_first(self, scheduled: SchedulerOutput) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _decodes_first(self, scheduled: SchedulerOutput) -> tuple[IntArray, IntArray]:
         """Rows and their token counts, `[S]` each; rows with one token first, as `AttentionBatch` requires."""
         rows = np.fromiter((self.batch.rows[request_id] for request_id in scheduled.num_scheduled_tokens), np.int64)
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int64)
         order = np.argsort(counts > 1, kind="stable")
         return rows[order], counts[order]
 
-    def _inputs(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> ModelInputs:
+    def _inputs(self, rows: IntArray, counts: IntArray) -> ModelInputs:
         """Token ids `[T]`, and an attention plan for each spec of the model."""
         batch = self.batch
         computed = batch.num_computed[rows]
@@ -268,6 +258,6 @@ class ModelRunner:
             before_layer=self._before_layer,
         )
 
-    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+    def _tensor(self, array: IntArray) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.engine.arrays import IntArray
 
 
 class Pooler:
@@ -39,11 +40,11 @@ class Pooler:
         if self._params.pop(row, None) is not None:
             self._is_pooled[row] = self._is_mean[row] = False
 
-    def is_pooled(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def is_pooled(self, rows: IntArray) -> NDArray[np.bool_]:
         """True for each row that is pooled; other rows are sampled."""
         return self._is_pooled[rows]
 
-    def add_chunks(self, hidden: Tensor, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+    def add_chunks(self, hidden: Tensor, rows: IntArray, counts: IntArray) -> None:
         """Add a step's hidden states to the sums. hidden `[T, H]`: `counts[i]` consecutive tokens of row `rows[i]`."""
         row_of_token = np.repeat(rows, counts)
         places = np.flatnonzero(self._is_mean[row_of_token])
@@ -54,7 +55,7 @@ class Pooler:
         index = torch.from_numpy(row_of_token[places]).to(hidden.device)
         self._sums.index_add_(0, index, hidden[torch.from_numpy(places).to(hidden.device)].float())
 
-    def finish(self, last: Tensor, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> list[list[float]]:
+    def finish(self, last: Tensor, rows: IntArray, num_tokens: IntArray) -> list[list[float]]:
         """The vectors of rows whose prompt is complete.
 
         last `[R, H]`: hidden states of their last tokens. num_tokens `[R]`: lengths of their prompts.

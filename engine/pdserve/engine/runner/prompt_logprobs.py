@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.request.engine_types import LogprobsLists
+from pdserve.engine.arrays import IntArray
 from pdserve.engine.sampling.logprobs import RawLogprobs
 
 SLICE = 256
@@ -39,11 +39,11 @@ class PromptLogprobsTable:
     def of_step(
         self,
         hidden: Tensor,
-        rows: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        num_computed: NDArray[np.int64],
-        targets: NDArray[np.int64],
-        num_prompt: NDArray[np.int64],
+        rows: IntArray,
+        counts: IntArray,
+        num_computed: IntArray,
+        targets: IntArray,
+        num_prompt: IntArray,
         compute_logits: Callable[[Tensor], Tensor],
     ) -> dict[int, LogprobsLists]:
         """Row -> log-probabilities that this step's chunks give.
@@ -67,7 +67,7 @@ class PromptLogprobsTable:
 
 
 def _of_chunk(
-    hidden: Tensor, next_tokens: NDArray[np.int64], num_top: int, compute_logits: Callable[[Tensor], Tensor]
+    hidden: Tensor, next_tokens: IntArray, num_top: int, compute_logits: Callable[[Tensor], Tensor]
 ) -> LogprobsLists:
     """hidden `[n, H]`, next_tokens `[n]`."""
     whole = LogprobsLists([], [], [])

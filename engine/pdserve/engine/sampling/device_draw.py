@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.engine.arrays import FloatArray, IntArray
 from pdserve.engine.sampling.kept_tokens import LOWEST, MASS_OF_HIGHEST, Cut
 from pdserve.engine.sampling.seeded_uniform import TOKENS_PER_LEAD_CALL, gumbel
 from pdserve.engine.sampling.token_draw import SLACK, NoiseRows, highest_sums
@@ -23,15 +24,13 @@ _LOW = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS, _PHILOX_WEYL, _PHILOX_ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 7
 
 
-def most_likely(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def most_likely(logits: Tensor) -> tuple[IntArray, FloatArray]:
     """`[N]` ids of the most likely tokens, the lowest of equal ones, and their logits. logits `[N, V]`."""
     best = logits.max(-1)
     return best.indices.cpu().numpy().copy(), best.values.cpu().numpy()
 
 
-def draw(
-    logits: Tensor, rows: NDArray[np.int64], highest: NDArray[np.float32], cut: Cut, noise: NoiseRows
-) -> NDArray[np.int64]:
+def draw(logits: Tensor, rows: IntArray, highest: FloatArray, cut: Cut, noise: NoiseRows) -> IntArray:
     """`[R]` token ids of these rows of the logits. logits `[N, V]`; highest `[R]`, finite."""
     device = logits.device
     logits = logits[torch.from_numpy(rows).to(device)]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.engine.arrays import FloatArray, IntArray
 from pdserve.engine.sampling.scratch import Scratch
 
 MASS_OF_HIGHEST = 2.0**34
@@ -40,14 +41,14 @@ _FEWEST_BLOCKS = 1024
 class Cut:
     """Parameters of R rows, `[R]` each."""
 
-    temperature: NDArray[np.float32]
+    temperature: FloatArray
     """Above 0."""
-    top_p: NDArray[np.float32]
-    top_k: NDArray[np.int64]
+    top_p: FloatArray
+    top_k: IntArray
     """Vocabulary size: no limit."""
-    min_p: NDArray[np.float32]
+    min_p: FloatArray
 
-    def of(self, rows: slice | NDArray[np.int64]) -> Cut:
+    def of(self, rows: slice | IntArray) -> Cut:
         """Parameters of some of the rows."""
         return Cut(self.temperature[rows], self.top_p[rows], self.top_k[rows], self.min_p[rows])
 
@@ -56,9 +57,9 @@ class Cut:
 class Border:
     """The last kept token of R rows. A token is kept if its logit is higher, or equal with an id not above `token_id`."""
 
-    logit: NDArray[np.float32]
+    logit: FloatArray
     """`[R]`"""
-    token_id: NDArray[np.int64]
+    token_id: IntArray
     """`[R]`"""
 
     @classmethod
@@ -66,16 +67,14 @@ class Border:
         """A border that keeps all tokens with a finite logit."""
         return cls(np.full(num_rows, LOWEST, dtype=np.float32), np.full(num_rows, vocab_size))
 
-    def keeps(
-        self, logits: NDArray[np.float32], rows: NDArray[np.int64], token_ids: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
+    def keeps(self, logits: FloatArray, rows: IntArray, token_ids: IntArray) -> NDArray[np.bool_]:
         """`[K]` bool: True if the token is kept. rows, token_ids `[K]`."""
         logit = self.logit[rows]
         kept: NDArray[np.bool_] = (logits > logit) | ((logits == logit) & (token_ids <= self.token_id[rows]))
         return kept
 
 
-def border(logits: NDArray[np.float32], highest: NDArray[np.float32], cut: Cut, scratch: Scratch) -> Border:
+def border(logits: FloatArray, highest: FloatArray, cut: Cut, scratch: Scratch) -> Border:
     """Borders of R rows. logits `[R, V]`; highest `[R]`, each row's highest logit, finite.
 
     The rows must be of one kind: for all of them only top_p is set, or for all of them min_p or top_k is set.
@@ -102,7 +101,7 @@ def border(logits: NDArray[np.float32], highest: NDArray[np.float32], cut: Cut, 
     return found
 
 
-def masses(scaled: NDArray[np.float32], out: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+def masses(scaled: FloatArray, out: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
     """Masses as whole numbers, in the shape of `scaled`, which is overwritten."""
     np.exp(scaled, out=scaled)
     np.multiply(scaled, np.float32(MASS_OF_HIGHEST), out=scaled)
@@ -114,7 +113,7 @@ def top_p_alone(cut: Cut, vocab_size: int) -> NDArray[np.bool_]:
     return (cut.top_p < 1) & (cut.top_k >= vocab_size) & (cut.min_p <= 0)
 
 
-def _floor(scaled: NDArray[np.float32], cut: Cut) -> NDArray[np.float32]:
+def _floor(scaled: FloatArray, cut: Cut) -> FloatArray:
     """`[R]` a finite lower bound of y of the tokens that top_k keeps; with min_p only, the exact bound."""
     num_rows, vocab_size = scaled.shape
     with np.errstate(divide="ignore"):
@@ -131,9 +130,7 @@ def _floor(scaled: NDArray[np.float32], cut: Cut) -> NDArray[np.float32]:
     return np.where(limited, np.maximum(floor, bound), floor)
 
 
-def _border_of_top_p(
-    logits: NDArray[np.float32], scaled: NDArray[np.float32], top_p: NDArray[np.float64], scratch: Scratch
-) -> Border:
+def _border_of_top_p(logits: FloatArray, scaled: FloatArray, top_p: NDArray[np.float64], scratch: Scratch) -> Border:
     """The border of top_p over the whole vocabulary. Overwrites `scaled`."""
     num_rows, vocab_size = logits.shape
     each = np.arange(num_rows)
@@ -163,25 +160,25 @@ class _Listed:
     """Some tokens of each row, at least one per row, ordered by row and then by id."""
 
     vocab_size: int
-    places: NDArray[np.int64]
+    places: IntArray
     """`[K]`: row * V + token id."""
-    logits: NDArray[np.float32]
-    scaled: NDArray[np.float32]
-    counts: NDArray[np.int64]
+    logits: FloatArray
+    scaled: FloatArray
+    counts: IntArray
     """`[R]`"""
 
     @classmethod
-    def of(cls, places: NDArray[np.int64], logits: NDArray[np.float32], scaled: NDArray[np.float32]) -> _Listed:
+    def of(cls, places: IntArray, logits: FloatArray, scaled: FloatArray) -> _Listed:
         """logits and scaled `[R, V]`."""
         num_rows, vocab_size = logits.shape
         counts = np.diff(np.searchsorted(places, np.arange(num_rows + 1) * vocab_size))
         return cls(vocab_size, places, logits.reshape(-1).take(places), scaled.reshape(-1).take(places), counts)
 
-    def starts(self) -> NDArray[np.int64]:
+    def starts(self) -> IntArray:
         """`[R]`"""
         return np.cumsum(self.counts) - self.counts
 
-    def rows(self) -> NDArray[np.int64]:
+    def rows(self) -> IntArray:
         """`[K]`"""
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
@@ -225,9 +222,9 @@ class _Listed:
         )
 
 
-def _descending(logits: NDArray[np.float32]) -> NDArray[np.uint32]:
+def _descending(logits: FloatArray) -> NDArray[np.uint32]:
     """`[K]` integers that order the tokens: 0 for the highest logit; equal logits give equal integers."""
     bits = (logits + np.float32(0)).view(np.int32)  # -0.0 becomes 0.0
     ordered = bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
-    below: NDArray[np.int64] = ordered.max().astype(np.int64) - ordered
+    below: IntArray = ordered.max().astype(np.int64) - ordered
     return below.astype(np.uint32)

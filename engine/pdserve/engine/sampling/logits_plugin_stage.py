@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.errors import InternalError, LogitsProcessorFailed
 from pdserve.common.request.sampling_params import NamedLogitsProcessor
+from pdserve.engine.arrays import IntArray
 from pdserve.engine.sampling.logits_processors import LogitsProcessor, LogitsProcessors, LogitsRow
 
 log = logging.getLogger(__name__)
@@ -60,12 +60,12 @@ class ProcessorCall:
 class LogitsProcessorStage:
     """The plug-ins of one step's rows, in the order in which each row names them."""
 
-    starvation: list[ProcessorCall]
+    calls: list[ProcessorCall]
 
     def apply(self, logits: Tensor) -> dict[int, InternalError]:
         """logits `[N, V]`; changed in place. Returns row -> error that ends its request."""
         failed: dict[int, InternalError] = {}
-        for turn in self.starvation:
+        for turn in self.calls:
             turn.run(logits, failed)
         return failed
 
@@ -86,22 +86,18 @@ class PluginTable:
         self._asked.pop(row, None)
 
     def of_step(
-        self,
-        rows: NDArray[np.int64],
-        token_ids: NDArray[np.int64],
-        num_prompt: NDArray[np.int64],
-        num_tokens: NDArray[np.int64],
+        self, rows: IntArray, token_ids: IntArray, num_prompt: IntArray, num_tokens: IntArray
     ) -> LogitsProcessorStage | None:
         """For logits whose row i is the batch's row `rows[i]`. The other arrays are the batch's, by its rows."""
         if not self._asked:
             return None
-        starvation: dict[tuple[int, str], ProcessorCall] = {}
+        calls: dict[tuple[int, str], ProcessorCall] = {}
         for place, row in enumerate(rows.tolist()):
             for turn, one in enumerate(self._asked.get(row, ())):
-                if (turn, one.name) not in starvation:
-                    starvation[turn, one.name] = ProcessorCall(one.name, self._processors[one.name], [], [])
+                if (turn, one.name) not in calls:
+                    calls[turn, one.name] = ProcessorCall(one.name, self._processors[one.name], [], [])
                 prompt, output = token_ids[row, : num_prompt[row]], token_ids[row, num_prompt[row] : num_tokens[row]]
                 prompt.flags.writeable = output.flags.writeable = False
-                starvation[turn, one.name].places.append(place)
-                starvation[turn, one.name].rows.append(LogitsRow(one.args, prompt, output))
-        return LogitsProcessorStage([starvation[key] for key in sorted(starvation)]) if starvation else None
+                calls[turn, one.name].places.append(place)
+                calls[turn, one.name].rows.append(LogitsRow(one.args, prompt, output))
+        return LogitsProcessorStage([calls[key] for key in sorted(calls)]) if calls else None

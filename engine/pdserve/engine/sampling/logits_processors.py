@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.common.request.sampling_params import NamedLogitsProcessor
+from pdserve.engine.arrays import IntArray
 
 ENTRY_POINT_GROUP = "pdserve.logits_processors"
 
@@ -28,8 +27,8 @@ class LogitsRow:
 
     args: Mapping[str, Any]
     """The request's arguments, JSON values that `check` accepted."""
-    prompt_token_ids: NDArray[np.int64]
-    output_token_ids: NDArray[np.int64]
+    prompt_token_ids: IntArray
+    output_token_ids: IntArray
 
 
 class LogitsProcessor(Protocol):

@@ -6,25 +6,25 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.request.engine_types import LogprobsLists
+from pdserve.engine.arrays import IntArray
 
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
     """Log-probabilities computed before any stage changes the logits, for rows that request them."""
 
-    rows: NDArray[np.int64]
+    rows: IntArray
     """`[R]` rows of the logits."""
-    num_top: NDArray[np.int64]
+    num_top: IntArray
     """`[R]` number of most likely tokens to report per row, beside the sampled token."""
     values: Tensor
     """`[R, V]` float32."""
 
     @classmethod
-    def of(cls, logits: Tensor, num_logprobs: NDArray[np.int64] | None) -> RawLogprobs | None:
+    def of(cls, logits: Tensor, num_logprobs: IntArray | None) -> RawLogprobs | None:
         """num_logprobs: `[N]`, -1 for rows without log-probabilities. None if no row requests them."""
         if num_logprobs is None:
             return None
@@ -34,7 +34,7 @@ class RawLogprobs:
         asked = logits[torch.from_numpy(rows).to(logits.device)]
         return cls(rows, num_logprobs[rows], torch.log_softmax(asked, dim=-1, dtype=torch.float32))
 
-    def of_tokens(self, token_ids: NDArray[np.int64]) -> LogprobsTensors:
+    def of_tokens(self, token_ids: IntArray) -> LogprobsTensors:
         """token_ids: `[N]`, the sampled token of every row of the logits."""
         sampled = torch.from_numpy(token_ids[self.rows]).to(self.values.device).clamp(min=0).unsqueeze(-1)
         sampled_values = self.values.gather(-1, sampled)
@@ -53,9 +53,9 @@ class RawLogprobs:
 class LogprobsTensors:
     """Log-probabilities of one token per row. K is the largest number of most likely tokens that a row requests."""
 
-    rows: NDArray[np.int64]
+    rows: IntArray
     """`[R]` rows of the logits."""
-    num_top: NDArray[np.int64]
+    num_top: IntArray
     """`[R]` number of the K most likely tokens that each row requests."""
     logprob_token_ids: Tensor
     """`[R, 1 + K]`, the sampled token first."""

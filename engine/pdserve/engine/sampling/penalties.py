@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.engine.arrays import FloatArray, IntArray
 from pdserve.engine.sampling.sparse_indices import SparseIndices
 
 MAX_REPETITION = 2.0**64
@@ -27,12 +27,12 @@ class Penalties:
 
     repeated: SparseIndices | None = None
     """Tokens of prompt and output."""
-    repetition: NDArray[np.float32] | None = None
+    repetition: FloatArray | None = None
     """`[E]`, one for each entry of `repeated`."""
     in_output: SparseIndices | None = None
-    frequency: NDArray[np.float32] | None = None
+    frequency: FloatArray | None = None
     """`[E]`, one for each entry of `in_output`."""
-    presence: NDArray[np.float32] | None = None
+    presence: FloatArray | None = None
     """`[E]`, as `frequency`."""
 
     def apply(self, logits: Tensor) -> None:
@@ -62,11 +62,7 @@ class PenaltyTable:
         self._presence[row] = params.presence_penalty
 
     def of_step(
-        self,
-        rows: NDArray[np.int64],
-        token_ids: NDArray[np.int64],
-        num_prompt: NDArray[np.int64],
-        num_tokens: NDArray[np.int64],
+        self, rows: IntArray, token_ids: IntArray, num_prompt: IntArray, num_tokens: IntArray
     ) -> Penalties | None:
         """Penalties for logits whose row i is the batch's row `rows[i]`. The other arrays are the batch's, by its rows."""
         repeats = np.flatnonzero(self._repetition[rows] != 1)
@@ -85,11 +81,7 @@ class PenaltyTable:
 
 
 def _tokens_of(
-    places: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    token_ids: NDArray[np.int64],
-    first: NDArray[np.int64],
-    end: NDArray[np.int64],
+    places: IntArray, rows: IntArray, token_ids: IntArray, first: IntArray, end: IntArray
 ) -> SparseIndices | None:
     """Tokens `[first, end)` of the batch's rows `rows[places]`, as entries of the logits' rows `places`."""
     if not len(places):

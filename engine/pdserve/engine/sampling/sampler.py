@@ -22,10 +22,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.errors import InternalError
+from pdserve.engine.arrays import FloatArray, IntArray
 from pdserve.engine.sampling import device_draw
 from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.kept_tokens import Border, Cut, border, top_p_alone
@@ -48,21 +48,21 @@ _BLOCK_LOGITS, _BLOCK_ROWS = 1 << 18, 128
 class SamplingMetadata:
     """The sampled rows' parameters, `[N]` each."""
 
-    temperature: NDArray[np.float32]
+    temperature: FloatArray
     """0 for greedy."""
-    top_p: NDArray[np.float32]
-    top_k: NDArray[np.int64]
+    top_p: FloatArray
+    top_k: IntArray
     """Vocabulary size: no limit."""
-    min_p: NDArray[np.float32]
-    seeds: NDArray[np.int64]
-    indexes: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    min_p: FloatArray
+    seeds: IntArray
+    indexes: IntArray
+    positions: IntArray
     """Output position of the token to sample."""
     token_rules: TokenMask | None = None
     plugins: LogitsProcessorStage | None = None
     penalties: Penalties | None = None
     grammar_mask: GrammarMask | None = None
-    num_logprobs: NDArray[np.int64] | None = None
+    num_logprobs: IntArray | None = None
     """`[N]` most likely tokens to report, -1 for rows without log-probabilities; None if no row requests them."""
 
 
@@ -70,7 +70,7 @@ class SamplingMetadata:
 class SamplerOutput:
     """`sampled_token_ids` `[N]` int64, on the host; `NO_TOKEN` where the rules leave none."""
 
-    sampled_token_ids: NDArray[np.int64]
+    sampled_token_ids: IntArray
     logprobs: LogprobsTensors | None = None
     """Log-probabilities of the rows that request them."""
     failed: Mapping[int, InternalError] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Sampler:
         sampled = self._sample(logits, metadata)
         return SamplerOutput(sampled, None if raw is None else raw.of_tokens(sampled), failed)
 
-    def _sample(self, logits: Tensor, metadata: SamplingMetadata) -> NDArray[np.int64]:
+    def _sample(self, logits: Tensor, metadata: SamplingMetadata) -> IntArray:
         """`[N]` token ids: stages 7 to 9."""
         on_host = logits.device.type == "cpu"
         values = logits.numpy() if on_host else None
@@ -114,14 +114,7 @@ class Sampler:
             sampled = np.where(np.isneginf(highest), NO_TOKEN, sampled)
         return sampled
 
-    def _draw(
-        self,
-        logits: NDArray[np.float32],
-        rows: NDArray[np.int64],
-        highest: NDArray[np.float32],
-        cut: Cut,
-        noise: NoiseRows,
-    ) -> NDArray[np.int64]:
+    def _draw(self, logits: FloatArray, rows: IntArray, highest: FloatArray, cut: Cut, noise: NoiseRows) -> IntArray:
         """`[R]` token ids of these rows of the logits. logits `[N, V]`, the others `[R]` or of R rows."""
         vocab_size = logits.shape[1]
         alone = top_p_alone(cut, vocab_size)
@@ -142,7 +135,7 @@ class Sampler:
                 drawn[block] = draw(kept, noise.of(block), self._scratch)
         return drawn
 
-    def _rows(self, logits: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    def _rows(self, logits: FloatArray, rows: IntArray) -> FloatArray:
         """These ascending rows of the logits: a view if they are consecutive, else a copy."""
         if rows[-1] - rows[0] == len(rows) - 1:
             return logits[rows[0] : rows[-1] + 1]
@@ -150,7 +143,7 @@ class Sampler:
         return np.take(logits, rows, axis=0, out=copied, mode="clip")
 
 
-def _most_likely(logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def _most_likely(logits: FloatArray) -> tuple[IntArray, FloatArray]:
     """`[N]` ids of the most likely tokens, the lowest of equal ones, and their logits."""
     best = logits.argmax(-1)
     return best, logits[np.arange(len(best)), best]

@@ -24,6 +24,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.engine.arrays import FloatArray, IntArray
 from pdserve.engine.sampling.scratch import Scratch
 
 Words = NDArray[np.uint64]
@@ -41,9 +42,7 @@ _BYTE, _LOW, _HALF = np.uint64(0xFF), np.uint64(0xFFFFFFFF), np.uint64(1 << 63)
 _8, _24, _32, _56 = (np.uint64(bits) for bits in (8, 24, 32, 56))
 
 
-def gumbel(
-    seeds: NDArray[np.int64], indexes: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int64]
-) -> NDArray[np.float32]:
+def gumbel(seeds: IntArray, indexes: IntArray, positions: IntArray, token_ids: IntArray) -> FloatArray:
     """The noise of K tokens; all `[K]`."""
     count = len(token_ids)
     evens = np.empty((2, 2 * count), dtype=np.uint64)  # counters of the calls for leads, then of those for tails
@@ -60,12 +59,8 @@ def gumbel(
 
 
 def gumbel_of_leads(
-    lead: NDArray[np.uint8],
-    seeds: NDArray[np.int64],
-    indexes: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    token_ids: NDArray[np.int64],
-) -> NDArray[np.float32]:
+    lead: NDArray[np.uint8], seeds: IntArray, indexes: IntArray, positions: IntArray, token_ids: IntArray
+) -> FloatArray:
     """`gumbel` for known leads; all `[K]`."""
     evens = np.stack([token_ids, indexes]).astype(np.uint64)
     odds = np.stack([positions, np.full_like(positions, _TAIL)]).astype(np.uint64)
@@ -74,11 +69,7 @@ def gumbel_of_leads(
 
 
 def leads(
-    seeds: NDArray[np.int64],
-    indexes: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    vocab_size: int,
-    scratch: Scratch,
+    seeds: IntArray, indexes: IntArray, positions: IntArray, vocab_size: int, scratch: Scratch
 ) -> NDArray[np.uint8]:
     """`[R, V]`, the leads of all tokens, in scratch memory. seeds, indexes, positions `[R]`."""
     rows, calls = len(seeds), -(-vocab_size // TOKENS_PER_LEAD_CALL)
@@ -101,7 +92,7 @@ def leads(
     return in_order.reshape(rows, calls * TOKENS_PER_LEAD_CALL)[:, :vocab_size]
 
 
-def gumbel_of_bits(bits: Words) -> NDArray[np.float32]:
+def gumbel_of_bits(bits: Words) -> FloatArray:
     """The noise of `h` of the formula; both `[K]`."""
     upper = bits >= _HALF
     distance = np.where(upper, ~bits, bits)  # distance to the nearer end of (0, 1)
@@ -109,7 +100,7 @@ def gumbel_of_bits(bits: Words) -> NDArray[np.float32]:
     return (-np.log(-np.where(upper, np.log(small), np.log1p(-small)))).astype(np.float32)
 
 
-def _key_words(seeds: NDArray[np.int64]) -> Words:
+def _key_words(seeds: IntArray) -> Words:
     """`[2, K]`"""
     keys = np.ascontiguousarray(seeds).view(np.uint64)
     return np.stack([keys & _LOW, keys >> _32])

@@ -7,19 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from pdserve.engine.arrays import IntArray
 
 
 @dataclass(frozen=True, slots=True)
 class SparseIndices:
     """Places in the logits `[N, V]`: entry e is row `rows[e]`, token `token_ids[e]`."""
 
-    rows: NDArray[np.int64]
-    token_ids: NDArray[np.int64]
+    rows: IntArray
+    token_ids: IntArray
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[int, NDArray[np.int64]]]) -> SparseIndices | None:
+    def of(cls, parts: Sequence[tuple[int, IntArray]]) -> SparseIndices | None:
         """Indices of all (row, token ids); None if there are none."""
         if not parts:
             return None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.engine.arrays import FloatArray, IntArray
 from pdserve.engine.sampling.kept_tokens import FEW, Border
 from pdserve.engine.sampling.scratch import Scratch
 from pdserve.engine.sampling.seeded_uniform import gumbel, gumbel_of_leads, leads
@@ -30,11 +31,11 @@ _ROUNDING = 1e-6
 class NoiseRows:
     """The coordinates of R rows' noise, `[R]` each."""
 
-    seeds: NDArray[np.int64]
-    indexes: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    seeds: IntArray
+    indexes: IntArray
+    positions: IntArray
 
-    def of(self, rows: slice | NDArray[np.int64]) -> NoiseRows:
+    def of(self, rows: slice | IntArray) -> NoiseRows:
         """The noise of some of the rows; a row may occur more than once."""
         return NoiseRows(self.seeds[rows], self.indexes[rows], self.positions[rows])
 
@@ -43,15 +44,15 @@ class NoiseRows:
 class KeptRows:
     """R rows of logits, and their kept tokens."""
 
-    logits: NDArray[np.float32]
+    logits: FloatArray
     """`[R, V]`"""
-    highest: NDArray[np.float32]
+    highest: FloatArray
     """`[R]`, each row's highest logit."""
-    temperature: NDArray[np.float32]
+    temperature: FloatArray
     """`[R]`"""
     border: Border
 
-    def listed(self, mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def listed(self, mask: NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
         """Rows and ids of the kept tokens of the mask, by row and then by id. mask `[R, V]`."""
         places = np.flatnonzero(mask)
         rows = places // mask.shape[1]
@@ -59,19 +60,19 @@ class KeptRows:
         kept = self.border.keeps(self.logits[rows, token_ids], rows, token_ids)
         return rows[kept], token_ids[kept]
 
-    def scaled(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    def scaled(self, rows: IntArray, token_ids: IntArray) -> FloatArray:
         """`[K]` y of these tokens."""
         with np.errstate(over="ignore"):
             return (self.logits[rows, token_ids] - self.highest[rows]) / self.temperature[rows]
 
-    def surely_below(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    def surely_below(self, logits: FloatArray) -> FloatArray:
         """`[R]` logits; the y of any token below is lower by more than the rounding of sums. logits `[R]`."""
         highest = self.highest.astype(np.float64)
         lowered = logits - SLACK * self.temperature
         return (lowered - _ROUNDING * (np.abs(highest) + np.abs(lowered))).astype(np.float32)
 
 
-def draw(kept: KeptRows, noise: NoiseRows, scratch: Scratch) -> NDArray[np.int64]:
+def draw(kept: KeptRows, noise: NoiseRows, scratch: Scratch) -> IntArray:
     """`[R]` token ids."""
     num_rows, vocab_size = kept.logits.shape
     mask = scratch.array("mask", kept.logits.shape, np.bool_)
@@ -95,7 +96,7 @@ def draw(kept: KeptRows, noise: NoiseRows, scratch: Scratch) -> NDArray[np.int64
     return token_ids[highest_sums(kept.scaled(rows, token_ids) + drawn, rows, num_rows)]
 
 
-def highest_sums(sums: NDArray[np.float32], rows: NDArray[np.int64], num_rows: int) -> NDArray[np.int64]:
+def highest_sums(sums: FloatArray, rows: IntArray, num_rows: int) -> IntArray:
     """`[R]` index of each row's highest sum, the first of equal ones. sums, rows `[K]`, rows ascending; each row has a sum."""
     starts = np.searchsorted(rows, np.arange(num_rows))
     equal = np.flatnonzero(sums == np.maximum.reduceat(sums, starts)[rows])

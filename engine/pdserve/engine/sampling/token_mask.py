@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.engine.arrays import FloatArray, IntArray
 from pdserve.engine.sampling.sparse_indices import SparseIndices
 
 _ANY = -1
@@ -29,7 +30,7 @@ class TokenMask:
     """The only tokens allowed in the rows that have entries here."""
     forbidden: SparseIndices | None = None
     biased: SparseIndices | None = None
-    biases: NDArray[np.float32] | None = None
+    biases: FloatArray | None = None
     """`[E]`, one for each entry of `biased`."""
 
     def apply(self, logits: Tensor) -> None:
@@ -56,7 +57,7 @@ class BadWords:
             self._prefixes[row, longest - len(sequence) + 1 :] = sequence[:-1]
         self._last = np.array([sequence[-1] for sequence in sequences], dtype=np.int64)
 
-    def forbidden_after(self, output: NDArray[np.int64]) -> NDArray[np.int64]:
+    def forbidden_after(self, output: IntArray) -> IntArray:
         """Token ids that would complete a forbidden sequence."""
         length = self._prefixes.shape[1]
         end = np.full(length, _ANY, dtype=np.int64)
@@ -70,13 +71,13 @@ class BadWords:
 class _RowRules:
     """One sequence's rules as arrays."""
 
-    allowed: NDArray[np.int64] | None
+    allowed: IntArray | None
     bad_words: BadWords | None
     min_tokens: int
-    ends: NDArray[np.int64]
+    ends: IntArray
     """EOS and stop tokens, forbidden before `min_tokens`."""
-    biased: NDArray[np.int64]
-    biases: NDArray[np.float32]
+    biased: IntArray
+    biases: FloatArray
 
 
 def _row_rules(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> _RowRules | None:
@@ -113,11 +114,7 @@ class TokenRuleTable:
             self._has_rules[row] = False
 
     def of_step(
-        self,
-        rows: NDArray[np.int64],
-        token_ids: NDArray[np.int64],
-        num_prompt: NDArray[np.int64],
-        num_tokens: NDArray[np.int64],
+        self, rows: IntArray, token_ids: IntArray, num_prompt: IntArray, num_tokens: IntArray
     ) -> TokenMask | None:
         """Rules for logits whose row i is the batch's row `rows[i]`. The other arrays are the batch's, by its rows."""
         if not self._rules:
