@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import msgspec
@@ -30,7 +29,7 @@ from pdserve.llm.prompts import (
     is_one_prompt,
     named,
 )
-from pdserve.llm.request_factory import LocalEmbedding, LocalRequest, ValidRequest, checked
+from pdserve.llm.request_factory import ValidRequest, checked
 from pdserve.text.request_output import RequestOutput
 from pdserve.text.tokenizer import Tokenizer
 
@@ -129,17 +128,11 @@ class LLM:
         values, label = _many_prompts(prompts)
         params = _for_each(pooling_params, len(values), PoolingParams, "pooling_params")
         with self._exclusive() as engine:
-            valid = []
-            for place, value in enumerate(values):
-                with named(None if label is None else f"{label}[{place}]"):
-                    valid.append(self._requests.validate_embedding(as_prompt(value), params[place]))
+            validate = self._requests.validate_embedding
+            valid = _validated(values, label, lambda place, value: validate(as_prompt(value), params[place]))
             requests = [self._requests.make_embedding(request) for request in valid]
             with self._computing(engine, len(requests), use_tqdm) as progress:
-
-                def count(request: LocalEmbedding) -> None:
-                    progress.finished(len(request.core.prompt_token_ids), 0)
-
-                engine.run(requests, count)
+                engine.run(requests, lambda request: progress.finished(len(request.core.prompt_token_ids), 0))
         return [request.output for request in requests if request.output is not None]
 
     def beam_search(
@@ -157,10 +150,8 @@ class LLM:
         params = checked(params, BeamSearchParams, "params")
         eos = self._tokenizer.eos_token_ids
         with self._exclusive() as engine:
-            valid = []
-            for place, value in enumerate(values):
-                with named(None if label is None else f"{label}[{place}]"):
-                    valid.append(self._requests.validate_beams(as_prompt(value), params))
+            validate = self._requests.validate_beams
+            valid = _validated(values, label, lambda _, value: validate(as_prompt(value), params))
             searches = [BeamSearch(params, eos) for _ in valid]
             with self._computing(engine, len(searches), use_tqdm) as progress:
                 open_searches = list(zip(valid, searches, strict=True))
@@ -222,9 +213,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
     def _answer(
@@ -238,15 +227,22 @@ class LLM:
         trace_headers: Mapping[str, str] | None,
     ) -> list[RequestOutput]:
         """label: the name of a list of values in error messages; None for a single value."""
+
+        def validate(place: int, value: object) -> ValidRequest:
+            fields = {"priority": priorities[place], "trace_headers": trace_headers}
+            return self._requests.validate(parse(value), params[place], **fields)
+
         with self._exclusive() as engine:
-            requests = self._prepare(parse, values, label, sampling_params, priority, trace_headers)
+            params = _for_each(sampling_params, len(values), SamplingParams, "sampling_params")
+            priorities = _for_each(priority, len(values), int, "priority")
+            # before any seed is drawn
+            valid = _validated(values, label, validate)
+            requests = [self._requests.make(request) for request in valid]
             with self._computing(engine, len(requests), use_tqdm) as progress:
-
-                def count(request: LocalRequest) -> None:
-                    processor = request.processor
-                    progress.finished(len(processor.prompt_token_ids), processor.num_output_tokens)
-
-                engine.run(requests, count)
+                engine.run(
+                    requests,
+                    lambda each: progress.finished(len(each.core.prompt_token_ids), each.processor.num_output_tokens),
+                )
         return [request.answer for request in requests]
 
     @contextmanager
@@ -260,28 +256,6 @@ class LLM:
             raise
         finally:
             progress.close()
-
-    def _prepare(
-        self,
-        parse: Callable[[object], PromptWithSalt],
-        values: Sequence[object],
-        label: str | None,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int],
-        trace_headers: Mapping[str, str] | None,
-    ) -> list[LocalRequest]:
-        """Validate all prompts. Raises: InvalidRequest, before any seed is drawn."""
-        params = _for_each(sampling_params, len(values), SamplingParams, "sampling_params")
-        priorities = _for_each(priority, len(values), int, "priority")
-        valid = []
-        for place, value in enumerate(values):
-            with named(None if label is None else f"{label}[{place}]"):
-                valid.append(
-                    self._requests.validate(
-                        parse(value), params[place], priority=priorities[place], trace_headers=trace_headers
-                    )
-                )
-        return [self._requests.make(request) for request in valid]
 
     @contextmanager
     def _exclusive(self) -> Iterator[LLMEngine]:
@@ -303,6 +277,17 @@ def _many_prompts(prompts: object) -> tuple[Sequence[object], str | None]:
     if not isinstance(prompts, Sequence):
         raise InvalidRequest(f"prompts must be a prompt or a list of them, not {type(prompts).__name__}", "prompts")
     return prompts, "prompts"
+
+
+def _validated(
+    values: Sequence[object], label: str | None, validate: Callable[[int, object], ValidRequest]
+) -> list[ValidRequest]:
+    """validate: takes a value's place, and the value. Raises: InvalidRequest, with the place if there is a label."""
+    valid = []
+    for place, value in enumerate(values):
+        with named(None if label is None else f"{label}[{place}]"):
+            valid.append(validate(place, value))
+    return valid
 
 
 def _for_each(params: P | Sequence[P] | None, num_prompts: int, kind: type[P], name: str) -> Sequence[P | None]:
