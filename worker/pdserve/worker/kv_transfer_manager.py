@@ -178,9 +178,7 @@ class KvTransferManager:
                 if (source := self._sources.get(message.request_id)) is not None:
                     self._prefill_again(source)
             case StopReceiving():
-                if (receiver := self._receivers.get(message.request_id)) is not None:
-                    receiver.transfer.stop()
-                    self._forget_if_done(receiver)
+                self.stop_receiving(message.request_id)
 
     def verify_new(self, request_id: str) -> None:
         """Check before anything is begun for a request, since everything is found by its name at its end.

@@ -122,14 +122,12 @@ async def _attach(transfer: ReceiverTransfer, receiving: ReceiverInfo, channel: 
         why: PdServeError | None = None
         try:
             await _one_stream(transfer, receiving, channel, ticks)
-        except WorkerLost as error:
+        except (WorkerLost, PeerError) as error:
             why = error
         except grpc.aio.AioRpcError as error:
             why = from_rpc_error(error)
         except grpc.aio.UsageError as error:
             why = WorkerLost(f"its channel is closed: {error}")
-        except PeerError as error:
-            why = error
         if transfer.is_ending:
             return
         if why is None:
@@ -197,14 +195,14 @@ async def _one_stream(
                     if not hmac.compare_digest(answer.proof, proof):
                         transfer.fail(TransferFailed("who answers for the source does not have the deployment key"))
                         return
-                    if answer.connector not in opening.connectors:
-                        what = f"the connector {answer.connector[:64]!r}, which was not asked for"
-                        transfer.fail(TransferFailed(f"the source chose {what}"))
-                        return
-                    if answer.digest_algorithm not in opening.digest_algorithms:
-                        what = f"the digest algorithm {answer.digest_algorithm[:64]!r}, which was not asked for"
-                        transfer.fail(TransferFailed(f"the source chose {what}"))
-                        return
+                    for what, chosen, offered in (
+                        ("connector", answer.connector, opening.connectors),
+                        ("digest algorithm", answer.digest_algorithm, opening.digest_algorithms),
+                    ):
+                        if chosen not in offered:
+                            told = f"the source chose the {what} {chosen[:64]!r}, which was not asked for"
+                            transfer.fail(TransferFailed(told))
+                            return
                     digest = receiving.digests.make(answer.digest_algorithm, transfer.source.transfer_id, answer.token)
                     transfer.attached(requests, answer.connector, answer.metadata, answer.token, digest)
                 case "published":

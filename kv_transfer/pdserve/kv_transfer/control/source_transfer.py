@@ -19,10 +19,9 @@ from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import Grant
 from pdserve.kv_transfer.connector_set import GrantsReads
 from pdserve.kv_transfer.control.transfer_state import SOURCE_MOVES, SourceState, has_ended, move
+from pdserve.kv_transfer.pull.read_grants import TOKEN_BYTES
 
 log = logging.getLogger(__name__)
-
-TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +194,6 @@ class SourceTransfer:
 
     def release(self) -> None:
         """Handle `Release`: the receiver has all blocks, or has given up if the prefill has not ended."""
-        if self.has_ended:
-            return
         if self.state is SourceState.COMPLETE:
             self.landed(self.num_wanted)
             self._end(SourceState.RELEASED, None)
@@ -236,18 +233,15 @@ class SourceTransfer:
 
     def cancel(self) -> None:
         """End the transfer, because the prefill call ended: the router has given up the attempt."""
-        if not self.has_ended:
-            self._end(SourceState.CANCELLED, None)
+        self._end(SourceState.CANCELLED, None)
 
     def revoke(self, cause: PdServeError) -> None:
         """End the transfer, because the source drains."""
-        if not self.has_ended:
-            self._end(SourceState.REVOKED, cause)
+        self._end(SourceState.REVOKED, cause)
 
     def fail(self, cause: PdServeError) -> None:
         """End the transfer, because the engine could not compute the prompt."""
-        if not self.has_ended:
-            self._end(SourceState.FAILED, cause)
+        self._end(SourceState.FAILED, cause)
 
     def _expire(self, why: str) -> None:
         if not self.has_ended:
@@ -255,6 +249,8 @@ class SourceTransfer:
             self._end(SourceState.EXPIRED, TransferFailed(f"the lease ended: {why}"))
 
     def _end(self, state: SourceState, cause: PdServeError | None) -> None:
+        if self.has_ended:
+            return
         self.state = move(SOURCE_MOVES, self.state, state)
         self.cause = cause
         self._lease_end.cancel()
