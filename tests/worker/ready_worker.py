@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 
 from pdserve.common.settings.worker_settings import DecodeSettings
-from pdserve.decode.service import run_decode
+from pdserve.decode.service import add_servicers
 from pdserve.worker.identity import WorkerIdentity
+from pdserve.worker.worker_process import run_worker
 
 
 def on_ready(identity: WorkerIdentity) -> None:
@@ -25,4 +26,4 @@ def on_ready(identity: WorkerIdentity) -> None:
 if __name__ == "__main__":
     gc.unfreeze()  # a process that was forked has everything frozen that it began with; a new one has not
     settings = DecodeSettings(port=0, connector="tcp", num_blocks=8)
-    asyncio.run(run_decode(settings, Path(sys.argv[1]), on_ready=on_ready))
+    asyncio.run(run_worker(settings, Path(sys.argv[1]), add_servicers, on_ready=on_ready))

@@ -101,11 +101,12 @@ def _serve_worker(
     folder = model_folder(settings.model)
     # settings are checked first, because torch takes seconds to import
     if isinstance(settings, PrefillSettings):
-        from pdserve.prefill.service import run_prefill as run
+        from pdserve.prefill.service import add_servicers
     else:
-        from pdserve.decode.service import run_decode as run  # type: ignore[assignment]
+        from pdserve.decode.service import add_servicers
     from pdserve.engine.runner.loaded_model import LoadProgress
     from pdserve.worker.identity import WorkerIdentity
+    from pdserve.worker.worker_process import run_worker
 
     follow_lifeline(lifeline_fd)
     reported = -REPORT_EVERY_BYTES
@@ -119,7 +120,7 @@ def _serve_worker(
     def ready(identity: WorkerIdentity) -> None:
         pipe.send(ReadyReport(identity.peer.worker_id, identity.address))
 
-    return uvloop.run(run(settings, folder, on_ready=ready, progress=progress))  # type: ignore[arg-type]
+    return uvloop.run(run_worker(settings, folder, add_servicers, on_ready=ready, progress=progress))
 
 
 _URLS = ("redis", "otlp")

@@ -202,8 +202,6 @@ class DigestMismatch(TransferFailed):
     """Prefill and decode were given different requests under one transfer."""
 
     code = "digest_mismatch"
-    grpc_status = grpc.StatusCode.ABORTED
-    http_status = 503
     retryable = False
 
 

@@ -34,6 +34,7 @@ from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
+from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from pdserve.worker.call_stats import CallStats
 from pdserve.worker.engine_client import EngineClient
@@ -43,7 +44,6 @@ from pdserve.worker.worker_telemetry import WorkerTelemetry
 
 _Turns = AsyncIterator[decode_pb2.DecodeTurn]
 
-TRANSFER_ID_BYTES = 16
 _REMOTE_MOMENTS = {
     "queued": (timeline.DECODE_QUEUED,),
     "kv_reserved": (timeline.KV_RESERVED,),

@@ -13,7 +13,7 @@ from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
-from pdserve.kv_transfer.control.source_transfers import SourceTransfers
+from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES, SourceTransfers
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
 from pdserve.worker.engine_client import EngineClient
@@ -21,7 +21,6 @@ from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.request_reader import RequestReader
 from pdserve.worker.worker_telemetry import WorkerTelemetry
 
-TRANSFER_ID_BYTES = 16
 _MOMENTS = {
     "queued": timeline.PREFILL_QUEUED,
     "scheduled": timeline.PREFILL_STARTED,

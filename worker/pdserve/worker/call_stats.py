@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Literal, NamedTuple
 
 from pdserve.common.errors import Cancelled, InternalError, PdServeError
@@ -89,9 +88,7 @@ class CallStats:
     def __enter__(self) -> CallStats:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.ended_at = time.monotonic()
         if isinstance(error, PdServeError):
             self.cause = error

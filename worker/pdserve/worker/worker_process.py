@@ -24,14 +24,13 @@ log = logging.getLogger(__name__)
 
 async def run_worker(
     settings: WorkerSettings,
-    role: Role,
     model_folder: Path,
     add_servicers: AddServicers,
     *,
     on_ready: Callable[[WorkerIdentity], None] | None = None,
     progress: Callable[[LoadProgress], None] | None = None,
 ) -> bool:
-    """Load, serve, and on SIGTERM or SIGINT drain; a second signal ends at once.
+    """Load, serve in the role of `settings`, and on SIGTERM or SIGINT drain; a second signal ends at once.
 
     Returns False if the engine failed. Raises: ConfigError before anything is served.
     """
@@ -40,6 +39,7 @@ async def run_worker(
     if is_public:
         log.warning("no deployment key: using the public development key, which is for loopback only")
     tls = settings.tls()
+    role = Role(settings.section)
     model = await asyncio.to_thread(load_model, model_folder, settings, progress)
     worker = Worker(settings, role, model, make_connectors(settings, tls=tls), key, add_servicers, tls)
     renewal = TlsRenewal(settings, tls)

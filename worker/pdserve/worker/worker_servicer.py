@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import fields
 
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
 from pdserve.common.errors import KeyMismatch, ProtocolMismatch
@@ -29,6 +30,7 @@ LOAD_EVERY_S = 1.0
 HANDSHAKE_S = 5.0
 """Seconds for a router to send each of the first two messages of a watch."""
 BLOCKS_EVERY_S = 0.02
+_SAME_IN_MESSAGE = [field.name for field in fields(WorkerIdentity) if field.name not in ("peer", "role", "layout")]
 _ROLES = {Role.PREFILL: worker_pb2.ROLE_PREFILL, Role.DECODE: worker_pb2.ROLE_DECODE}
 
 
@@ -103,22 +105,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _identity_message(self) -> worker_pb2.Identity:
         identity = self._identity
+        same = {name: getattr(identity, name) for name in _SAME_IN_MESSAGE}
         return worker_pb2.Identity(
             worker_id=identity.peer.worker_id,
             epoch=identity.peer.epoch,
             role=_ROLES[identity.role],
             protocol_version=PROTOCOL_VERSION,
-            address=identity.address,
             layout=layout_to_wire(identity.layout),
-            tokenizer_fingerprint=identity.tokenizer_fingerprint,
-            max_model_len=identity.max_model_len,
-            vocab_size=identity.vocab_size,
-            num_blocks=identity.num_blocks,
-            connectors=identity.connectors,
-            max_local_prefill_tokens=identity.max_local_prefill_tokens,
-            max_num_seqs=identity.max_num_seqs,
-            hidden_size=identity.hidden_size,
-            sampler_version=identity.sampler_version,
+            **same,
         )
 
     def _load_message(self) -> worker_pb2.Load:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Awaitable
-from types import TracebackType
 from typing import TypeVar
 
 from pdserve.common.errors import DeadlineExceeded, Overloaded
@@ -92,9 +91,7 @@ class BodyRoom:
         await self._budget._reserve(self._num_bytes)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self._budget._release(self._num_bytes)
 
     async def read(self, body: Awaitable[T], timeout_s: float | None) -> T:

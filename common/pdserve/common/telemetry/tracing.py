@@ -6,7 +6,7 @@ Imported only by a process that traces (see `telemetry.py`). `docs/observability
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -181,21 +181,19 @@ class Tracing:
         return OpenSpan(self, span)
 
 
+_SAMPLERS: Mapping[SamplerName, Callable[[float], Sampler]] = {
+    "always_on": lambda _: ALWAYS_ON,
+    "always_off": lambda _: ALWAYS_OFF,
+    "parentbased_always_on": lambda _: DEFAULT_ON,
+    "parentbased_always_off": lambda _: DEFAULT_OFF,
+    "traceidratio": TraceIdRatioBased,
+    "parentbased_traceidratio": ParentBasedTraceIdRatio,
+}
+
+
 def make_sampler(name: SamplerName, argument: float) -> Sampler:
     """argument: the ratio, for those that take one."""
-    match name:
-        case "always_on":
-            return ALWAYS_ON
-        case "always_off":
-            return ALWAYS_OFF
-        case "parentbased_always_on":
-            return DEFAULT_ON
-        case "parentbased_always_off":
-            return DEFAULT_OFF
-        case "traceidratio":
-            return TraceIdRatioBased(argument)
-        case "parentbased_traceidratio":
-            return ParentBasedTraceIdRatio(argument)
+    return _SAMPLERS[name](argument)
 
 
 def _peer_context(headers: Mapping[str, str]) -> SpanContext | None:

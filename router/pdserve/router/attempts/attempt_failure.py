@@ -7,7 +7,7 @@ import random
 import time
 
 from pdserve.common.errors import Overloaded, PdServeError
-from pdserve.router.placement.placement import WorkerKey
+from pdserve.common.kv_events import WorkerKey
 from pdserve.router.workers.worker import Worker
 
 BACKOFF_S = 0.02

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pdserve.common.errors import WorkerLost
+from pdserve.common.kv_events import WorkerKey
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.router.attempts.attempt_failure import AttemptFailed
-from pdserve.router.placement.placement import Placement, WorkerKey
+from pdserve.router.placement.placement import Placement
 from pdserve.router.tenants.client import Client
 from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.worker import Worker

@@ -10,11 +10,12 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 import msgspec
+from google.protobuf.message import Message
 
 from pdserve.common.errors import Cancelled, InternalError, PdServeError, PeerError, WorkerLost, WrongWorker
 from pdserve.common.first_done import first_of
 from pdserve.common.net.rpc import ERROR_CODE_KEY, from_rpc_error
-from pdserve.common.net.service_channel import END_SEQUENCES, GENERATE, PREFILL, SESSION, readable, warn_of
+from pdserve.common.net.service_channel import END_SEQUENCES, GENERATE, PREFILL, SESSION, Method, readable, warn_of
 from pdserve.common.request.engine_types import FinishReason, LogprobsLists
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.wire import (
@@ -99,7 +100,7 @@ PrefillCallEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
 DecodeCallEvent = Admitted | NeedsPrefill | PrefillingLocally | Landed | PromptLogprobs | Outputs | UnknownEvent
 END_SEQUENCE_TIMEOUT_S = 1.0
 E = TypeVar("E")
-M = TypeVar("M")
+M = TypeVar("M", bound=Message)
 
 
 class CallFailed(Exception):
@@ -166,27 +167,6 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
     def _read(self, message: M) -> E:
         """The message as a plain value; `UnknownEvent` for an unknown one."""
 
-    def _decode_event(self, message: decode_pb2.DecodeEvent) -> DecodeCallEvent:
-        """Decode and check an event. Raises: PeerError if it has more than was requested."""
-        match message.WhichOneof("event"):
-            case "outputs":
-                return self._outputs(message.outputs)
-            case "prompt_logprobs":
-                return self._prompt_logprobs(message.prompt_logprobs)
-            case "admitted":
-                return Admitted(moments_from_wire(message.admitted.moments))
-            case "needs_prefill":
-                return NeedsPrefill(message.needs_prefill.uncached_tokens)
-            case "prefilling_locally":
-                return PrefillingLocally()
-            case "landed":
-                landed = message.landed
-                return Landed(
-                    landed.num_blocks, landed.transfer_bytes, landed.connector, moments_from_wire(landed.moments)
-                )
-            case _:
-                return UnknownEvent()
-
     def _prompt_logprobs(self, message: request_pb2.PromptLogprobs) -> PromptLogprobs:
         count, limit = len(message.logprobs.sampled_ranks), self._num_prompt_tokens
         if count > limit or message.first_position > limit:
@@ -223,6 +203,13 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
             raise PeerError(f"a worker sent {logprobs.width} log-probabilities per token, where {asked} were requested")
 
 
+def _opened(
+    worker: Worker, method: Method[Any, M], message: Message, request: GenerationRequest
+) -> grpc.aio.UnaryStreamCall[Any, M]:
+    timeout_s, headers = request.remaining_s, request.trace_headers
+    return worker.channel.unary_stream(method, message, timeout=timeout_s, metadata=headers.items())
+
+
 class PrefillCall(_WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
     def __init__(
         self, worker: Worker, outgoing: OutgoingRequest, number: int, transfer_id: bytes, receiver: Worker | None
@@ -236,13 +223,7 @@ class PrefillCall(_WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
         )
         if receiver is not None:
             message.receiver.worker_id, message.receiver.epoch = receiver.key
-        super().__init__(
-            worker,
-            worker.channel.unary_stream(
-                PREFILL, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
-            ),
-            request,
-        )
+        super().__init__(worker, _opened(worker, PREFILL, message, request), request)
 
     def _read(self, message: prefill_pb2.PrefillEvent) -> PrefillCallEvent:
         match message.WhichOneof("event"):
@@ -269,7 +250,30 @@ class PrefillCall(_WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
                 return UnknownEvent()
 
 
-class DecodeCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
+class _DecodeServiceCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
+    def _read(self, message: decode_pb2.DecodeEvent) -> DecodeCallEvent:
+        """Decode and check an event. Raises: PeerError if it has more than was requested."""
+        match message.WhichOneof("event"):
+            case "outputs":
+                return self._outputs(message.outputs)
+            case "prompt_logprobs":
+                return self._prompt_logprobs(message.prompt_logprobs)
+            case "admitted":
+                return Admitted(moments_from_wire(message.admitted.moments))
+            case "needs_prefill":
+                return NeedsPrefill(message.needs_prefill.uncached_tokens)
+            case "prefilling_locally":
+                return PrefillingLocally()
+            case "landed":
+                landed = message.landed
+                return Landed(
+                    landed.num_blocks, landed.transfer_bytes, landed.connector, moments_from_wire(landed.moments)
+                )
+            case _:
+                return UnknownEvent()
+
+
+class DecodeCall(_DecodeServiceCall):
     def __init__(
         self,
         worker: Worker,
@@ -295,13 +299,7 @@ class DecodeCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
             message.source.worker_id, message.source.epoch = source.key
             message.source.address = source.identity.address
             message.source.transfer_id = transfer_id
-        super().__init__(
-            worker,
-            worker.channel.unary_stream(
-                GENERATE, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
-            ),
-            request,
-        )
+        super().__init__(worker, _opened(worker, GENERATE, message, request), request)
 
     async def end_sequence(self, index: int) -> None:
         """Request the end of a sequence. Its later outputs are dropped."""
@@ -310,11 +308,8 @@ class DecodeCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         with contextlib.suppress(grpc.aio.AioRpcError):
             await self._channel.unary_unary(END_SEQUENCES, request, timeout=END_SEQUENCE_TIMEOUT_S)
 
-    def _read(self, message: decode_pb2.DecodeEvent) -> DecodeCallEvent:
-        return self._decode_event(message)
 
-
-class SessionCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
+class SessionCall(_DecodeServiceCall):
     """A session's call: `open` it or `go_on` with a turn, then `next` until the turn's last outputs."""
 
     def __init__(self, worker: Worker, request: GenerationRequest) -> None:
@@ -351,9 +346,6 @@ class SessionCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
                 # the call has ended; `next` raises the cause
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     writing.result()
-
-    def _read(self, message: decode_pb2.DecodeEvent) -> DecodeCallEvent:
-        return self._decode_event(message)
 
 
 def _said_by_worker(rpc_error: grpc.aio.AioRpcError) -> bool:

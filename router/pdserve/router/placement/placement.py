@@ -37,13 +37,13 @@ from typing import Literal
 import msgspec
 
 from pdserve.common.errors import InternalError
+from pdserve.common.kv_events import WorkerKey
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.protocol import works_with
 from pdserve.router.workers.worker import LoadEstimate, Worker, WorkerRole
 
 LocalPrefill = Literal["never", "auto", "always"]
 PolicyName = Literal["kv_aware", "least_loaded", "round_robin"]
-WorkerKey = tuple[str, int]
 
 COST_BLOCK_TOKENS = 16
 """The unit of cost."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-WorkerKey = tuple[str, int]
+from pdserve.common.kv_events import WorkerKey
 
 SPECULATIVE_S = 2.0
 """Seconds for which the blocks of a routed prompt count as held, until the worker reports them."""

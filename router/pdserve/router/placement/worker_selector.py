@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from pdserve.common.kv_events import WorkerKey
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.admission.admission import Admission
@@ -14,7 +15,6 @@ from pdserve.router.placement.placement import (
     Placement,
     PlacementHint,
     Rules,
-    WorkerKey,
     compatible_prefill_workers,
     place,
     place_prefill,

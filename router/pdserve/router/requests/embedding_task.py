@@ -11,6 +11,7 @@ import msgspec
 
 from pdserve.common import timeline as moments
 from pdserve.common.errors import Cancelled, DeadlineExceeded, Draining, InternalError, PdServeError, WorkerLost
+from pdserve.common.kv_events import WorkerKey
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import Timeline, now_unix_ns
@@ -20,7 +21,6 @@ from pdserve.router.attempts.attempt_failure import AttemptFailed, FullWorkers, 
 from pdserve.router.attempts.crash_guard import CrashGuard
 from pdserve.router.attempts.embed_call import Embedded, embed
 from pdserve.router.attempts.worker_calls import CallFailed
-from pdserve.router.placement.placement import WorkerKey
 from pdserve.router.placement.routing_decision import RoutingDecision
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.router.requests.preparation import ClientRequest, HashedRequest, Limits

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from pdserve.router.placement.placement import PlacementHint, WorkerKey
+from pdserve.common.kv_events import WorkerKey
+from pdserve.router.placement.placement import PlacementHint
 
 
 class RetryState(msgspec.Struct, kw_only=True):

@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection
 
 from pdserve.common import timeline as moments
 from pdserve.common.errors import InternalError, Overloaded, PdServeError, WorkerLost
+from pdserve.common.kv_events import WorkerKey
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import now_unix_ns
 from pdserve.router.attempts.worker_calls import Admitted, CallFailed, DecodeCallEvent, Outputs, SessionCall
-from pdserve.router.placement.placement import Placement, PlacementHint, WorkerKey
+from pdserve.router.placement.placement import Placement, PlacementHint
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.preparation import ClientRequest

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -269,9 +268,7 @@ class AttemptTrace:
     def __enter__(self) -> AttemptTrace:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         cause = None if self._run.finish_reason is not None else _cause_of(error, self._run)
         self._metrics.attempts.labels("ok" if cause is None else cause.code).inc()
         if self._span is not None:

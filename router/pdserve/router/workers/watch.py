@@ -99,24 +99,19 @@ async def introduce(channel: ServiceChannel, peer: WorkerIdentity) -> None:
 
 
 def _identity(message: worker_pb2.Identity) -> WorkerIdentity:
+    fields = {name: getattr(message, name) for name in WorkerIdentity.__struct_fields__}
+    if not message.HasField("max_local_prefill_tokens"):
+        fields["max_local_prefill_tokens"] = None
+    if not message.max_num_seqs:
+        del fields["max_num_seqs"]
     return WorkerIdentity(
-        worker_id=message.worker_id,
-        epoch=message.epoch,
-        role=_ROLES.get(message.role),
-        protocol_version=message.protocol_version,
-        address=message.address,
-        layout=layout_from_wire(message.layout),
-        tokenizer_fingerprint=message.tokenizer_fingerprint,
-        max_model_len=message.max_model_len,
-        vocab_size=message.vocab_size,
-        num_blocks=message.num_blocks,
-        connectors=tuple(message.connectors),
-        max_local_prefill_tokens=(
-            message.max_local_prefill_tokens if message.HasField("max_local_prefill_tokens") else None
-        ),
-        hidden_size=message.hidden_size,
-        sampler_version=message.sampler_version or 1,  # workers of protocol version 2 do not send it
-        **({"max_num_seqs": message.max_num_seqs} if message.max_num_seqs else {}),
+        **fields
+        | {
+            "role": _ROLES.get(message.role),
+            "layout": layout_from_wire(message.layout),
+            "connectors": tuple(message.connectors),
+            "sampler_version": message.sampler_version or 1,  # workers of protocol version 2 do not send it
+        }
     )
 
 
@@ -125,23 +120,11 @@ LEAST_RATE, MOST_RATE = 1e-3, 1e9
 
 
 def _load(message: worker_pb2.Load) -> WorkerLoad:
-    rate = message.prefill_tokens_per_s
-    return WorkerLoad(
-        engine_tick=message.engine_tick,
-        draining=message.draining,
-        num_running=message.num_running,
-        num_waiting=message.num_waiting,
-        num_remote_kv=message.num_remote_kv,
-        num_waiting_tokens=message.num_waiting_tokens,
-        blocks_total=message.blocks_total,
-        blocks_free=message.blocks_free,
-        blocks_in_use=message.blocks_in_use,
-        num_sessions=message.num_sessions,
-        max_sessions=message.max_sessions,
-        max_waiting=message.max_waiting,
-        # estimates divide by the rate; values outside the range would overflow, and NaN is outside
-        prefill_tokens_per_s=rate if LEAST_RATE <= rate <= MOST_RATE else 0.0,
-    )
+    fields = {name: getattr(message, name) for name in WorkerLoad.__struct_fields__}
+    # estimates divide by the rate; values outside the range would overflow, and NaN is outside
+    if not LEAST_RATE <= message.prefill_tokens_per_s <= MOST_RATE:
+        fields["prefill_tokens_per_s"] = 0.0
+    return WorkerLoad(**fields)
 
 
 def _blocks(blocks: worker_pb2.Blocks, sequence: int) -> KvCacheEvents:
