@@ -14,7 +14,8 @@ import time
 from conditions import conditions
 
 from pdserve.common.block_hash import BLOCK_HASH_BYTES, placement_hash
-from pdserve.router.placement.prefix_index import PrefixIndex, WorkerKey
+from pdserve.common.kv_events import WorkerKey
+from pdserve.router.placement.prefix_index import PrefixIndex
 
 NUM_WORKERS, NUM_BLOCKS, PROMPT_BLOCKS, NUM_LOOKUPS = 64, 1_000_000, 750, 2000
 

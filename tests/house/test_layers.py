@@ -48,7 +48,7 @@ FLOORS = {
         {"connector"}, {"block_digest", "event_thread", "totals"},
     ),
     "common": (
-        {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"}, {"block_hash"}, {"security"},
+        {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"}, {"block_hash", "worker_identity"}, {"security"},
         {"address", "json_file", "kv_layout"},
         {"background_task", "child_answers", "errors", "first_done", "kv_events", "method_handler", "priority_queue",
          "protocol", "rate_limited_log", "timeline"},

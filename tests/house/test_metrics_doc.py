@@ -16,13 +16,11 @@ from pdserve.common.registry.circuit_breaker import CircuitBreaker
 from pdserve.common.request.engine_types import SchedulerStats
 from pdserve.common.telemetry.metrics import Families, make_registry, redis_families, tls_families
 from pdserve.common.timeline import CRITICAL_PATH
-from pdserve.kv_transfer.control.source_transfer import PeerId
 from pdserve.kv_transfer.control.transfer_view import TransferLog
 from pdserve.router.telemetry.router_metrics import RouterMetrics
 from pdserve.router.telemetry.router_telemetry import audit_families
 from pdserve.router.tenants.audit_log import AuditLog
 from pdserve.router.tenants.key_metrics import KeyMetrics
-from pdserve.worker.identity import Role
 from pdserve.worker.worker_metrics import WorkerMetrics
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/metrics.md"
@@ -82,7 +80,7 @@ def key_registry() -> CollectorRegistry:
 def worker_registry() -> CollectorRegistry:
     registry = make_registry(None)
     layout = SimpleNamespace(block_bytes=1, model_fingerprint="f")
-    identity = SimpleNamespace(peer=PeerId("w", 1), role=Role.DECODE, layout=layout, connectors=("tcp",))
+    identity = SimpleNamespace(worker_id="w", role_name="decode", layout=layout, connectors=("tcp",))
     engine = SimpleNamespace(stats=SchedulerStats(), tick=0, tick_age_s=0.0, draining=False)
     transfers = SimpleNamespace(num_open=0, num_pinned=0, num_fallbacks=0, num_ended=TransferLog().num_ended)
     WorkerMetrics(registry, identity, engine, transfers)  # type: ignore[arg-type]

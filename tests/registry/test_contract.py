@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from pdserve.worker.identity import Role
+from pdserve.common.worker_identity import WorkerRole
 from tests.support.registry_world import World
 from tests.support.waiting import eventually
 
@@ -52,7 +52,7 @@ async def test_more_blocks_than_fit_into_one_batch(either: World) -> None:
 
 async def test_prefill_and_decode_meet_when_they_are_found(either: World) -> None:
     decode = await either.worker("decode-0")
-    prefill = await either.worker("prefill-0", Role.PREFILL)
+    prefill = await either.worker("prefill-0", WorkerRole.PREFILL)
     router = await either.router()
     await router.joined(decode, prefill)
     await eventually(lambda: prefill.address in decode.peers._kept and decode.address in prefill.peers._kept)

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.workers.kv_event_subscription import FeedSource
-from pdserve.worker.identity import Role
 from tests.support.registry_world import World, lines, settled, source
 from tests.support.waiting import eventually
 
@@ -45,7 +45,7 @@ async def test_an_address_may_come_to_a_worker_of_the_other_role(world: World, m
     router = await world.router()
     await router.joined(decode)
     await decode.leave()
-    prefill = await world.worker("prefill-0", Role.PREFILL, port=decode.port)
+    prefill = await world.worker("prefill-0", WorkerRole.PREFILL, port=decode.port)
     await router.joined(prefill)
     assert router.fleet.counts()["decode"]["addresses"] == 0
 
@@ -71,7 +71,7 @@ async def test_settings_and_redis_name_the_same_worker_once(world: World) -> Non
 async def test_two_names_of_one_address_are_one_worker(world: World) -> None:
     worker = await world.worker(host="localhost")
     worker.change(stored=range(4))
-    world._addresses[Role.DECODE] = [f"127.0.0.1:{worker.port}"]
+    world._addresses[WorkerRole.DECODE] = [f"127.0.0.1:{worker.port}"]
     router = await world.router(flags=True)
     await eventually(lambda: router.fleet.counts()["decode"]["live"] == 2)
     assert len(router.fleet.lives()) == 1

@@ -6,8 +6,9 @@ from typing import Any
 
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.protocol import PROTOCOL_VERSION
+from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.router.placement.placement import Candidate
-from pdserve.router.workers.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
+from pdserve.router.workers.worker import Worker, WorkerLoad
 from tests.router.fake_worker import LAYOUT
 
 

@@ -13,12 +13,12 @@ from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.timeline import Timeline
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.attempts import attempt as attempt_module
 from pdserve.router.attempts.attempt import EDGES, Attempt, AttemptState
 from pdserve.router.attempts.attempt_failure import AttemptFailed
 from pdserve.router.attempts.worker_calls import Admitted, CallFailed, Computed, Ended, Landed, Outputs
 from pdserve.router.placement.placement import Placement
-from pdserve.router.workers.worker import WorkerRole
 from pdserve.text.output_processor import PositionGap
 from tests.router.candidates import worker
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.workers.fleet import Fleet
-from pdserve.router.workers.worker import WorkerRole
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from tests.support.tls_authority import Authority
 

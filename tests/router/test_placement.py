@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.common.protocol import PROTOCOL_VERSION
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.placement.placement import (
     POLICIES,
     Placement,
@@ -21,7 +22,7 @@ from pdserve.router.placement.placement import (
     place,
 )
 from pdserve.router.workers import worker as worker_module
-from pdserve.router.workers.worker import LoadEstimate, WorkerLoad, WorkerRole, WorkerState
+from pdserve.router.workers.worker import LoadEstimate, WorkerLoad, WorkerState
 from tests.router.candidates import seen, worker
 from tests.router.fake_worker import LAYOUT
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.router.placement.prefix_index import SPECULATIVE_S, PrefixIndex, WorkerKey
+from pdserve.common.kv_events import WorkerKey
+from pdserve.router.placement.prefix_index import SPECULATIVE_S, PrefixIndex
 
 WORKERS: list[WorkerKey] = [("a", 1), ("b", 2), ("c", 3), ("a", 4)]
 

@@ -13,10 +13,10 @@ from pdserve.common.errors import Evicted
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.api_key_file import key_hash
 from pdserve.common.timeline import Timeline
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.placement.placement import Placement, PlacementHint, Rules, place
 from pdserve.router.placement.routing_decision import LeftOut, RoutingDecision, RoutingLog, views
 from pdserve.router.placement.transfer_bandwidth import DEFAULT_BYTES_PER_S, TransferBandwidth
-from pdserve.router.workers.worker import WorkerRole
 from tests.router.candidates import seen, worker
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_well, needs_prefill, play, said, tokens
 

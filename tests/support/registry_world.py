@@ -13,21 +13,20 @@ import pytest
 
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.rpc import bind, make_server
+from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.request.engine_types import SchedulerStats
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallSigner, CallVerifier
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.kv_transfer.control.source_transfer import PeerId
+from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.kv_event_subscription import FeedSource
 from pdserve.router.workers.redis_discovery import RedisDirectory, make_directory
-from pdserve.router.workers.worker import WorkerRole
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from pdserve.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from pdserve.worker.identity import Role, WorkerIdentity
 from pdserve.worker.kv_event_publisher import KvEventPublisher
 from pdserve.worker.peer_channels import PeerChannels
 from pdserve.worker.redis_publisher import RedisPublisher, make_publisher
@@ -74,14 +73,16 @@ class StandIn:
 class Worker:
     """One life of a worker: its watch, and its publisher when there is a Redis."""
 
-    def __init__(self, world: World, worker_id: str, role: Role, port: int, publishes: bool, host: str) -> None:
+    def __init__(self, world: World, worker_id: str, role: WorkerRole, port: int, publishes: bool, host: str) -> None:
         self.engine = StandIn()
         self.peers = PeerChannels(CallSigner(DEVELOPMENT_KEY))
         guard = CallGuard(CallVerifier(DEVELOPMENT_KEY, lambda: self.key))
         self._server: grpc.aio.Server = make_server(guard)
         self.port = bind(self._server, "127.0.0.1", port)
         self.identity = WorkerIdentity(
-            peer=PeerId(worker_id, secrets.randbits(64)),
+            worker_id=worker_id,
+            epoch=secrets.randbits(64),
+            protocol_version=PROTOCOL_VERSION,
             role=role,
             address=f"{host}:{self.port}",
             layout=LAYOUT,
@@ -105,7 +106,7 @@ class Worker:
 
     @property
     def key(self) -> tuple[str, int]:
-        return self.identity.peer.worker_id, self.identity.peer.epoch
+        return self.identity.key
 
     @property
     def address(self) -> str:
@@ -168,7 +169,7 @@ class Router:
 
     def knows(self, worker: Worker) -> bool:
         """Whether the worker may be given work."""
-        role = WorkerRole(worker.identity.role.value)
+        role = WorkerRole(worker.identity.role_name)
         return worker.key in [live.key for live in self.fleet.workers(role)]
 
     def agrees(self, worker: Worker) -> bool:
@@ -190,7 +191,7 @@ class World:
         self._redis = redis
         self._workers: list[Worker] = []
         self._routers: list[Router] = []
-        self._addresses: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
+        self._addresses: dict[WorkerRole, list[str]] = {WorkerRole.PREFILL: [], WorkerRole.DECODE: []}
         self._ports = ExitStack()
         """Workers come back at theirs."""
 
@@ -207,7 +208,7 @@ class World:
     async def worker(
         self,
         worker_id: str = "decode-0",
-        role: Role = Role.DECODE,
+        role: WorkerRole = WorkerRole.DECODE,
         *,
         port: int = 0,
         publishes: bool = True,
@@ -224,7 +225,9 @@ class World:
     async def router(self, *, flags: bool = False, finds: bool = True) -> Router:
         """A started router. flags: give it the addresses of all workers made so far, as it needs without a Redis."""
         by_flags = flags or not self.has_redis
-        prefill, decode = (self._addresses[role] if by_flags else [] for role in (Role.PREFILL, Role.DECODE))
+        prefill, decode = (
+            self._addresses[role] if by_flags else [] for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
+        )
         router = Router(self, prefill, decode, finds)
         self._routers.append(router)
         await router.fleet.__aenter__()

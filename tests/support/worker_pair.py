@@ -20,12 +20,12 @@ from pdserve.common.request.protocol_3 import request_to_version_3
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.decode import service as decode_service
 from pdserve.engine.runner.loaded_model import load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.prefill import service as prefill_service
 from pdserve.v1 import request_pb2
-from pdserve.worker.identity import Role
 from pdserve.worker.worker import Worker
 from tests.support.signed_channel import signed
 
@@ -45,7 +45,7 @@ class Pair:
         return self._channels[worker.identity.role]
 
     def service(self, worker: Worker, key: DeploymentKey = KEY) -> ServiceChannel:
-        return signed(self.channel(worker), worker.identity.peer.key, key)
+        return signed(self.channel(worker), worker.identity.key, key)
 
 
 @contextlib.asynccontextmanager
@@ -56,8 +56,8 @@ async def running_pair(
     fields = {"connector": "tcp", "drain_s": 0.0, **fields}
     workers = []
     for settings, role, service in (
-        (PrefillSettings(**fields), Role.PREFILL, prefill_service),
-        (DecodeSettings(**fields, **(decode or {})), Role.DECODE, decode_service),
+        (PrefillSettings(**fields), WorkerRole.PREFILL, prefill_service),
+        (DecodeSettings(**fields, **(decode or {})), WorkerRole.DECODE, decode_service),
     ):
         model = load_model(folder, settings, None)
         workers.append(Worker(settings, role, model, make_connectors(settings), key, service.add_servicers))

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from pdserve.common.settings.worker_settings import DecodeSettings
+from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.decode.service import add_servicers
-from pdserve.worker.identity import WorkerIdentity
 from pdserve.worker.worker_process import run_worker
 
 

@@ -28,10 +28,8 @@ from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.telemetry.tracing import Tracing, make_sampler
 from pdserve.common.timeline import to_unix_ns
 from pdserve.engine.request import Request
-from pdserve.kv_transfer.control.source_transfer import PeerId
 from pdserve.worker.call_spans import trace_call
 from pdserve.worker.call_stats import Call, CallStats
-from pdserve.worker.identity import Role
 from pdserve.worker.worker_metrics import WorkerMetrics
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -61,7 +59,7 @@ STATS = SchedulerStats(
     num_preemptions=9, prefix_cache_queries=64, prefix_cache_hits=32,
 )  # fmt: skip
 ENGINE = SimpleNamespace(stats=STATS, tick=12, tick_age_s=0.25, draining=False)
-IDENTITY = SimpleNamespace(peer=PeerId("decode-1", 1), role=Role.DECODE, layout=LAYOUT, connectors=("tcp",))
+IDENTITY = SimpleNamespace(worker_id="decode-1", role_name="decode", layout=LAYOUT, connectors=("tcp",))
 
 
 def make_record(

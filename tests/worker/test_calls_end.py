@@ -21,13 +21,13 @@ from pdserve.common.request.protocol_3 import request_to_version_3
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.decode import service as decode_service
 from pdserve.engine.runner.loaded_model import load_model
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
 from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.prefill import service as prefill_service
 from pdserve.v1 import decode_pb2, prefill_pb2
-from pdserve.worker.identity import Role
 from pdserve.worker.worker import Worker
 from tests.support.signed_channel import signed
 
@@ -44,8 +44,8 @@ async def two(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Two]:
     fields: dict[str, Any] = {"num_blocks": 16, "max_model_len": 64, "connector": "tcp", "drain_s": 0.0}
     workers = []
     for settings, role, service in (
-        (PrefillSettings(**fields), Role.PREFILL, prefill_service),
-        (DecodeSettings(**fields), Role.DECODE, decode_service),
+        (PrefillSettings(**fields), WorkerRole.PREFILL, prefill_service),
+        (DecodeSettings(**fields), WorkerRole.DECODE, decode_service),
     ):
         model = load_model(tiny_checkpoints("llama"), settings, None)
         connectors = make_connectors(settings)
@@ -98,14 +98,14 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
         make_channel(two.d.identity.address) as d_channel,
         asyncio.timeout(20),
     ):
-        to_p, to_d = signed(p_channel, two.p.identity.peer.key), signed(d_channel, two.d.identity.peer.key)
-        receiver = prefill_pb2.Receiver(worker_id=two.d.identity.peer.worker_id, epoch=two.d.identity.peer.epoch)
+        to_p, to_d = signed(p_channel, two.p.identity.key), signed(d_channel, two.d.identity.key)
+        receiver = prefill_pb2.Receiver(worker_id=two.d.identity.worker_id, epoch=two.d.identity.epoch)
         prefill: Any = to_p.unary_stream(
             PREFILL, prefill_pb2.PrefillRequest(request=message, transfer_id=transfer_id, receiver=receiver)
         )
         source = decode_pb2.Source(
-            worker_id=two.p.identity.peer.worker_id,
-            epoch=two.p.identity.peer.epoch,
+            worker_id=two.p.identity.worker_id,
+            epoch=two.p.identity.epoch,
             address=two.p.identity.address,
             transfer_id=transfer_id,
         )
@@ -124,7 +124,7 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
 
 async def test_a_lease_that_is_revoked_is_no_success(two: Two) -> None:
     async with make_channel(two.p.identity.address) as channel, asyncio.timeout(20):
-        to_p = signed(channel, two.p.identity.peer.key)
+        to_p = signed(channel, two.p.identity.key)
         receiver = prefill_pb2.Receiver(worker_id="nobody", epoch=1)
         message = prepared(two.p.model.layout)
         call: Any = to_p.unary_stream(

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.control.transfer_view import TransfersPage, TransferView
-from pdserve.worker.identity import Role
 from pdserve.worker.worker_metrics import WorkerMetrics
 from tests.support.hash_model import greedy_answer
 
@@ -38,7 +37,8 @@ def only(views: list[TransferView]) -> TransferView:
 def pinned_metric(node: Any) -> float:
     """As Prometheus reads it now."""
     registry = CollectorRegistry()
-    identity = SimpleNamespace(peer=node.peer, role=Role.PREFILL, layout=LAYOUT, connectors=node.connectors.names)
+    names = {"worker_id": node.peer.worker_id, "role_name": "prefill", "connectors": node.connectors.names}
+    identity = SimpleNamespace(layout=LAYOUT, **names)
     WorkerMetrics(registry, identity, node.engine, node.adapter)  # type: ignore[arg-type]
     found = re.search(r"^pdserve_kv_blocks_pinned (\S+)$", generate_latest(registry).decode(), re.MULTILINE)
     assert found is not None

@@ -180,7 +180,7 @@ class Hostile:
             await asyncio.sleep(stays_s)
 
         self.sent += [(method.path, _shown(raw)) for raw in raws]
-        proof = await asyncio.to_thread(self._signer.metadata, method.path, worker.identity.peer.key, raws[0])
+        proof = await asyncio.to_thread(self._signer.metadata, method.path, worker.identity.key, raws[0])
         streams_in, streams_out = method in (SESSION, ATTACH), method not in (EMBED, END_SEQUENCES, MEET)
         kind = f"{'stream' if streams_in else 'unary'}_{'stream' if streams_out else 'unary'}"
         make: Any = getattr(self.pair.channel(worker), kind)(method.path)
@@ -214,7 +214,7 @@ class Hostile:
             )  # fmt: skip
         message = decode_pb2.DecodeRequest(request=request)
         if self.draw.random() < 0.5:
-            peer = self.pair.p.identity.peer
+            peer = self.pair.p.identity
             message.source.worker_id, message.source.epoch = peer.key
             message.source.address = self.draw.choice(self._addresses)
             message.source.transfer_id = secrets.token_bytes(16)
@@ -225,7 +225,7 @@ class Hostile:
         return await asyncio.to_thread(self.changed, worker, message)
 
     def _receiver(self) -> prefill_pb2.Receiver:
-        worker_id, epoch = self.pair.d.identity.peer.key
+        worker_id, epoch = self.pair.d.identity.key
         return prefill_pb2.Receiver(worker_id=worker_id, epoch=epoch)
 
     async def session(self) -> list[Ended]:
@@ -291,7 +291,7 @@ class Hostile:
 
         p = self.pair.p
         return kv_source_pb2.Open(
-            transfer_id=transfer_id, source_epoch=p.identity.peer.epoch, receiver=self._receiver(),
+            transfer_id=transfer_id, source_epoch=p.identity.epoch, receiver=self._receiver(),
             request_digest=request_digest, layout=layout_to_wire(p.identity.layout),
             digest_algorithms=self.draw.choice((["xxh3_64"], ["gmac"], ["xxh3_64", "gmac"])), connectors=["tcp"],
         )  # fmt: skip
@@ -318,7 +318,7 @@ class Hostile:
         prefill: Message = prefill_pb2.PrefillRequest(
             request=request, transfer_id=transfer_id, receiver=self._receiver()
         )
-        worker_id, epoch = p.identity.peer.key
+        worker_id, epoch = p.identity.key
         source = decode_pb2.Source(worker_id=worker_id, epoch=epoch, address=self.relay, transfer_id=transfer_id)
         decode: Message = decode_pb2.DecodeRequest(request=request, source=source)
         calls: list[tuple[Worker, Any, bytes]] = [
@@ -361,7 +361,7 @@ class Relay:
                 yield raw
 
         hostile.sent.append((ATTACH.path, _shown(first)))
-        metadata = CallSigner(KEY).metadata(ATTACH.path, p.identity.peer.key, first)
+        metadata = CallSigner(KEY).metadata(ATTACH.path, p.identity.key, first)
         attach: Any = hostile.pair.channel(p).stream_stream(ATTACH.path)
         call = attach(passed(), metadata=metadata, timeout=CALL_S)
         try:
@@ -498,12 +498,12 @@ class Oracle:
         p, d, transfer_id = self._pair.p, self._pair.d, secrets.token_bytes(16)
         prompt = [token + 1 for token in PROMPT]
         request = prepared(p, prompt)
-        worker_id, epoch = d.identity.peer.key
+        worker_id, epoch = d.identity.key
         receiver = prefill_pb2.Receiver(worker_id=worker_id, epoch=epoch)
         call = self._pair.service(p).unary_stream(
             PREFILL, prefill_pb2.PrefillRequest(request=request, transfer_id=transfer_id, receiver=receiver)
         )
-        worker_id, epoch = p.identity.peer.key
+        worker_id, epoch = p.identity.key
         source = decode_pb2.Source(
             worker_id=worker_id, epoch=epoch, address=p.identity.address, transfer_id=transfer_id
         )

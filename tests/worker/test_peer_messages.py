@@ -63,7 +63,7 @@ async def refusal(pair: Pair, method: Method[Any, Any], message: Any) -> PdServe
     worker = pair.p if method in (PREFILL, EMBED, ATTACH) else pair.d
     raw = message if isinstance(message, bytes) else message.SerializeToString()
     service = pair.service(worker)
-    metadata = await asyncio.to_thread(service._signer.metadata, method.path, worker.identity.peer.key, raw)
+    metadata = await asyncio.to_thread(service._signer.metadata, method.path, worker.identity.key, raw)
     kind = "unary_unary" if method in (EMBED, END_SEQUENCES, MEET) else "unary_stream"
     call: Any = getattr(pair.channel(worker), kind)(method.path)(raw, metadata=metadata, timeout=30)
     with pytest.raises(grpc.aio.AioRpcError) as ended:
@@ -114,7 +114,7 @@ async def test_fields_are_counted_before_they_are_parsed(pair: Pair) -> None:
 
 async def test_a_compressed_message_is_not_inflated(pair: Pair) -> None:
     worker, raw = pair.d, decode_pb2.DecodeRequest().SerializeToString()
-    metadata = pair.service(worker)._signer.metadata(GENERATE.path, worker.identity.peer.key, raw)
+    metadata = pair.service(worker)._signer.metadata(GENERATE.path, worker.identity.key, raw)
     generate: Any = pair.channel(worker).unary_stream(GENERATE.path)
     call = generate(raw, metadata=metadata, timeout=30, compression=grpc.Compression.Gzip)
     with pytest.raises(grpc.aio.AioRpcError) as ended:
@@ -159,7 +159,7 @@ async def test_the_ids_of_peers_are_verified_in_both_calls(pair: Pair) -> None:
 @pytest.mark.parametrize("field", ["connectors", "digest_algorithms"])
 async def test_the_names_of_an_open_are_counted(pair: Pair, field: str) -> None:
     opening = kv_source_pb2.Open(
-        transfer_id=bytes(16), source_epoch=pair.p.identity.peer.epoch, layout=layout_to_wire(pair.p.identity.layout),
+        transfer_id=bytes(16), source_epoch=pair.p.identity.epoch, layout=layout_to_wire(pair.p.identity.layout),
         receiver=prefill_pb2.Receiver(worker_id="decode-0", epoch=1),
     )  # fmt: skip
     getattr(opening, field).extend(["x"] * 17)
@@ -202,7 +202,7 @@ def _busy_for_a_moment(worker: Worker) -> None:
 
 async def test_a_second_request_of_a_name_stops_no_transfer_of_the_first(pair: Pair) -> None:
     transfer_id, name = secrets.token_bytes(16), "same"
-    source_id, source_epoch = pair.p.identity.peer.key
+    source_id, source_epoch = pair.p.identity.key
     source = decode_pb2.Source(
         worker_id=source_id, epoch=source_epoch, address=pair.p.identity.address, transfer_id=transfer_id
     )
@@ -236,7 +236,7 @@ async def test_a_second_request_of_a_name_does_not_abort_the_first(pair: Pair) -
 
 
 def _receiver(pair: Pair) -> prefill_pb2.Receiver:
-    worker_id, epoch = pair.d.identity.peer.key
+    worker_id, epoch = pair.d.identity.key
     return prefill_pb2.Receiver(worker_id=worker_id, epoch=epoch)
 
 

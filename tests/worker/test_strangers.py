@@ -53,7 +53,7 @@ def message_for(method: Method[Any, Any], worker: Worker) -> Any:
     if method is END_SEQUENCES:
         return decode_pb2.EndSequencesRequest(request_id="r", indexes=[0])
     if method is ATTACH:
-        opening = kv_source_pb2.Open(transfer_id=secrets.token_bytes(16), source_epoch=worker.identity.peer.epoch)
+        opening = kv_source_pb2.Open(transfer_id=secrets.token_bytes(16), source_epoch=worker.identity.epoch)
         return kv_source_pb2.AttachRequest(open=opening)
     if method is SESSION:
         return decode_pb2.DecodeTurn(open=prepared(worker))
@@ -94,7 +94,7 @@ async def test_no_method_of_a_worker_answers_a_stranger(pair: Pair, caplog: pyte
     for worker, methods in ((pair.p, OF_PREFILL), (pair.d, OF_DECODE)):
         for method in methods:
             raw = message_for(method, worker).SerializeToString()
-            wrong = CallSigner(OTHER).metadata(method.path, worker.identity.peer.key, raw)
+            wrong = CallSigner(OTHER).metadata(method.path, worker.identity.key, raw)
             for metadata in ((), wrong, (("pdserve-proof-bin", b"nonsense"),)):
                 ended = await end_of(pair.channel(worker), method, raw, metadata)
                 assert ended[:2] == (grpc.StatusCode.UNAUTHENTICATED, "key_mismatch"), method.path
@@ -106,7 +106,7 @@ async def test_no_method_of_a_worker_answers_a_stranger(pair: Pair, caplog: pyte
 
 
 async def test_a_message_that_was_changed_replayed_late_or_meant_for_others_is_refused(pair: Pair) -> None:
-    worker, channel, me = pair.d, pair.channel(pair.d), pair.d.identity.peer.key
+    worker, channel, me = pair.d, pair.channel(pair.d), pair.d.identity.key
     raw = decode_pb2.DecodeRequest(request=prepared(worker, key=KEY)).SerializeToString()
     other = decode_pb2.DecodeRequest(request=prepared(worker, [9] * 40)).SerializeToString()
 
@@ -122,7 +122,7 @@ async def test_a_message_that_was_changed_replayed_late_or_meant_for_others_is_r
         "late": (raw, sign(at=now - 70), "clock_skew"),
         "early": (raw, sign(at=now + 70), "clock_skew"),
         "another life": (raw, sign((me[0], me[1] ^ 1)), "wrong_worker"),
-        "another worker": (raw, sign(pair.p.identity.peer.key), "wrong_worker"),
+        "another worker": (raw, sign(pair.p.identity.key), "wrong_worker"),
     }
     for name, (message, metadata, code) in refused.items():
         assert (await end_of(channel, GENERATE, message, metadata))[1] == code, name
@@ -199,7 +199,7 @@ async def test_a_watched_hash_neither_reads_nor_poisons_what_it_names(pair: Pair
     for changes in forgeries:
         wrong = decode_pb2.DecodeRequest(request=prepared(pair.d, zeros, **changes))
         raw = wrong.SerializeToString()
-        metadata = CallSigner(KEY).metadata(GENERATE.path, pair.d.identity.peer.key, raw)
+        metadata = CallSigner(KEY).metadata(GENERATE.path, pair.d.identity.key, raw)
         assert (await end_of(pair.channel(pair.d), GENERATE, raw, metadata))[1] == "digest_mismatch"
     assert await answer(pair, PROMPT) == (victim, 32), "the victim's blocks are as they were"
 
@@ -214,7 +214,7 @@ async def test_a_digest_that_is_not_that_of_the_tokens_is_refused_by_every_metho
             request.pooling.SetInParent()
         message = method.request(open=request) if method is SESSION else method.request(request=request)
         raw = message.SerializeToString()
-        metadata = CallSigner(KEY).metadata(method.path, worker.identity.peer.key, raw)
+        metadata = CallSigner(KEY).metadata(method.path, worker.identity.key, raw)
         assert (await end_of(pair.channel(worker), method, raw, metadata))[1] == "digest_mismatch"
     assert untouched(worker)
 
@@ -226,11 +226,11 @@ async def test_a_copied_transfer_id_opens_nothing_without_the_key(pair: Pair) ->
     call: Any = pair.service(pair.p).unary_stream(PREFILL, message)
     assert (await call.read()).HasField("admitted")
     opening = kv_source_pb2.Open(
-        transfer_id=transfer_id, source_epoch=pair.p.identity.peer.epoch, receiver=receiver,
+        transfer_id=transfer_id, source_epoch=pair.p.identity.epoch, receiver=receiver,
         request_digest=message.request.request_digest, digest_algorithms=["xxh3_64"], connectors=["tcp"],
     )  # fmt: skip
     raw = kv_source_pb2.AttachRequest(open=opening).SerializeToString()
-    for metadata in ((), CallSigner(OTHER).metadata(ATTACH.path, pair.p.identity.peer.key, raw)):
+    for metadata in ((), CallSigner(OTHER).metadata(ATTACH.path, pair.p.identity.key, raw)):
         assert (await end_of(pair.channel(pair.p), ATTACH, raw, metadata))[1] == "key_mismatch"
     [transfer] = pair.p.transfers._transfers.values()
     assert not transfer.has_ended
@@ -256,7 +256,7 @@ async def test_what_cannot_be_decoded_is_an_error_of_the_caller_and_one_warning(
     for worker, methods in ((pair.p, OF_PREFILL), (pair.d, OF_DECODE)):
         for method in methods:
             raw = b"\xff" * 40
-            metadata = CallSigner(KEY).metadata(method.path, worker.identity.peer.key, raw)
+            metadata = CallSigner(KEY).metadata(method.path, worker.identity.key, raw)
             code = (await end_of(pair.channel(worker), method, raw, metadata))[1]
             # a source answers an Open that is none with an event, and ends well
             assert code == (None if method is ATTACH else "peer_error"), method.path
@@ -272,7 +272,7 @@ async def test_peers_are_host_and_port_alone(pair: Pair, address: str) -> None:
     asked = decode_pb2.DecodeRequest(request=prepared(pair.d), source=source)
     for method, message in ((MEET, meeting), (GENERATE, asked)):
         raw = message.SerializeToString()
-        metadata = CallSigner(KEY).metadata(method.path, pair.d.identity.peer.key, raw)
+        metadata = CallSigner(KEY).metadata(method.path, pair.d.identity.key, raw)
         status, code, words = await end_of(pair.channel(pair.d), method, raw, metadata)
         assert (status, code) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
         assert "address" in words

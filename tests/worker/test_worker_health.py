@@ -13,11 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.common.net.rpc import make_channel
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import DecodeSettings
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.decode.service import add_servicers
 from pdserve.engine.runner.loaded_model import load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.worker import worker as worker_module
-from pdserve.worker.identity import Role
 from pdserve.worker.worker import Worker
 
 STATES = health_pb2.HealthCheckResponse
@@ -29,7 +29,7 @@ async def test_health_follows_the_engine(
     monkeypatch.setattr(worker_module, "TICK_STILL_S", 0.6)
     settings = DecodeSettings(num_blocks=8, max_model_len=64, connector="tcp", drain_s=0.0)
     model = load_model(tiny_checkpoints("llama"), settings, None)
-    worker = Worker(settings, Role.DECODE, model, make_connectors(settings), DEVELOPMENT_KEY, add_servicers)
+    worker = Worker(settings, WorkerRole.DECODE, model, make_connectors(settings), DEVELOPMENT_KEY, add_servicers)
     go_on = threading.Event()
     try:
         await worker.start()

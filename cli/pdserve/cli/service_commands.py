@@ -104,8 +104,8 @@ def _serve_worker(
         from pdserve.prefill.service import add_servicers
     else:
         from pdserve.decode.service import add_servicers
+    from pdserve.common.worker_identity import WorkerIdentity
     from pdserve.engine.runner.loaded_model import LoadProgress
-    from pdserve.worker.identity import WorkerIdentity
     from pdserve.worker.worker_process import run_worker
 
     follow_lifeline(lifeline_fd)
@@ -118,7 +118,7 @@ def _serve_worker(
             pipe.send(LoadReport(loaded.loaded_bytes, loaded.total_bytes))
 
     def ready(identity: WorkerIdentity) -> None:
-        pipe.send(ReadyReport(identity.peer.worker_id, identity.address))
+        pipe.send(ReadyReport(identity.worker_id, identity.address))
 
     return uvloop.run(run_worker(settings, folder, add_servicers, on_ready=ready, progress=progress))
 

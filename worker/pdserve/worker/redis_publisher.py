@@ -18,7 +18,6 @@ from redis.exceptions import WatchError
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.kv_events import KvCacheEvents
-from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.registry.circuit_breaker import FIRST_WAIT_S, CircuitBreaker
 from pdserve.common.registry.redis_connection import (
     REDIS_ERRORS,
@@ -46,7 +45,7 @@ from pdserve.common.registry.registry import (
 )
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.worker.identity import WorkerIdentity
+from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.worker.kv_event_publisher import KvEventPublisher, KvEventSubscriber
 
 log = logging.getLogger(__name__)
@@ -293,12 +292,12 @@ def make_publisher(
         return None
     url = parse_redis_url(settings.redis)
     record = WorkerRecord(
-        worker_id=identity.peer.worker_id,
-        epoch=identity.peer.epoch,
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
         registered_us=0,
-        role=identity.role.value,
+        role=identity.role_name,
         address=identity.address,
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=identity.protocol_version,
         model_fingerprint=identity.layout.model_fingerprint,
         layout_fingerprint=layout_fingerprint(identity.layout),
         tokenizer_fingerprint=identity.tokenizer_fingerprint,

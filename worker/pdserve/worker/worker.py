@@ -24,6 +24,7 @@ from pdserve.common.errors import Draining
 from pdserve.common.first_done import first_done
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.rpc import abort_with, bind, make_server
+from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallSigner, CallVerifier
 from pdserve.common.security.deployment_key import DATA_PLANE, DeploymentKey
@@ -31,6 +32,7 @@ from pdserve.common.security.peer_message import max_request_bytes
 from pdserve.common.security.role_guard import CallerRoles, RoleGuard
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.loaded_model import LoadedModel
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
@@ -46,7 +48,6 @@ from pdserve.v1 import kv_source_pb2_grpc, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_outbox import EngineOutbox
 from pdserve.worker.engine_watchdog import EngineWatchdog
-from pdserve.worker.identity import Role, WorkerIdentity
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.metrics_server import Health, MetricsServer
 from pdserve.worker.peer_channels import PeerChannels
@@ -75,7 +76,7 @@ class Worker:
     def __init__(
         self,
         settings: WorkerSettings,
-        role: Role,
+        role: WorkerRole,
         model: LoadedModel,
         connectors: ConnectorSet,
         deployment_key: DeploymentKey,
@@ -86,7 +87,7 @@ class Worker:
         self.model = model
         self.connectors = connectors
         self._callers = CallerRoles(tls.server if tls is not None else None)
-        calls = CallVerifier(deployment_key, lambda: self.identity.peer.key)
+        calls = CallVerifier(deployment_key, lambda: self.identity.key)
         self.server = make_server(
             RoleGuard(self._callers, abort_with),
             CallGuard(calls),
@@ -140,12 +141,14 @@ class Worker:
         )
         self._add_servicers(add_servicers)
 
-    def _identity(self, role: Role) -> WorkerIdentity:
+    def _identity(self, role: WorkerRole) -> WorkerIdentity:
         settings, model = self.settings, self.model
         host = settings.peers_host
         address = host_and_port(host, self.port)
         return WorkerIdentity(
-            peer=PeerId(settings.name(self.port), secrets.randbits(64)),
+            worker_id=settings.name(self.port),
+            epoch=secrets.randbits(64),
+            protocol_version=PROTOCOL_VERSION,
             role=role,
             address=address,
             layout=model.layout,
@@ -162,7 +165,7 @@ class Worker:
 
     def _receiving(self) -> ReceiverInfo:
         return ReceiverInfo(
-            identity=self.identity.peer,
+            identity=PeerId(*self.identity.key),
             layout=self.model.layout,
             connectors=self.connectors.names,
             engine_tick=lambda: self.engine.tick,
@@ -185,7 +188,7 @@ class Worker:
             self.transfers,
             self.connectors,
             self.model.layout,
-            self.identity.peer.epoch,
+            self.identity.epoch,
             lambda: self.engine.tick,
             self.digests,
             self._callers,
@@ -219,10 +222,9 @@ class Worker:
         self._watching_loop = background_task("loop_lag", self.telemetry.loop_lag.run)
         if self.publisher is not None:
             self._publishing = background_task("publisher", self.publisher.run)
-        peer = self.identity.peer
         log.info(
             "%s is ready at %s: %d blocks of %d tokens, max_model_len %d, connectors %s, metrics http://%s/metrics",
-            peer.worker_id, self.identity.address, self.model.num_blocks, self.model.layout.block_size,
+            self.identity.worker_id, self.identity.address, self.model.num_blocks, self.model.layout.block_size,
             self.model.max_model_len, ", ".join(self.connectors.names),
             host_and_port(host, self.metrics_server.port),
         )  # fmt: skip
@@ -292,4 +294,4 @@ class Worker:
         await asyncio.to_thread(self.engine.stop)
         await self.metrics_server.stop()
         await self.telemetry.close()
-        log.info("%s has stopped; %d threads left", self.identity.peer.worker_id, threading.active_count())
+        log.info("%s has stopped; %d threads left", self.identity.worker_id, threading.active_count())

@@ -10,9 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, Families, by_label
+from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.worker.call_stats import CallStats
 from pdserve.worker.engine_client import EngineClient
-from pdserve.worker.identity import WorkerIdentity
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 
 KNOWN_CONNECTORS = ("nixl", "tcp")
@@ -74,7 +74,7 @@ def _state(identity: WorkerIdentity, engine: EngineClient, transfers: KvTransfer
     """Current states, read at each scrape."""
     stats = engine.stats
     labels = ["worker", "role", "model_fingerprint"]
-    worker = (identity.peer.worker_id, identity.role.value, identity.layout.model_fingerprint)
+    worker = (identity.worker_id, identity.role_name, identity.layout.model_fingerprint)
     yield by_label(
         GaugeMetricFamily, "pdserve_worker_info", "Always 1; the labels identify the worker.", labels, {worker: 1}
     )

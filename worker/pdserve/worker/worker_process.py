@@ -14,9 +14,9 @@ from pdserve.common.first_done import first_done
 from pdserve.common.net.tls_renewal import TlsRenewal
 from pdserve.common.settings.settings import describe
 from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.engine.runner.loaded_model import LoadProgress, load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
-from pdserve.worker.identity import Role, WorkerIdentity
 from pdserve.worker.worker import AddServicers, Worker
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ async def run_worker(
     if is_public:
         log.warning("no deployment key: using the public development key, which is for loopback only")
     tls = settings.tls()
-    role = Role(settings.section)
+    role = WorkerRole(settings.section)
     model = await asyncio.to_thread(load_model, model_folder, settings, progress)
     worker = Worker(settings, role, model, make_connectors(settings, tls=tls), key, add_servicers, tls)
     renewal = TlsRenewal(settings, tls)

@@ -6,21 +6,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import fields
 
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
 from pdserve.common.errors import KeyMismatch, ProtocolMismatch
 from pdserve.common.first_done import first_done
 from pdserve.common.kv_events import KvCacheEvents
 from pdserve.common.method_handler import Context
-from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.request.wire import layout_to_wire
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchAnswer
+from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
-from pdserve.worker.identity import Role, WorkerIdentity
 from pdserve.worker.kv_event_publisher import KvEventSubscriber
 from pdserve.worker.peer_channels import PeerChannels
 
@@ -30,8 +28,10 @@ LOAD_EVERY_S = 1.0
 HANDSHAKE_S = 5.0
 """Seconds for a router to send each of the first two messages of a watch."""
 BLOCKS_EVERY_S = 0.02
-_SAME_IN_MESSAGE = [field.name for field in fields(WorkerIdentity) if field.name not in ("peer", "role", "layout")]
-_ROLES = {Role.PREFILL: worker_pb2.ROLE_PREFILL, Role.DECODE: worker_pb2.ROLE_DECODE}
+_ROLES: dict[WorkerRole | None, worker_pb2.Role.ValueType] = {
+    WorkerRole.PREFILL: worker_pb2.ROLE_PREFILL,
+    WorkerRole.DECODE: worker_pb2.ROLE_DECODE,
+}
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -105,14 +105,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _identity_message(self) -> worker_pb2.Identity:
         identity = self._identity
-        same = {name: getattr(identity, name) for name in _SAME_IN_MESSAGE}
+        fields = {name: getattr(identity, name) for name in WorkerIdentity.__struct_fields__}
         return worker_pb2.Identity(
-            worker_id=identity.peer.worker_id,
-            epoch=identity.peer.epoch,
-            role=_ROLES[identity.role],
-            protocol_version=PROTOCOL_VERSION,
-            layout=layout_to_wire(identity.layout),
-            **same,
+            **fields | {"role": _ROLES[identity.role], "layout": layout_to_wire(identity.layout)}
         )
 
     def _load_message(self) -> worker_pb2.Load:

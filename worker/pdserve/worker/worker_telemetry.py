@@ -9,9 +9,9 @@ from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.telemetry.service_telemetry import ServiceTelemetry
+from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.worker.call_stats import Call, CallStats
 from pdserve.worker.engine_client import EngineClient
-from pdserve.worker.identity import WorkerIdentity
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.worker_metrics import WorkerMetrics
 
@@ -29,7 +29,7 @@ class WorkerTelemetry(ServiceTelemetry):
         transfers: KvTransferManager,
     ) -> None:
         """Raises: ConfigError for an invalid collector."""
-        super().__init__(settings, identity.role.value, identity.peer.worker_id)
+        super().__init__(settings, identity.role_name, identity.worker_id)
         self._identity = identity
         self._metrics = WorkerMetrics(self._registry, identity, engine, transfers)
 
@@ -44,8 +44,6 @@ class WorkerTelemetry(ServiceTelemetry):
             from pdserve.worker.call_spans import trace_call
 
             try:
-                trace_call(
-                    self._telemetry.tracing, record, self._identity.peer.worker_id, self._identity.layout.block_bytes
-                )
+                trace_call(self._telemetry.tracing, record, self._identity.worker_id, self._identity.layout.block_bytes)
             except Exception:
                 log.exception("the spans of %s could not be made", record.request.request_id)

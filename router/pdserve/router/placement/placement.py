@@ -40,7 +40,8 @@ from pdserve.common.errors import InternalError
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.protocol import works_with
-from pdserve.router.workers.worker import LoadEstimate, Worker, WorkerRole
+from pdserve.common.worker_identity import WorkerRole
+from pdserve.router.workers.worker import LoadEstimate, Worker
 
 LocalPrefill = Literal["never", "auto", "always"]
 PolicyName = Literal["kv_aware", "least_loaded", "round_robin"]

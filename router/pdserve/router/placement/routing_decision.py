@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.placement.placement import Candidate, Estimates, Placement, PlacementHint, PolicyName
-from pdserve.router.workers.worker import Worker, WorkerRole
+from pdserve.router.workers.worker import Worker
 
 LOG_LENGTH = 128
 """Number of placements that a router keeps."""

@@ -9,6 +9,7 @@ from typing import Any
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
 from pdserve.router.placement.placement import (
     Candidate,
@@ -24,7 +25,7 @@ from pdserve.router.placement.routing_decision import LeftOut, RoutingDecision, 
 from pdserve.router.placement.transfer_bandwidth import TransferBandwidth
 from pdserve.router.tenants.client import Client
 from pdserve.router.workers.fleet import Fleet
-from pdserve.router.workers.worker import Worker, WorkerRole
+from pdserve.router.workers.worker import Worker
 
 Hashes = Callable[[KvLayout], Sequence[bytes]]
 """Returns the hashes of the prompt's full blocks for a layout; called at most once per layout and prompt."""

@@ -15,6 +15,7 @@ from pdserve.common.kv_events import WorkerKey
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import Timeline, now_unix_ns
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.place import Cost, Place
 from pdserve.router.attempts.attempt_failure import AttemptFailed, FullWorkers, backoff_s
@@ -29,7 +30,7 @@ from pdserve.router.requests.request_scope import RequestScope
 from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.tenants.client import ANYBODY, Client
-from pdserve.router.workers.worker import Worker, WorkerRole
+from pdserve.router.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 

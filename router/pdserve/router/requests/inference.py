@@ -12,6 +12,7 @@ import msgspec
 from pdserve.common.errors import InvalidRequest, NotFound
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.place import Capacity
 from pdserve.router.admission.place import Limits as AdmissionLimits
@@ -31,7 +32,6 @@ from pdserve.router.telemetry.router_telemetry import RouterTelemetry
 from pdserve.router.tenants.api_keys import ApiKeys
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
 from pdserve.router.workers.fleet import Fleet
-from pdserve.router.workers.worker import WorkerRole
 from pdserve.text.tokenizer import Tokenizer
 
 _RUNS_AT_ONCE = 256

@@ -21,6 +21,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from pdserve.common.timeline import Timeline, now_unix_ns
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.place import Cost, Place
 from pdserve.router.attempts.attempt import Attempt
 from pdserve.router.attempts.attempt_failure import AttemptFailed, FullWorkers, PrefillNeeded, backoff_s
@@ -34,7 +35,6 @@ from pdserve.router.requests.preparation import ClientRequest, HashedRequest, Li
 from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.retry_state import RetryState
 from pdserve.router.telemetry.request_trace import RequestTrace
-from pdserve.router.workers.worker import WorkerRole
 from pdserve.text.best_of import best
 from pdserve.text.output_processor import OutputProcessor, PositionConflict
 from pdserve.text.request_output import CompletionOutput

@@ -8,7 +8,7 @@ from pdserve.common.address.peer_address import verify_peer_address
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.kv_layout import DTYPE_BYTES, KvLayout
 from pdserve.common.registry.registry import MAX_BLOCKS, is_worker_id
-from pdserve.router.workers.worker import WorkerIdentity
+from pdserve.common.worker_identity import WorkerIdentity
 
 MAX_TOKENS = 1 << 24
 """Largest length of a model, and largest vocabulary, in tokens."""

@@ -12,8 +12,9 @@ from pdserve.common.errors import PdServeError
 from pdserve.common.kv_events import KvEventSink
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ClientTls
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.workers.watch import introduce
-from pdserve.router.workers.worker import Worker, WorkerRole, WorkerState
+from pdserve.router.workers.worker import Worker, WorkerState
 from pdserve.router.workers.worker_watcher import TICK_STILL_S, CompatibilityCheck, WorkerWatcher
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,10 @@ from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents, KvEventSink, apply_change
 from pdserve.common.registry.redis_connection import raise_if_cancelled
 from pdserve.common.security.deployment_key import DeploymentKey
+from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.router.workers.kv_event_stream import ChangeReader, Snapshot
 from pdserve.router.workers.watch import watch
-from pdserve.router.workers.worker import Worker, WorkerIdentity
+from pdserve.router.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class KvEventSubscription:
         events = watch(self.worker.channel.channel, self._key, str(self.worker), blocks=True)
         try:
             async for event in events:
-                if isinstance(event, WorkerIdentity) and (event.worker_id, event.epoch) != self.worker.key:
+                if isinstance(event, WorkerIdentity) and event.key != self.worker.key:
                     return
                 if isinstance(event, KvCacheEvents):
                     apply_change(self._held, self.worker.key, event)

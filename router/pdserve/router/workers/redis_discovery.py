@@ -37,10 +37,11 @@ from pdserve.common.registry.registry import (
 )
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.workers.fleet import Discovery
 from pdserve.router.workers.kv_event_stream import Snapshot, read_snapshot
 from pdserve.router.workers.kv_event_subscription import FeedSource, KvEventSubscription
-from pdserve.router.workers.worker import Worker, WorkerRole
+from pdserve.router.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ from pdserve.common.net.service_channel import MEET, ServiceChannel, decoder, re
 from pdserve.common.request.wire import layout_from_wire
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchChallenge
+from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.router.workers.announced_identity import verify_identity
-from pdserve.router.workers.worker import WorkerIdentity, WorkerLoad, WorkerRole
+from pdserve.router.workers.worker import WorkerLoad
 from pdserve.v1 import worker_pb2
 
 MEET_TIMEOUT_S = 5.0

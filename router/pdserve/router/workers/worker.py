@@ -11,22 +11,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdserve.common.kv_layout import KvLayout
+from pdserve.common.kv_events import WorkerKey
 from pdserve.common.net.service_channel import ServiceChannel
+from pdserve.common.worker_identity import WorkerIdentity
 
 REPORT_LAG_S = 0.25
 """Greatest age of a load report on arrival, seconds: calls that ended within it may still be counted there."""
-
-
-class WorkerRole(enum.Enum):
-    """The role of a worker."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-    @property
-    def other(self) -> WorkerRole:
-        return WorkerRole.DECODE if self is WorkerRole.PREFILL else WorkerRole.PREFILL
 
 
 class WorkerState(enum.Enum):
@@ -35,31 +25,6 @@ class WorkerState(enum.Enum):
     LIVE = "live"
     DRAINING = "draining"
     DEAD = "dead"
-
-
-class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's own description, the first message of its watch."""
-
-    worker_id: str
-    epoch: int
-    role: WorkerRole | None
-    """None for a role that this router does not know."""
-    protocol_version: int
-    address: str
-    """host:port for peers."""
-    layout: KvLayout
-    tokenizer_fingerprint: str
-    max_model_len: int
-    vocab_size: int
-    num_blocks: int
-    connectors: tuple[str, ...] = ()
-    max_local_prefill_tokens: int | None = None
-    max_num_seqs: int = 64
-    """Most sequences in one step of its engine."""
-    hidden_size: int = 0
-    """Length of an embedding; 0 if it computes none."""
-    sampler_version: int = 1
-    """Workers of one version sample the same tokens from the same logits."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,9 +100,9 @@ class Worker:
         return f"{self.identity.worker_id} ({self.identity.address}, epoch {self.identity.epoch:016x})"
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> WorkerKey:
         """(worker_id, epoch)."""
-        return self.identity.worker_id, self.identity.epoch
+        return self.identity.key
 
     @property
     def waiting_tokens(self) -> int:

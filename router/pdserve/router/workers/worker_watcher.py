@@ -17,8 +17,9 @@ from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.tls import ClientTls
+from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.router.workers.watch import watch
-from pdserve.router.workers.worker import Worker, WorkerIdentity, WorkerLoad, WorkerRole
+from pdserve.router.workers.worker import Worker, WorkerLoad
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,7 @@ class CompatibilityCheck(msgspec.Struct, frozen=True, kw_only=True):
     def mismatch(self, identity: WorkerIdentity, role: WorkerRole) -> str | None:
         """The reason why a worker cannot be used at an address of `role`, with both values; None if it can."""
         if identity.role is not role:
-            found = identity.role.value if identity.role else "unknown"
-            return f"its role is {found}, but the address was given as {role.value}"
+            return f"its role is {identity.role_name}, but the address was given as {role.value}"
         if identity.tokenizer_fingerprint != self.tokenizer_fingerprint:
             return (
                 f"its tokenizer differs: fingerprint {identity.tokenizer_fingerprint} there, "
@@ -156,11 +156,11 @@ class WorkerWatcher:
                 if isinstance(event, WorkerLoad):
                     self._take_load(first, event, channel)
                 elif isinstance(event, KvCacheEvents) and self._held is not None:
-                    apply_change(self._held, (first.worker_id, first.epoch), event)
+                    apply_change(self._held, first.key, event)
         finally:
             await events.aclose()
             if self._held is not None and isinstance(first, WorkerIdentity):
-                self._held.cleared((first.worker_id, first.epoch))
+                self._held.cleared(first.key)
 
     def _objection(self, identity: WorkerIdentity) -> str | None:
         if self._found and identity.address != self.address:
@@ -180,7 +180,7 @@ class WorkerWatcher:
                 log.info("worker %s is %s", self.worker, self.worker.state.value)
                 self._changed(self)
         elif moved:
-            service = ServiceChannel(channel, self._signer, (identity.worker_id, identity.epoch))
+            service = ServiceChannel(channel, self._signer, identity.key)
             self.worker = Worker(identity, service, load)
             self._last_warning = ""
             log.info("%s worker %s joined", self.role.value, self.worker)

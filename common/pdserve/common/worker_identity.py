@@ -1,0 +1,53 @@
+"""`WorkerIdentity`: the description of one epoch of one worker."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from pdserve.common.kv_events import WorkerKey
+from pdserve.common.kv_layout import KvLayout
+
+
+class WorkerRole(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def other(self) -> WorkerRole:
+        return WorkerRole.DECODE if self is WorkerRole.PREFILL else WorkerRole.PREFILL
+
+
+class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's own description, the first message of its watch; a part of it is written to Redis."""
+
+    worker_id: str
+    epoch: int
+    role: WorkerRole | None
+    """None for a role that this router does not know."""
+    protocol_version: int
+    address: str
+    """host:port at which peers reach its gRPC services."""
+    layout: KvLayout
+    tokenizer_fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    connectors: tuple[str, ...] = ()
+    max_local_prefill_tokens: int | None = None
+    max_num_seqs: int = 64
+    """Most sequences in one step of its engine."""
+    hidden_size: int = 0
+    """Length of an embedding; 0 if it computes none."""
+    sampler_version: int = 1
+    """Workers of one version sample the same tokens from the same logits."""
+
+    @property
+    def key(self) -> WorkerKey:
+        return self.worker_id, self.epoch
+
+    @property
+    def role_name(self) -> str:
+        """For logs and metrics."""
+        return self.role.value if self.role is not None else "unknown"
