@@ -158,7 +158,7 @@ def test_a_form_that_is_slow_to_match_ends_and_takes_no_step_with_it(
 
 
 def test_output_that_a_request_begins_with_counts(make_compiler: MakeCompiler, letter: int) -> None:
-    ask = Ask(make_compiler())
+    ask = Ask(make_compiler(GrammarLimits(request_s=0.2, per_token_s=0.0002)))
     result = ask.result(ask.submit(output=(letter,) * 2000, **SLOW_TO_MATCH["nested stars"]))
     assert isinstance(result, InvalidRequest)
     assert result.message.startswith("structured_outputs takes too long to be matched")

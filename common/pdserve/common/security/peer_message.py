@@ -15,10 +15,10 @@ from pdserve.common.errors import InvalidRequest, PeerError
 from pdserve.common.security.wire_size import verify_num_fields
 
 MAX_FIELDS = 8192
-"""Fields of one message and of the messages in it. A request has about 2,000 at most: biases, bad words, stop strings."""
+"""Limit of fields in one message and in its nested messages. A request has at most about 2,000: biases, bad words, stop strings."""
 _LEAST_BYTES_OF_A_FIELD = 2
 _BASE_BYTES = 1 << 20
-"""Every field of a request but token ids at its limit takes less than half of this."""
+"""Bytes for the fields of a request other than token ids; all of them at their limits take less than half of it."""
 _TOKEN_BYTES = 8
 
 
@@ -28,9 +28,9 @@ def max_request_bytes(max_model_len: int, vocab_size: int) -> int:
 
 
 def parsed(what: str, parse: Callable[[bytes], Any], raw: bytes) -> Any:
-    """The protobuf message that `raw` holds. what: names it in errors. parse: its class' `FromString`.
+    """Parse `raw`, a protobuf message. what: name of the message for errors. parse: `FromString` of its class.
 
-    Raises: PeerError for one that cannot be decoded or has more than `MAX_FIELDS` fields.
+    Raises: PeerError for a message that cannot be decoded or has more than `MAX_FIELDS` fields.
     """
     kind = getattr(parse, "__self__", None)
     try:

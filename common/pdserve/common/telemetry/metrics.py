@@ -39,9 +39,9 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 _KEEP_ALIVE_S = 75.0
 _GRACE_S = 1.0
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Phases, TTFT and whole requests: from a hop to a long answer."""
+"""Bucket bounds, seconds, for phases, TTFT and whole requests: from one hop to a long answer."""
 TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
-"""Between two tokens."""
+"""Bucket bounds, seconds, for the time between two tokens."""
 
 
 @dataclass(slots=True)
@@ -50,13 +50,13 @@ class ExportCounts:
 
     exported: int = 0
     dropped: int = 0
-    """The queue was full."""
+    """Spans dropped because the queue was full."""
     failed: int = 0
-    """The collector did not take them."""
+    """Spans that the collector did not accept."""
 
 
 class Families(Collector):
-    """A collector of the families that a function returns at each scrape."""
+    """Collects the families that a function returns at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
@@ -72,7 +72,7 @@ Label = TypeVar("Label", bound=str | tuple[str, ...])
 def by_label(
     kind: type[Family], name: str, meaning: str, labels: Sequence[str], values: Mapping[Label, float]
 ) -> Family:
-    """One family. values: by the value of its label; by a tuple, in the order of `labels`, where there are several."""
+    """Make one family. values: label value -> value; with several labels, tuple in the order of `labels` -> value."""
     family = kind(name, meaning, labels=labels)
     for key, value in values.items():
         family.add_metric([key] if isinstance(key, str) else key, value)
@@ -118,7 +118,7 @@ def make_registry(counts: ExportCounts | None) -> CollectorRegistry:
 
 
 def metrics_server(text: Callable[[], Awaitable[bytes]], routes: Sequence[Route] = ()) -> HttpServer:
-    """Serves `/metrics` on a port of its own, in clear text and without a key. routes: served beside it."""
+    """Serves `/metrics` on a port of its own, in clear text and without a key. routes: further paths of that port."""
 
     async def answer(request: Request) -> Response:
         return Response(await text(), headers={"content-type": CONTENT_TYPE})
@@ -128,9 +128,9 @@ def metrics_server(text: Callable[[], Awaitable[bytes]], routes: Sequence[Route]
 
 
 class Exposition:
-    """The text of registries, made beside the event loop: it takes milliseconds. Used in one event loop.
+    """Formats registries in a thread, since formatting takes milliseconds. For use in one event loop.
 
-    Calls at the same time share one text.
+    Concurrent calls share one text.
     """
 
     def __init__(self, *registries: CollectorRegistry) -> None:
@@ -149,7 +149,7 @@ class Exposition:
 
 
 class _Seen:
-    """A registry whose own collectors, which read what the event loop changes, were asked before."""
+    """A registry with families that were collected before, in the event loop that changes their values."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._safe: list[Collector] = []

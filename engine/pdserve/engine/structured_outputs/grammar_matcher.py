@@ -88,7 +88,7 @@ class GrammarMatcher:
         return bool(self._matcher.is_terminated())
 
     def close(self) -> None:
-        """No effect."""
+        """Nothing to free: the matcher is in this process."""
 
 
 class Vocabulary:

@@ -58,7 +58,7 @@ class EmbeddingTask:
     """Serves one input. `run` once."""
 
     def __init__(self, served: EmbeddingInput, services: RequestServices, late_s: float = 0.0) -> None:
-        """late_s: how long after its request it begins, out of the time that the client gave."""
+        """late_s: seconds since the request began, which reduce the time that the client gave."""
         self._input = served
         self._request_id = served.request_id
         self._timeline = served.timeline
@@ -250,7 +250,7 @@ class Embedding(RequestScope[EmbeddingInput]):
         self._error: PdServeError | None = None
 
     async def results(self) -> list[array[float]]:
-        """A vector per input, in float32, in their order. Nothing of it runs any more when this returns or raises.
+        """Compute a float32 vector per input, in their order. No run is left when this returns or raises.
 
         Raises: PdServeError, of the first input that failed; Overloaded, Draining before any has begun.
         """

@@ -35,7 +35,7 @@ class RequestScope(abc.ABC, Generic[R]):
     def __init__(
         self, request_id: str, runs: list[R], admission: Admission, record: RequestTrace, client: Client
     ) -> None:
-        """client: whose it is."""
+        """client: owner of the request."""
         self.request_id = request_id
         self._runs = runs
         self._record = record
@@ -45,11 +45,11 @@ class RequestScope(abc.ABC, Generic[R]):
 
     @abc.abstractmethod
     def cancel(self, error: PdServeError | None = None) -> None:
-        """End all runs, and their calls with them; the client gets `error`, by default that it left."""
+        """End all runs and their calls with `error`; default: the client has left."""
 
     @property
     def usage(self) -> Usage:
-        """Summed over the runs."""
+        """Usage, summed over the runs."""
         return Usage(
             prompt_tokens=sum(run.usage.prompt_tokens for run in self._runs),
             completion_tokens=sum(run.usage.completion_tokens for run in self._runs),
