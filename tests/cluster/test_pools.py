@@ -15,6 +15,7 @@ from tests.support.cluster_processes import Cluster, pd_cluster
 from tests.support.inference_client import Answer, InferenceClient
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 
@@ -64,16 +65,17 @@ async def test_reservations_do_not_wait_for_each_other(model: Path, tmp_path: Pa
         source, sink = cluster.services["prefill"], cluster.services["decode"]
         long_running, ninety, fifteen = prompt_of(29 * 16 + 1, 1), prompt_of(89 * 16 + 5, 2), prompt_of(14 * 16 + 5, 3)
         async with InferenceClient(cluster.router.address) as router:
-            stream = router.start(long_running, max_tokens=350)
+            stream = router.start(long_running, max_tokens=1000)
             first: Answer = Answer(token_ids=list((await anext(aiter(stream))).token_ids))
             assert cluster.load(sink).blocks_in_use >= 29
             ask_ninety = asyncio.create_task(router.ask(ninety, max_tokens=8))
-            await asyncio.sleep(0.05)
+            await eventually(lambda: cluster.load(sink).num_remote_kv, "the one of 90 waits at decode")
             answer_fifteen = await router.ask(fifteen, max_tokens=8)
             assert cluster.load(sink).blocks_in_use >= 29, "the long one ended too early to show anything"
             assert not ask_ninety.done()
-            async for message in stream:
-                first.token_ids += message.token_ids
+            for _ in range(8):
+                first.token_ids += (await anext(aiter(stream))).token_ids
+            stream.cancel()  # its blocks are for the one of 90
             answer_ninety = await ask_ninety
         for prompt, answer in ((long_running, first), (ninety, answer_ninety), (fifteen, answer_fifteen)):
             oracle.check(prompt, answer.token_ids)

@@ -18,7 +18,7 @@ from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=40", "--set", "max_model_len=500")
+FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=250", "--set", "max_model_len=3500")
 DECODE = ("--set", "max_sessions=2", "--set", "session_idle_timeout_s=2", "--set", f"drain_s={2 * HANG_S}")
 
 
@@ -85,7 +85,7 @@ def test_a_session_from_its_first_turn_to_every_end(tiny_checkpoints: Callable[.
         cluster.check_pools()
 
         dying = Session(channel)
-        dying.send([9] * 10, 450)
+        dying.send([9] * 10, 3000)  # not done before the worker is
         next(dying.receive())
         cluster.services["decode"].signal(signal.SIGKILL)
         cluster.services["decode"].process.wait(HANG_S)

@@ -12,6 +12,7 @@ from prometheus_client import generate_latest
 from pdserve.common import background_task as module
 from pdserve.common.background_task import RESTARTS, background_task
 from pdserve.common.telemetry.metrics import make_registry
+from tests.support.waiting import HANG_S
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ async def test_a_task_that_fails_is_started_again_and_counted(caplog: pytest.Log
             raise ValueError("a bug")
 
     with caplog.at_level(logging.ERROR):
-        await asyncio.wait_for(background_task("ticks", run), 10)
+        await asyncio.wait_for(background_task("ticks", run), HANG_S)
     assert len(runs) == 6
     assert RESTARTS["ticks"] == before + 5
     waits = [later - earlier for earlier, later in itertools.pairwise(runs)]

@@ -9,6 +9,7 @@ import pytest
 from pdserve.common.errors import DeadlineExceeded, Overloaded
 from pdserve.common.net import body_budget
 from pdserve.common.net.body_budget import BodyBudget
+from tests.support.waiting import HANG_S, eventually
 
 
 async def forever() -> bytes:
@@ -47,9 +48,7 @@ async def test_who_comes_when_it_is_full_waits_in_turn(monkeypatch: pytest.Monke
     assert order == [0]
     ends[0].set()
     await tasks[0]
-    async with asyncio.timeout(5):
-        while order != [0, 1, 2]:  # noqa: ASYNC110 - no event tells it
-            await asyncio.sleep(0.001)
+    await eventually(lambda: order == [0, 1, 2])
     for end in ends:
         end.set()
     await asyncio.gather(*tasks)
@@ -63,7 +62,7 @@ async def test_who_gives_up_waiting_leaves_the_turn_to_the_next() -> None:
         await asyncio.sleep(0)
         waiting[0].cancel()
         await asyncio.wait(waiting[:1])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         await waiting[1]
     assert budget.used_bytes == 50
 
@@ -84,7 +83,7 @@ async def test_a_slow_body_gives_up_its_room_once_others_wait(monkeypatch: pytes
         await first
     await asyncio.sleep(0.3)
     assert not second.done()
-    async with asyncio.timeout(5), budget.room(90):
+    async with asyncio.timeout(HANG_S), budget.room(90):
         with pytest.raises(Overloaded):
             await second
     assert budget.used_bytes == 0

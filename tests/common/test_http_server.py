@@ -22,6 +22,7 @@ from pdserve.common.net.connection_gate import ConnectionGate, ConnectionLimits
 from pdserve.common.net.http_server import HttpServer, listening_socket
 from pdserve.common.security.tls import ServerTls, TlsFile, load_front
 from tests.support.tls_authority import Authority
+from tests.support.waiting import HANG_S, eventually
 
 
 @pytest.fixture
@@ -96,19 +97,13 @@ async def serving(limits: ConnectionLimits | None = None, tls: ServerTls | None 
         await asyncio.open_connection("127.0.0.1", port)
 
 
-async def closed(reader: asyncio.StreamReader, timeout_s: float = 10.0) -> bytes:
+async def closed(reader: asyncio.StreamReader) -> bytes:
     """What came until the server hung up."""
-    async with asyncio.timeout(timeout_s):
+    async with asyncio.timeout(HANG_S):
         try:
             return await reader.read()
         except ConnectionResetError:
             return b""
-
-
-async def until(look: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not look():  # noqa: ASYNC110 - no event tells it
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
@@ -125,7 +120,7 @@ async def test_a_connection_without_a_whole_header_is_closed(quick: None, sent: 
         writer.write(b"GET")
         assert await closed(reader) == b""
         writer.close()
-        await until(lambda: len(served.server.gate) == 0)
+        await eventually(lambda: len(served.server.gate) == 0)
 
 
 async def test_a_connection_that_rests_between_requests_stays(quick: None) -> None:
@@ -144,7 +139,7 @@ async def test_a_slow_body_is_cut_off_and_a_steady_one_is_not(quick: None) -> No
         reader, writer = await served.connect()
         writer.write(b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 100_000)
         assert await closed(reader) == b""
-        await asyncio.wait_for(served.app.left.wait(), 5)
+        await asyncio.wait_for(served.app.left.wait(), HANG_S)
         writer.close()
         reader, writer = await served.connect()
         writer.write(b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n")
@@ -173,15 +168,15 @@ async def test_a_client_that_never_reads_is_cut_off(quick: None) -> None:
     async with serving() as served:
         with socket.create_connection(("127.0.0.1", served.port)) as client:
             client.sendall(b"GET /much HTTP/1.1\r\nHost: x\r\n\r\n")
-            await until(lambda: len(served.server.gate) == 1)
-            await until(lambda: len(served.server.gate) == 0)
+            await eventually(lambda: len(served.server.gate) == 1)
+            await eventually(lambda: len(served.server.gate) == 0)
 
 
 async def test_silent_connections_keep_nobody_out() -> None:
     async with serving(ConnectionLimits(total=20, per_address=10)) as served:
         silent = [await served.connect() for _ in range(60)]
-        await until(lambda: served.server.gate.num_refused == 50)
-        async with httpx.AsyncClient(trust_env=False) as client:
+        await eventually(lambda: served.server.gate.num_refused == 50)
+        async with httpx.AsyncClient(trust_env=False, timeout=HANG_S) as client:
             for _ in range(3):
                 assert (await client.get(served.url)).text == "ok"
         # those that came first were closed
@@ -195,7 +190,7 @@ async def test_a_connection_with_a_request_is_not_closed_for_others() -> None:
         busy = [await served.connect() for _ in range(3)]
         for _, writer in busy:
             writer.write(b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n")
-        await until(lambda: not served.server.gate._waiting)
+        await eventually(lambda: not served.server.gate._waiting)
         reader, writer = await served.connect()
         assert await closed(reader) == b""
         writer.close()
@@ -211,24 +206,29 @@ async def test_a_connection_with_a_request_is_not_closed_for_others() -> None:
             each.close()
 
 
-async def test_handshakes_count_and_end(quick: None, tmp_path: Path) -> None:
+async def test_handshakes_count_and_end(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = Authority(tmp_path / "ca").issue()
     named = files.settings()
     tls = load_front(
         TlsFile("certificate", str(named["tls_cert_file"])), TlsFile("key", str(named["tls_key_file"])), None
     )
     async with serving(ConnectionLimits(total=10, per_address=10), tls) as served:
-        silent = [await served.connect() for _ in range(15)]
-        await until(lambda: len(served.server.gate) == 10)
-        await until(lambda: served.server.gate.num_refused == 5)
-        context = ssl.create_default_context(cafile=str(named["tls_ca_file"]))
-        async with httpx.AsyncClient(trust_env=False, verify=context) as client:
-            assert (await client.get(f"https://127.0.0.1:{served.port}")).text == "ok"
-        for reader, _ in silent:
+        silent = [await served.connect() for _ in range(3)]
+        for reader, writer in silent:
             assert await closed(reader) == b""
+            writer.close()
+        await eventually(lambda: len(served.server.gate) == 0)
+        # none of these ends by its time while they are counted
+        monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 10 * HANG_S)
+        silent = [await served.connect() for _ in range(15)]
+        await eventually(lambda: len(served.server.gate) == 10)
+        await eventually(lambda: served.server.gate.num_refused == 5)
+        context = ssl.create_default_context(cafile=str(named["tls_ca_file"]))
+        async with httpx.AsyncClient(trust_env=False, verify=context, timeout=HANG_S) as client:
+            assert (await client.get(f"https://127.0.0.1:{served.port}")).text == "ok"
         for _, writer in silent:
             writer.close()
-        await until(lambda: len(served.server.gate) == 0)
+        await eventually(lambda: len(served.server.gate) == 0)
 
 
 ON_UVLOOP = (
@@ -245,9 +245,9 @@ def test_the_same_on_the_loop_of_services(quick: None, scenario: Callable[[None]
         runner.run(scenario(None))
 
 
-def test_handshakes_on_the_loop_of_services(quick: None, tmp_path: Path) -> None:
+def test_handshakes_on_the_loop_of_services(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(test_handshakes_count_and_end(None, tmp_path))
+        runner.run(test_handshakes_count_and_end(None, tmp_path, monkeypatch))
         runner.run(test_silent_connections_keep_nobody_out())
 
 

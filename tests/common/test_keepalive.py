@@ -16,6 +16,7 @@ import pytest
 
 from pdserve.common.net.rpc import bind, make_channel, make_server
 from tests.support.tls_authority import Authority
+from tests.support.waiting import HANG_S
 
 PEER = Path(__file__).with_name("idle_peer.py")
 _spec = spec_from_file_location("idle_peer", PEER)
@@ -45,7 +46,7 @@ async def peer(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 async def line(process: asyncio.subprocess.Process) -> str:
     assert process.stdout is not None
-    return (await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip()
+    return (await asyncio.wait_for(process.stdout.readline(), HANG_S)).decode().strip()
 
 
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])

@@ -22,6 +22,7 @@ from pdserve.common.telemetry.span_export import SHUTDOWN_TIMEOUT_S, SpanExport
 from pdserve.common.telemetry.telemetry import Telemetry, make_telemetry, parse_endpoint, parse_pairs
 from pdserve.common.telemetry.tracing import Event, Tracing, make_sampler
 from tests.support.otlp_receiver import otlp_receiver
+from tests.support.waiting import HANG_S
 
 CALLER = {TRACEPARENT: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "a=b"}
 NOT_SAMPLED = {TRACEPARENT: CALLER[TRACEPARENT][:-2] + "00"}
@@ -38,7 +39,7 @@ class KeptSpans(SpanExporter):
         self.may_go_on.set()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.may_go_on.wait(10)
+        self.may_go_on.wait(10 * HANG_S)
         if not self.refuses:
             self.spans += spans
         self.exported.release()
@@ -238,10 +239,9 @@ def test_a_full_queue_drops_and_counts() -> None:
     kept = KeptSpans()
     kept.may_go_on.clear()
     tracing, counts = tracing_into(kept, max_queued=4)
-    began = time.monotonic()
+    # a span whose end waited for the collector would wait here for longer than the test may take
     for number in range(100):
         tracing.root("request", {}, number, {}).end(number + 1)
-    assert time.monotonic() - began < 1, "ending a span waited for the collector"
     assert counts.dropped >= 100 - 2 * 4
     kept.may_go_on.set()
     tracing.close()
@@ -256,10 +256,10 @@ def test_a_collector_that_refuses_is_told_once_and_again_when_it_is_back(
     kept.refuses = True
     for _ in range(3):
         tracing.root("request", {}, 1, {}).end(2)
-        assert kept.exported.acquire(timeout=10)
+        assert kept.exported.acquire(timeout=HANG_S)
     kept.refuses = False
     tracing.root("request", {}, 1, {}).end(2)
-    assert kept.exported.acquire(timeout=10)
+    assert kept.exported.acquire(timeout=HANG_S)
     tracing.close()
     assert (counts.failed, counts.exported) == (3, 1)
     warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
@@ -285,9 +285,10 @@ def test_a_collector_that_does_not_answer_costs_one_line(
         began = time.monotonic()
         for _ in range(1000):
             telemetry.tracing.root("request", {}, 1, {}).end(2)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 1000 * 0.2 / 10, "they waited for the collector"
+        began = time.monotonic()
         telemetry.tracing.close()
-        assert time.monotonic() - began < SHUTDOWN_TIMEOUT_S + 2
+        assert time.monotonic() - began < 2 * SHUTDOWN_TIMEOUT_S
     counts = telemetry.counts
     assert counts.exported == 0
     assert counts.failed + counts.dropped == 1000

@@ -33,10 +33,10 @@ from pdserve.common.telemetry.metrics import tls_families
 from pdserve.kv_transfer.tcp.tcp_stream import TcpStream, dial
 from pdserve.kv_transfer.tcp.tls_stream import TlsStream
 from tests.support.tls_authority import Authority, IssuedFiles, role_uri
+from tests.support.waiting import HANG_S, eventually
 
 HOST = "127.0.0.1"
 POLL_S = 0.05
-PATIENCE_S = 10.0
 
 
 class Files:
@@ -85,12 +85,6 @@ async def renewing(files: Files) -> AsyncIterator[tuple[TlsIdentity, TlsRenewal]
         await asyncio.wait({task})
 
 
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds():  # noqa: ASYNC110 - files tell nobody
-            await asyncio.sleep(0.01)
-
-
 def serial(certificate: bytes) -> int:
     return x509.load_pem_x509_certificates(certificate)[0].serial_number
 
@@ -98,7 +92,7 @@ def serial(certificate: bytes) -> int:
 def shown_serial(port: int, client: ssl.SSLContext) -> int:
     """Of the certificate that a server shows now."""
     with (
-        socket.create_connection((HOST, port), PATIENCE_S) as sock,
+        socket.create_connection((HOST, port), HANG_S) as sock,
         client.wrap_socket(sock, server_hostname=HOST) as secured,
     ):
         shown = secured.getpeercert(binary_form=True)
@@ -130,7 +124,7 @@ async def test_new_files_take_over_and_the_metric_follows(
         assert renewal.expiries() == {"services": first}
         soon = authority.issue(not_after=datetime.now(UTC) + timedelta(days=3))
         files.replace(soon)
-        await until(lambda: identity.server.current is not identity.server)
+        await eventually(lambda: identity.server.current is not identity.server)
         assert identity.server.current.certificate == soon.cert.read_bytes()
         assert identity.client.current.key == soon.key.read_bytes()
         [family] = tls_families(renewal.expiries())
@@ -138,7 +132,7 @@ async def test_new_files_take_over_and_the_metric_follows(
             ({"peers": "services"}, identity.server.current.valid_until)
         ]
         assert identity.server.current.valid_until < first
-        await until(lambda: "was read again and is valid until" in caplog.text)
+        await eventually(lambda: "was read again and is valid until" in caplog.text)
     [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "for 3.0 days" in warning.getMessage()
 
@@ -161,12 +155,12 @@ async def test_files_that_cannot_be_used_are_told_of_once_and_change_nothing(
             case "expired":
                 dates = (datetime(2020, 1, 1, tzinfo=UTC), datetime(2021, 1, 1, tzinfo=UTC))
                 files.replace(authority.issue(not_before=dates[0], not_after=dates[1]))
-        await until(lambda: "the old one stays" in caplog.text)
+        await eventually(lambda: "the old one stays" in caplog.text)
         await asyncio.sleep(4 * POLL_S)
         assert identity.server.current is identity.server
         assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
         files.replace(good)
-        await until(lambda: identity.server.current.certificate == good.cert.read_bytes())
+        await eventually(lambda: identity.server.current.certificate == good.cert.read_bytes())
 
 
 async def test_files_are_not_read_while_they_are_being_written(
@@ -180,7 +174,7 @@ async def test_files_are_not_read_while_they_are_being_written(
             files.held.cert.touch()
             await asyncio.sleep(POLL_S / 4)
         files.put(files.held.key, new.key.read_bytes())
-        await until(lambda: identity.server.current.certificate == new.cert.read_bytes())
+        await eventually(lambda: identity.server.current.certificate == new.cert.read_bytes())
     assert "cannot be used" not in caplog.text
 
 
@@ -199,7 +193,7 @@ async def test_links_that_change_their_target_are_new_files(
         other = tmp_path / "other"
         other.symlink_to(generations[1])
         other.replace(current)
-        await until(lambda: identity.server.current.certificate == (generations[1] / "cert.pem").read_bytes())
+        await eventually(lambda: identity.server.current.certificate == (generations[1] / "cert.pem").read_bytes())
 
 
 # gRPC.
@@ -228,7 +222,7 @@ async def served(tls: ServerTls) -> AsyncIterator[int]:
 
 async def echoed(call: Any, message: bytes) -> bytes:
     await call.write(message)
-    answer: bytes = await asyncio.wait_for(call.read(), PATIENCE_S)
+    answer: bytes = await asyncio.wait_for(call.read(), HANG_S)
     return answer
 
 
@@ -257,18 +251,18 @@ async def test_both_sides_of_grpc_change_to_another_ca_while_calls_go_on(
         for server_files, new_client_files, cas in steps:
             files.replace(server_files, *cas)
             client_files.replace(new_client_files, *cas)
-            await until(lambda: server.server.current.certificate == files.held.cert.read_bytes())
-            await until(lambda: client.client.current.certificate == client_files.held.cert.read_bytes())
-            await until(lambda: server.server.current.client_ca == files.held.ca.read_bytes())
-            await until(lambda: client.client.current.ca == client_files.held.ca.read_bytes())
+            await eventually(lambda: server.server.current.certificate == files.held.cert.read_bytes())
+            await eventually(lambda: client.client.current.certificate == client_files.held.cert.read_bytes())
+            await eventually(lambda: server.server.current.client_ca == files.held.ca.read_bytes())
+            await eventually(lambda: client.client.current.ca == client_files.held.ca.read_bytes())
             new = method()
             assert await echoed(new, b"now") == b"now"
             new.cancel()
             assert await echoed(old, b"still") == b"still"
         assert len(channel._retired) == 1, "the one that carries the old call"
         await old.done_writing()
-        assert await asyncio.wait_for(old.read(), PATIENCE_S) is grpc.aio.EOF
-        await until(lambda: not channel._retired)
+        assert await asyncio.wait_for(old.read(), HANG_S) is grpc.aio.EOF
+        await eventually(lambda: not channel._retired)
         stale = authority.issue().identity().client
         async with make_channel(f"{HOST}:{port}", stale) as refused:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -282,7 +276,7 @@ async def test_a_grpc_server_shows_the_new_certificate(files: Files, authority: 
     async with renewing(files) as (identity, _), served(identity.server) as port:
         assert await asyncio.to_thread(shown_serial, port, context) == serial(identity.server.certificate)
         files.replace(new := authority.issue())
-        await until(lambda: identity.server.current is not identity.server)
+        await eventually(lambda: identity.server.current is not identity.server)
         assert await asyncio.to_thread(shown_serial, port, context) == serial(new.cert.read_bytes())
 
 
@@ -295,7 +289,7 @@ async def test_closing_a_renewed_channel_ends_every_generation(files: Files, aut
             assert await echoed(calls[-1], b"x") == b"x"
             before = identity.client.current
             files.replace(authority.issue())
-            await until(lambda: identity.client.current is not before)  # noqa: B023
+            await eventually(lambda: identity.client.current is not before)  # noqa: B023
         await channel.close()
         for call in calls:
             with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)):
@@ -339,7 +333,7 @@ async def _http_front(tmp_path: Path, authority: Authority, other_authority: Aut
     assert not await asyncio.to_thread(_is_let_in, port, new)
     issued = authority.issue()
     files.replace(issued, other_authority.ca_file)
-    await until(lambda: front.current is not front)
+    await eventually(lambda: front.current is not front)
     assert await asyncio.to_thread(shown_serial, port, new) == serial(issued.cert.read_bytes())
     assert await asyncio.to_thread(_is_let_in, port, new)
     assert not await asyncio.to_thread(_is_let_in, port, old), "its CA is trusted no more"
@@ -354,12 +348,12 @@ async def _http_front(tmp_path: Path, authority: Authority, other_authority: Aut
 
 async def _get(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-    return (await asyncio.wait_for(reader.readuntil(b"ok"), PATIENCE_S)).startswith(b"HTTP/1.1 200")
+    return (await asyncio.wait_for(reader.readuntil(b"ok"), HANG_S)).startswith(b"HTTP/1.1 200")
 
 
 def _is_let_in(port: int, context: ssl.SSLContext) -> bool:
     """Under TLS 1.3 a client hears with its first answer what the server thinks of its certificate."""
-    with socket.create_connection((HOST, port), PATIENCE_S) as sock:
+    with socket.create_connection((HOST, port), HANG_S) as sock:
         try:
             with context.wrap_socket(sock, server_hostname=HOST) as secured:
                 secured.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -376,7 +370,7 @@ async def test_the_data_plane_shakes_hands_with_what_is_current(
         assert await asyncio.to_thread(_shake_hands, identity.server, old) == serial(identity.server.certificate)
         issued = other_authority.issue()
         files.replace(issued)
-        await until(lambda: identity.server.current is not identity.server)
+        await eventually(lambda: identity.server.current is not identity.server)
         new = client_context(other_authority.issue())
         assert await asyncio.to_thread(_shake_hands, identity.server, new) == serial(issued.cert.read_bytes())
         stale = client_context(authority.issue(), other_authority.ca_file)

@@ -18,6 +18,7 @@ from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.v1 import decode_pb2_grpc, kv_source_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 from tests.support.tls_authority import ALL_ROLES, Authority, role_uri
+from tests.support.waiting import HANG_S
 
 ROLES = ("router", "prefill", "decode")
 METHODS = {
@@ -127,7 +128,7 @@ async def ask(address: str, method: str, tls: Any) -> str:
                 first: bytes = await attach(iter([b"x"])).read()
                 return first.decode()
             ask_once: Any = channel.unary_unary(method)
-            answer: bytes = await ask_once(b"x", timeout=10)
+            answer: bytes = await ask_once(b"x", timeout=HANG_S)
             return answer.decode()
         except grpc.aio.AioRpcError as error:
             refused = from_rpc_error(error)

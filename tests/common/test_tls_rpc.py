@@ -13,6 +13,7 @@ import pytest
 from pdserve.common.net.rpc import bind, failed_to_shake_hands, from_rpc_error, make_channel, make_server
 from pdserve.common.security.tls import ClientTls, ServerTls, TlsFile, load_client
 from tests.support.tls_authority import Authority
+from tests.support.waiting import HANG_S
 
 
 class _Answers(grpc.GenericRpcHandler):
@@ -37,7 +38,7 @@ async def served(tls: ServerTls | None) -> AsyncIterator[str]:
 async def ask(address: str, tls: ClientTls | None) -> bytes:
     async with make_channel(address, tls) as channel:
         call: Any = channel.unary_unary("/pdserve.test/ask")
-        answer: bytes = await call(b"it", timeout=10)
+        answer: bytes = await call(b"it", timeout=HANG_S)
         return answer
 
 

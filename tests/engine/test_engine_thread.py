@@ -13,6 +13,7 @@ from pdserve.common.errors import WorkerLost
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreOutputs
 from pdserve.engine import engine_thread
 from pdserve.engine.engine_thread import EngineThread, in_event_loop
+from tests.support.waiting import eventually
 
 
 class ScriptedCore:
@@ -61,12 +62,6 @@ async def thread(core: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[En
     assert not thread.is_alive
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in another thread
-            await asyncio.sleep(0.001)
-
-
 async def test_what_is_posted_during_a_step_is_done_before_its_outputs_are_told(
     core: ScriptedCore, thread: EngineThread
 ) -> None:
@@ -76,7 +71,7 @@ async def test_what_is_posted_during_a_step_is_done_before_its_outputs_are_told(
     core.outputs = [EngineCoreOutput(request_id="r")]
     core.in_step = lambda: thread.post(want)
     thread.start()
-    await until(lambda: len(core.happened) == 2)
+    await eventually(lambda: len(core.happened) == 2)
     assert core.happened == ["blocks leave", "told r"]
 
 
@@ -89,7 +84,7 @@ async def test_outputs_are_told_although_a_command_fails(
     core.outputs = [EngineCoreOutput(request_id="r")]
     core.in_step = lambda: thread.post(fail)
     thread.start()
-    await until(lambda: "died" in core.happened)
+    await eventually(lambda: "died" in core.happened)
     assert sorted(core.happened) == ["died", "failed", "told r"]
     assert "a broken command" in caplog.text
 
@@ -98,8 +93,8 @@ async def test_an_end_that_comes_during_a_step_is_heard(core: ScriptedCore, thre
     core.outputs = [EngineCoreOutput(request_id="r")]
     core.in_step = lambda: thread._inbox.put(None)
     thread.start()
-    await until(lambda: not thread.is_alive)
-    await until(lambda: core.happened == ["told r"])
+    await eventually(lambda: not thread.is_alive)
+    await eventually(lambda: core.happened == ["told r"])
     assert core.num_steps == 1
 
 
@@ -107,12 +102,12 @@ async def test_the_pool_is_looked_through_once_when_a_whole_beat_was_idle(
     core: ScriptedCore, thread: EngineThread
 ) -> None:
     thread.start()
-    await until(lambda: core.num_steps > 5)
+    await eventually(lambda: core.num_steps > 5)
     assert core.num_checks == 1
     core.outputs = [EngineCoreOutput(request_id="r")]
     thread.post(lambda core: None)
     num_steps = core.num_steps
-    await until(lambda: core.num_steps > num_steps + 5)
+    await eventually(lambda: core.num_steps > num_steps + 5)
     assert core.num_checks == 2
 
 
@@ -122,5 +117,5 @@ async def test_a_request_that_only_waits_lets_nobody_look_through_the_pool(
     monkeypatch.setattr(engine_thread, "BLOCKED_S", 0.001)
     core.has_work = True
     thread.start()
-    await until(lambda: core.num_steps > 5)
+    await eventually(lambda: core.num_steps > 5)
     assert core.num_checks == 0

@@ -31,12 +31,12 @@ from tests.support.hash_model import VOCAB_SIZE as HASH_VOCAB_SIZE
 from tests.support.hostile_grammars import EITHER_WAY, SLOW_TO_COMPILE, SLOW_TO_MATCH
 from tests.support.late_grammars import EOS as HASH_EOS
 from tests.support.late_grammars import Form, LateCompiler
+from tests.support.waiting import HANG_S, wait_until
 
 VOCAB_SIZE = 320
 EOS = 2
 PROMPT = list(range(40, 60))
-LIMITS = GrammarLimits(compile_s=3.0, token_s=0.02, kill_s=0.1, request_s=0.2)
-PATIENCE_S = 60.0
+LIMITS = GrammarLimits(compile_s=HANG_S, token_s=0.02, kill_s=0.1, request_s=0.2)
 MakeCompiler = Callable[..., GrammarCompiler]
 
 
@@ -70,13 +70,6 @@ def asked(n: int = 1, max_tokens: int = 2000, **form: Any) -> dict[str, Any]:
     return {"max_tokens": max_tokens, "temperature": 1.0, "seed": 1, "structured_outputs": params, "n": n}
 
 
-def until(is_so: Callable[[], bool], told: str) -> None:
-    give_up_at = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < give_up_at, told
-        time.sleep(0.02)
-
-
 class Ask:
     """Jobs at a compiler, without an engine."""
 
@@ -104,7 +97,7 @@ class Ask:
 
     def result(self, number: int) -> Grammar | PdServeError:
         with self._arrived:
-            assert self._arrived.wait_for(lambda: number in self._results, PATIENCE_S), "no answer"
+            assert self._arrived.wait_for(lambda: number in self._results, HANG_S), "no answer"
             return self._results[number]
 
     def grammar(self, number: int) -> Grammar:
@@ -184,27 +177,28 @@ def test_output_longer_than_a_message_is_replayed(make_compiler: MakeCompiler, l
 
 
 def test_a_compile_that_is_given_up_frees_its_place(make_compiler: MakeCompiler) -> None:
-    ask = Ask(make_compiler(num_compiling=1))
+    ask = Ask(make_compiler(GrammarLimits(compile_s=3.0), num_compiling=1))
+    ask.grammar(ask.submit(choice=("no", "yes"))).close()  # the fork server is there
     slow = ask.submit(**SLOW_TO_COMPILE)
     quick = ask.submit(choice=("yes", "no"))
     result = ask.result(slow)
     assert isinstance(result, InvalidRequest)
     assert "could not be compiled within 3 s" in result.message
     ask.grammar(quick).close()
-    until(lambda: len(children()) == 2, "the process that compiled is still there")
+    wait_until(lambda: len(children()) == 2, "the process that compiled is still there")
 
 
 def test_one_that_nobody_waits_for_any_more_frees_its_place(make_compiler: MakeCompiler) -> None:
-    ask = Ask(make_compiler(GrammarLimits(compile_s=PATIENCE_S), num_compiling=1))
+    ask = Ask(make_compiler(GrammarLimits(compile_s=HANG_S), num_compiling=1))
     is_wanted = True
     begun = threading.Event()
     params = StructuredOutputsParams(**SLOW_TO_COMPILE)
     ask.compiler.submit(GrammarJob(params, (EOS,), (), lambda: is_wanted, begun.set, lambda result: None))
-    assert begun.wait(PATIENCE_S)
+    assert begun.wait(HANG_S)
     is_wanted = False
     started = time.monotonic()
     ask.grammar(ask.submit(choice=("yes", "no"))).close()
-    assert time.monotonic() - started < PATIENCE_S / 2
+    assert time.monotonic() - started < HANG_S / 2
 
 
 def test_who_shares_a_killed_process_may_try_elsewhere(
@@ -224,7 +218,7 @@ def test_who_shares_a_killed_process_may_try_elsewhere(
 
 
 def test_masks_that_the_engine_does_not_read_keep_no_request_waiting(make_compiler: MakeCompiler, letter: int) -> None:
-    ask = Ask(make_compiler(GrammarLimits(request_s=PATIENCE_S)))
+    ask = Ask(make_compiler(GrammarLimits(request_s=HANG_S)))
     first = ask.grammar(ask.submit(regex="[a-z]*"))
     others = [first.fork() for _ in range(8_000)]
     for other in others:
@@ -239,10 +233,10 @@ def test_masks_that_the_engine_does_not_read_keep_no_request_waiting(make_compil
         spent_s.append(sum(process.cpu_times()[:2]))
         return spent_s[-1] == spent_s[-2] > 0.1
 
-    until(rests, "it does not rest")
+    wait_until(rests, "it does not rest")
     late = ask.grammar(ask.submit(regex="[a-z]*"))
     assert late.allowed(0.0) is not None
-    give_up_at = time.monotonic() + PATIENCE_S
+    give_up_at = time.monotonic() + HANG_S
     assert all(other.allowed(give_up_at) is not None for other in others)
     for grammar in (first, late, *others):
         grammar.close()
@@ -266,7 +260,7 @@ def test_tenants_take_turns() -> None:
 
 
 def test_a_greedy_tenant_does_not_keep_others_waiting(make_compiler: MakeCompiler) -> None:
-    ask = Ask(make_compiler(num_compiling=1))
+    ask = Ask(make_compiler(GrammarLimits(compile_s=3.0), num_compiling=1))
     greedy = [ask.submit(b"greedy", regex=SLOW_TO_COMPILE["regex"] + "b" * n) for n in range(20)]
     modest = ask.submit(b"modest", choice=("yes", "no"))
     ask.grammar(modest).close()
@@ -292,7 +286,7 @@ def test_processes_that_nobody_uses_are_kept_within_bounds(
         grammar.close()
         ask.compiler.hosts.flush()
     ask.grammar(ask.submit(choice=("choice 5",))).close()
-    until(lambda: len(children()) <= 4, "more processes than may be kept")
+    wait_until(lambda: len(children()) <= 4, "more processes than may be kept")
 
 
 # ---- no process is left
@@ -302,11 +296,11 @@ def test_close_ends_every_process_and_leaves_no_zombie(make_compiler: MakeCompil
     ask = Ask(make_compiler())
     ask.grammar(ask.submit(choice=("yes", "no")))
     busy = ask.submit(**SLOW_TO_COMPILE)
-    until(lambda: busy in ask.begun, "its turn did not come")
+    wait_until(lambda: busy in ask.begun, "its turn did not come")
     before = children()
     assert len(before) >= 2
     ask.compiler.close()
-    until(lambda: not any(process.is_running() for process in before), "a process is left")
+    wait_until(lambda: not any(process.is_running() for process in before), "a process is left")
 
 
 def test_a_killed_worker_takes_its_processes_with_it(folder: Path) -> None:
@@ -328,10 +322,10 @@ threading.Event().wait()
         assert worker.stdout is not None
         assert worker.stdout.readline() == "begun\n"
         below = psutil.Process(worker.pid).children(recursive=True)
-        until(lambda: len(psutil.Process(worker.pid).children(recursive=True)) == 2, "no process compiles")
+        wait_until(lambda: len(psutil.Process(worker.pid).children(recursive=True)) == 2, "no process compiles")
         below = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
-    until(lambda: not any(is_alive(process) for process in below), "a process outlived its worker")
+    wait_until(lambda: not any(is_alive(process) for process in below), "a process outlived its worker")
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -346,7 +340,7 @@ def test_a_fork_server_that_ends_is_started_again(make_compiler: MakeCompiler) -
     grammar = ask.grammar(ask.submit(choice=("yes", "no")))
     [server] = [child for child in children() if child.ppid() == os.getpid()]
     server.send_signal(signal.SIGKILL)
-    until(lambda: not is_alive(server), "it lives")
+    wait_until(lambda: not is_alive(server), "it lives")
     result = ask.result(ask.submit(choice=("a", "b")))
     if isinstance(result, PdServeError):  # it came before the end was seen
         assert isinstance(result, Overloaded)
@@ -369,7 +363,7 @@ def test_the_processes_know_no_secret(make_compiler: MakeCompiler, monkeypatch: 
 )
 def test_only_compiling_gives_way_to_others(make_compiler: MakeCompiler, lower: int) -> None:
     mine = os.getpriority(os.PRIO_PROCESS, 0) + lower
-    ask = Ask(make_compiler(GrammarLimits(compile_s=PATIENCE_S)))
+    ask = Ask(make_compiler(GrammarLimits(compile_s=HANG_S)))
 
     def submit() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), mine)  # of this thread, and of what it starts
@@ -388,7 +382,7 @@ def test_only_compiling_gives_way_to_others(make_compiler: MakeCompiler, lower: 
         )
 
     expected = [min(mine, 19), min(mine + 10, 19)]
-    until(lambda: priorities() == expected, f"priorities are not {expected}")
+    wait_until(lambda: priorities() == expected, f"priorities are not {expected}")
 
 
 # ---- masks that come late
@@ -488,7 +482,7 @@ def test_a_fork_server_whose_worker_was_killed_ends_without_a_traceback(folder):
         str(folder),
     ]
     ended = subprocess.run(
-        [*command, str(VOCAB_SIZE)], pass_fds=(its.fileno(),), capture_output=True, text=True, timeout=PATIENCE_S
+        [*command, str(VOCAB_SIZE)], pass_fds=(its.fileno(),), capture_output=True, text=True, timeout=HANG_S
     )
     its.close()
     assert (ended.returncode, ended.stderr) == (0, "")

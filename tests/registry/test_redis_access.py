@@ -20,7 +20,7 @@ from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings
 from tests.support.redis_server import RedisServer
 from tests.support.registry_world import World, lines, settled
-from tests.support.waiting import eventually
+from tests.support.waiting import HANG_S, eventually
 
 PASSWORD = "s3cret/with@odd:signs"
 COMMANDS = [
@@ -163,7 +163,7 @@ async def test_tls_with_certificates_of_ones_own(tls_port: int, certificate: tup
     load_settings(DecodeSettings, flags=flags, environ={}).verify()
     client = make_redis(parse_redis_url(f"rediss://127.0.0.1:{tls_port}"), str(certificate[0]))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while True:
                 # handshakes of both sides happen in this thread: on a busy machine they can take longer than one try may
                 with contextlib.suppress(exceptions.TimeoutError):

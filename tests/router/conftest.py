@@ -18,6 +18,8 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.router.fake_worker import FakeWorker, save_tokenizer
+from tests.support.reserved_port import reserved_port
+from tests.support.waiting import HANG_S
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +48,8 @@ class Cluster:
     def __init__(self, folder: Path, fingerprint: str) -> None:
         self.folder, self.fingerprint = folder, fingerprint
         self.workers: list[FakeWorker] = []
+        self._ports = contextlib.ExitStack()
+        """Workers come back at theirs."""
         self.http: httpx.AsyncClient
         self.grpc: InferenceServiceStub
         self.channel: grpc.aio.Channel
@@ -59,6 +63,7 @@ class Cluster:
         options.setdefault("worker_id", f"{role}{count}")
         options.setdefault("fingerprint", self.fingerprint)
         worker = FakeWorker(role, **options)
+        worker.port = self._ports.enter_context(reserved_port())
         self.workers.append(worker)
         return worker
 
@@ -82,7 +87,7 @@ class Cluster:
         if self.running.done():
             self.running.result()
         self.addresses = await ready
-        self.http = httpx.AsyncClient(base_url=f"http://{self.addresses[0]}", timeout=30, trust_env=False)
+        self.http = httpx.AsyncClient(base_url=f"http://{self.addresses[0]}", timeout=HANG_S, trust_env=False)
         self.channel = make_public_channel(self.addresses[1])
         self.grpc = InferenceServiceStub(self.channel)
         if wait:
@@ -113,7 +118,7 @@ class Cluster:
 
     async def live(self, **counts: int) -> None:
         """Returns when so many workers of each role are live."""
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(HANG_S):
             while True:
                 workers = (await self.http.get("/health")).json()["workers"]
                 if all(workers[role]["live"] == count for role, count in counts.items()):
@@ -122,7 +127,7 @@ class Cluster:
 
     async def queued(self, count: int) -> None:
         """Returns when so many requests wait for a place."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while True:
                 if (await self.http.get("/debug/routing")).json()["queued"] == count:
                     return
@@ -130,7 +135,7 @@ class Cluster:
 
     async def idle(self) -> None:
         """Returns when no request is in the router and no call at a worker."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while True:
                 if not (await self.http.get("/health")).json()["requests"]:
                     break
@@ -151,6 +156,7 @@ class Cluster:
             if not self.running.cancelled():
                 self.running.result()
         await asyncio.gather(*(worker.kill() for worker in self.workers))
+        self._ports.close()
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, worker_pb2
 from pdserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from pdserve.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from pdserve.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from tests.support.waiting import HANG_S
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
@@ -271,6 +272,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.session_script: Script = session_well
         self.scripts: list[Script] = []
         self.calls: list[Call] = []
+        self.num_watches = 0
         self.ended_sequences: asyncio.Queue[decode_pb2.EndSequencesRequest] = asyncio.Queue()
         self.met: list[worker_pb2.MeetRequest] = []
         self.load = worker_pb2.Load(engine_tick=1)
@@ -312,7 +314,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
 
     async def called(self, times: int = 1) -> None:
         """Returns when this worker was asked for so many calls."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while len(self.calls) < times:
                 self._called.clear()
                 await self._called.wait()
@@ -345,6 +347,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         request = await anext(request_iterator, None)
         if request is None:
             return
+        self.num_watches += 1
         answer = WatchAnswer(self.key, self.identity().SerializeToString(), request, clock=self.clock)
         yield worker_pb2.WatchEvent(welcome=answer.welcome)
         proof = await anext(request_iterator, None)

@@ -1,6 +1,7 @@
 """A router without workers in a process of its own, as `pdserve router` runs it, that may open few files.
 
-limited_router.py FOLDER NUMBER: prints its HTTP and its gRPC address.
+limited_router.py FOLDER NUMBER SECONDS: prints its HTTP and its gRPC address. It closes connections that have been silent for that
+long, where a service waits longer.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from pathlib import Path
 import uvloop
 
 from pdserve.common.address.descriptors import raise_descriptor_limit
+from pdserve.common.net import http_connection
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 
 
-def main(folder: str, num_descriptors: str) -> None:
+def main(folder: str, num_descriptors: str, silent_s: str) -> None:
     number = int(num_descriptors)
+    http_connection.HEADER_TIMEOUT_S = float(silent_s)
     resource.setrlimit(resource.RLIMIT_NOFILE, (number // 2, number))
     if raise_descriptor_limit() != number:
         raise SystemExit("the soft limit was not raised")

@@ -13,6 +13,7 @@ from pdserve.router.admission.admission import MAX_OVERTAKES, Admission
 from pdserve.router.admission.place import Capacity, Cost, Limits, Place
 from pdserve.router.tenants.client import ANYBODY
 from pdserve.router.tenants.client import Client as Caller
+from tests.support.waiting import HANG_S
 
 
 class Clock:
@@ -139,7 +140,7 @@ async def test_a_prompt_that_does_not_fit_is_passed_a_bounded_number_of_times():
     for client in (large, *small[MAX_OVERTAKES:]):
         await client.finish()
     whole = Client(door, blocks=99)
-    await asyncio.wait_for(whole.placed.wait(), 5)
+    await asyncio.wait_for(whole.placed.wait(), HANG_S)
     await whole.finish()
 
 
@@ -178,7 +179,7 @@ async def test_more_capacity_is_used_when_it_comes():
 async def test_without_any_capacity_one_may_still_try():
     door = Admission(Limits(max_queued_requests=9), lambda: Capacity(num_requests=0))
     only = Client(door)
-    await asyncio.wait_for(only.placed.wait(), 5)
+    await asyncio.wait_for(only.placed.wait(), HANG_S)
     await only.finish()
 
 
@@ -228,7 +229,7 @@ async def test_a_place_that_is_granted_beside_the_end_of_all_hope_is_not_lost(le
     await door.emptied()
     assert (door.num_running, door.num_queued) == (0, 0)
     last = Client(door)
-    await asyncio.wait_for(last.placed.wait(), 5)
+    await asyncio.wait_for(last.placed.wait(), HANG_S)
     await last.finish()
 
 
@@ -253,7 +254,7 @@ async def test_who_could_not_be_done_in_time_is_refused_at_the_door():
         await client.finish()
     # nobody has to wait: whatever the past was like
     alone = Client(door, timeout_s=0.1)
-    await asyncio.wait_for(alone.placed.wait(), 5)
+    await asyncio.wait_for(alone.placed.wait(), HANG_S)
     await alone.finish()
 
 
@@ -361,5 +362,5 @@ async def test_random_histories_lose_no_place(seed):
             assert door.num_queued == 0 or door.num_running > 0
     for client in alive:
         client.done.set()
-    await asyncio.wait_for(door.emptied(), 5)
+    await asyncio.wait_for(door.emptied(), HANG_S)
     assert (door.num_running, door.num_queued) == (0, 0)

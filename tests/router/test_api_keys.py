@@ -18,6 +18,7 @@ from pdserve.router.tenants import failed_attempts
 from pdserve.router.tenants.api_keys import ApiKeys
 from pdserve.router.tenants.failed_attempts import FailedAttempts
 from pdserve.v1 import inference_pb2
+from tests.support.waiting import HANG_S
 
 ALICE, ALICE_NEXT, BOB, OPERATOR = (f"{name}-0123456789abcdef" for name in ("alice", "next", "bob", "operator"))
 
@@ -233,7 +234,7 @@ async def test_both_front_ends_take_keys_of_the_file_and_follow_it(cluster, keys
         await cluster.grpc.GetModel(inference_pb2.GetModelRequest())
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     write(keys_file, entry("bob", BOB))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while await status(ALICE) != 401:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert await status(BOB) == 200

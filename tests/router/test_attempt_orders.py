@@ -21,6 +21,7 @@ from pdserve.router.attempts.worker_calls import Admitted, CallFailed, Computed,
 from pdserve.router.placement.placement import Placement
 from pdserve.text.output_processor import PositionGap
 from tests.router.candidates import worker
+from tests.support.waiting import HANG_S
 
 DIGEST = b"d" * 16
 END = object()
@@ -83,7 +84,7 @@ async def run(prefill, decode, prefill_turns, monkeypatch, relay=None):
         calls[role].events.put_nowait(next(feeds[role]))
         for _ in range(3):
             await asyncio.sleep(0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         [failure] = await asyncio.gather(running, return_exceptions=True)
     assert not EDGES[attempt.state]
     assert all(call.cancelled for call in calls)

@@ -22,6 +22,7 @@ from tests.router.fake_worker import (
     play,
     said,
 )
+from tests.support.waiting import HANG_S
 
 FULL = Overloaded("7 requests wait on this worker, at most 7 may (max_waiting)")
 
@@ -79,7 +80,7 @@ async def test_a_worker_that_reports_a_full_queue_is_avoided(cluster):
     await cluster.start(decode=2)
     full, _ = (worker for worker in cluster.workers if worker.role == "decode")
     full.report(num_waiting=3, num_remote_kv=4, max_waiting=7)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while True:
             await cluster.text()
             [placement, *_] = (await cluster.http.get("/debug/routing")).json()["placements"]
@@ -125,7 +126,7 @@ async def test_two_routers_that_each_fill_the_fleet_are_served_in_turn(cluster, 
         )
     )
     url = f"http://{await ready}"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while (await cluster.http.get(f"{url}/health")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     body = {"max_tokens": 5}
@@ -263,7 +264,7 @@ async def test_one_tenant_cannot_hold_all_sessions(cluster, tmp_path):
         headers = {"authorization": "Bearer ops"}
         return (await cluster.http.get("/debug/routing", headers=headers)).json()["max_sessions"]
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while await reported() != 4:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     greedy = [cluster.grpc.Session(**of("greedy")) for _ in range(2)]

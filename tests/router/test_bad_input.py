@@ -16,6 +16,7 @@ from pdserve.common.net.rpc import ERROR_CODE_KEY
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router import bad_requests
 from tests.router.fake_worker import Call, FakeWorker, decode_outputs, said, token
+from tests.support.waiting import HANG_S
 
 MAX_TOKENS = 250
 ENDPOINTS = (
@@ -33,7 +34,7 @@ async def test_i6_a_body_that_does_not_come_is_not_waited_for_for_ever(cluster, 
     host, _, port = cluster.addresses[0].rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f'POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{"model":'.encode())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 504 ")
         error = json.loads(await reader.readuntil(b"}}"))["error"]

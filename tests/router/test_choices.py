@@ -23,6 +23,7 @@ from tests.router.fake_worker import (
     said,
     token,
 )
+from tests.support.waiting import HANG_S
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ async def test_grpc_gives_usage_with_the_last_message_of_all(served, stream):
         sampling=request_pb2.SamplingParams(max_tokens=4, n=3),
         stream=stream,
     )
-    responses = [response async for response in served.grpc.Generate(request, timeout=20)]
+    responses = [response async for response in served.grpc.Generate(request, timeout=HANG_S)]
     texts: dict[int, str] = {}
     for response in responses:
         texts[response.index] = texts.get(response.index, "") + response.text
@@ -121,7 +122,7 @@ def told_by_router(decode):
     told = []
 
     async def until_told(worker, call):
-        told.append(await asyncio.wait_for(decode.ended_sequences.get(), 10))
+        told.append(await asyncio.wait_for(decode.ended_sequences.get(), HANG_S))
 
     return told, until_told
 
@@ -151,7 +152,7 @@ async def test_a_first_token_that_ends_its_sequence_leaves_the_others(served, cl
     answer = await client.completions.create(model="fake-model", prompt="hello", max_tokens=9, n=2, stop=["b", "c"])
     assert [(choice.text, choice.finish_reason) for choice in answer.choices] == [("a", "stop"), ("", "stop")]
     assert [list(ended.indexes) for ended in told] == [[1]]
-    await asyncio.wait_for(decode.calls[0].cancelled.wait(), 10)
+    await asyncio.wait_for(decode.calls[0].cancelled.wait(), HANG_S)
 
 
 async def test_all_sequences_that_end_at_prefill_end_both_calls(served, client):
@@ -164,7 +165,7 @@ async def test_all_sequences_that_end_at_prefill_end_both_calls(served, client):
     answer = await client.completions.create(model="fake-model", prompt="hello", max_tokens=9, n=3)
     assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 3
     for worker in served.workers:
-        await asyncio.wait_for(worker.calls[0].cancelled.wait(), 10)
+        await asyncio.wait_for(worker.calls[0].cancelled.wait(), HANG_S)
 
 
 def likely(char, value):
@@ -208,7 +209,7 @@ async def test_best_of_over_grpc_with_log_probabilities(judged):
         tokens=inference_pb2.TokenPrompt(token_ids=[1, 2]),
         sampling=request_pb2.SamplingParams(max_tokens=2, best_of=4, logprobs=0),
     )
-    [response] = [response async for response in judged.grpc.Generate(request, timeout=20)]
+    [response] = [response async for response in judged.grpc.Generate(request, timeout=HANG_S)]
     assert (response.index, response.text, response.cumulative_logprob) == (0, said(2, 1), -1.0)
     assert [entry.sampled.logprob for entry in response.logprobs] == [-0.5, -0.5]
     assert response.usage.completion_tokens == 8

@@ -13,6 +13,7 @@ from pdserve.common.errors import BY_CODE, InvalidRequest, NeedsPrefill, PdServe
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.fake_worker import ADMITTED, decode_outputs, forever, play
+from tests.support.waiting import HANG_S
 
 INTERNALS = (
     "source prefill-10.0.0.7-50052 (10.0.0.7:50052, epoch 10bcc0fa9473e72d) failed: ipv4:10.0.0.7:50052: refused"
@@ -107,7 +108,7 @@ async def test_over_grpc_in_a_session(cluster, caplog, between):
     prompt = inference_pb2.TextPrompt(text="hello")
     await call.write(inference_pb2.GenerateRequest(text=prompt, sampling=sampling, stream=True))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(read_to_the_end(call), 10)
+        await asyncio.wait_for(read_to_the_end(call), HANG_S)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "10.0.0.7" not in str(caught.value.details())
     assert "10.0.0.7" in caplog.text

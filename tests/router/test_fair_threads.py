@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 
 from pdserve.router.admission.fair_threads import FairThreads
+from tests.support.waiting import HANG_S, eventually
 
 
 class Clock:
@@ -79,7 +80,7 @@ async def test_a_cancelled_call_is_never_called_while_it_waits_and_keeps_its_thr
 
     def hold():
         begun.set()
-        go.wait(10)
+        go.wait(HANG_S)
 
     first = asyncio.create_task(threads.run("a", hold))
     while not begun.is_set():  # noqa: ASYNC110
@@ -115,8 +116,6 @@ async def test_no_thread_is_lost_whatever_is_cancelled(seed):
         if draw.random() < 0.4:
             draw.choice(tasks).cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    async with asyncio.timeout(10):
-        while threads._num_free != 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await eventually(lambda: threads._num_free == 2)
     assert threads.num_waiting == 0
     threads.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
+from functools import partial
 
 import msgspec
 import pytest
@@ -16,26 +16,11 @@ from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey
 from pdserve.router.workers import worker_watcher as watched_address
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-async def eventually(look, timeout_s=8.0):
-    async with asyncio.timeout(timeout_s):
-        while True:
-            if found := look():
-                return found
-            await asyncio.sleep(0.02)
+from tests.support.waiting import HANG_S, eventually
 
 
 async def test_workers_may_come_later_and_come_back(cluster):
     workers = [cluster.worker("prefill"), cluster.worker("decode")]
-    for worker in workers:
-        worker.port = free_port()
     await cluster.start(prefill=0, decode=0, wait=False)
     assert (await cluster.http.get("/health")).status_code == 503
     assert (await cluster.http.get("/ready")).status_code == 503
@@ -70,12 +55,16 @@ async def test_a_watch_that_fails_by_a_bug_is_started_again(cluster, monkeypatch
     assert "the background task watch failed" in caplog.text
 
 
+def _has_met(worker, worker_ids):
+    return {met.worker_id for met in worker.met} == worker_ids
+
+
 async def test_prefill_and_decode_are_introduced_to_each_other(cluster):
     await cluster.start(prefill=2, decode=1)
     [decode] = [worker for worker in cluster.workers if worker.role == "decode"]
     for worker in cluster.workers:
         peers = {peer.worker_id: peer for peer in cluster.workers if peer.role != worker.role}
-        await eventually(lambda worker=worker, peers=peers: {met.worker_id for met in worker.met} == set(peers))
+        await eventually(partial(_has_met, worker, set(peers)))
         for met in worker.met:
             assert (met.epoch, met.address) == (peers[met.worker_id].epoch, peers[met.worker_id].address)
     before = len(cluster.workers[0].met)
@@ -87,8 +76,8 @@ async def test_prefill_and_decode_are_introduced_to_each_other(cluster):
 
 
 async def test_a_worker_whose_tick_stands_still_is_dead_until_it_moves(cluster, monkeypatch):
-    monkeypatch.setattr(watched_address, "TICK_STILL_S", 0.6)
-    monkeypatch.setattr("pdserve.router.workers.fleet.TICK_STILL_S", 0.6)
+    monkeypatch.setattr(watched_address, "TICK_STILL_S", 1.2)
+    monkeypatch.setattr("pdserve.router.workers.fleet.TICK_STILL_S", 1.2)
     await cluster.start(prefill=0, decode=1)
     wedged = cluster.of("decode")
     wedged.scripts = [play(forever)]
@@ -96,13 +85,13 @@ async def test_a_worker_whose_tick_stands_still_is_dead_until_it_moves(cluster, 
     await eventually(lambda: wedged.calls)
     wedged.ticking = False
     await cluster.live(decode=0)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(HANG_S):
         await wedged.calls[0].cancelled.wait()
     wedged.ticking = True
     await cluster.live(decode=1)
     assert await cluster.text() == said(5)
     # it stood still, and is not dead: what it had goes on there when nobody else is left
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(HANG_S):
         assert await asking == said(5)
     assert len(wedged.calls) == 3
 
@@ -144,8 +133,10 @@ async def test_a_worker_that_does_not_belong_is_refused_once_and_the_rest_serves
     assert counts == {"addresses": 2, "live": 1, "draining": 0, "refused": 1}
     # also when it comes again
     await stranger.kill()
+    before = stranger.num_watches
     await stranger.start()
-    await asyncio.sleep(0.8)
+    await eventually(lambda: stranger.num_watches > before)
+    await asyncio.sleep(0.1)
     warnings = [record.message for record in caplog.records if "refused" in record.message]
     assert len(warnings) == 1
     assert told in warnings[0]
@@ -217,8 +208,11 @@ async def test_requests_spread_over_equal_workers_before_any_report(cluster):
 async def test_a_loaded_worker_is_passed_over(cluster):
     await cluster.start(prefill=0, decode=2)
     loaded, idle = cluster.workers
-    loaded.report(num_waiting_tokens=5000, num_running=3)
-    await asyncio.sleep(0.1)
+    # the router has the numbers when it has what came with them
+    loaded.report(num_waiting_tokens=5000, num_running=3, draining=True)
+    await cluster.live(decode=1)
+    loaded.report(draining=False)
+    await cluster.live(decode=2)
     for _ in range(3):
         await cluster.text()
     assert not loaded.calls

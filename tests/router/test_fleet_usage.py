@@ -23,6 +23,7 @@ from pdserve.router.tenants.fleet_usage import FleetUsage
 from pdserve.router.tenants.tenant_account import TenantAccounts
 from tests.router.fake_worker import ADMITTED, forever, play
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.waiting import HANG_S, eventually
 
 KEY = DeploymentKey(b"0123456789abcdef")
 
@@ -167,9 +168,7 @@ async def test_without_redis_each_router_holds_its_own_limits(server, caplog, mo
     running = [asyncio.create_task(router.usage.run()) for router in (here, there)]
 
     async def until(look):
-        async with asyncio.timeout(20):
-            while not look():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await eventually(look)
 
     await until(lambda: here.usage.elsewhere("alice").num_sequences == 3)
     with caplog.at_level(logging.WARNING):
@@ -218,7 +217,7 @@ async def test_two_routers_hold_a_tenant_to_one_limit(cluster, server, model_fol
         headers = {"authorization": "Bearer alice"}
         return (await cluster.http.post(f"{base}/v1/completions", json=body, headers=headers)).status_code
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while (await cluster.http.get(f"{url}/health")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         held = asyncio.create_task(status("", 2))
@@ -228,7 +227,7 @@ async def test_two_routers_hold_a_tenant_to_one_limit(cluster, server, model_fol
         waiting = None
         while waiting is None:
             task = asyncio.create_task(status(url, 2))
-            await asyncio.wait((task,), timeout=0.3)
+            await asyncio.wait((task,), timeout=1.0)
             if task.done():
                 assert task.result() == 429
                 break

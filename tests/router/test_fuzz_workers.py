@@ -20,6 +20,7 @@ from tests.router.worst_bodies import CHAT, COMPLETIONS, EMBEDDINGS
 from tests.support.fuzz_cases import Fuzzer
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.message_changes import MessageChanges
+from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
@@ -139,7 +140,7 @@ async def look(cluster: Cluster, changing: Changing, caplog: pytest.LogCaptureFi
     await cluster.idle()
     for worker in cluster.workers:
         worker.load.CopyFrom(worker_pb2.Load(engine_tick=worker.load.engine_tick + 1))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         # workers may be out for a while, by what they said of themselves
         while (await cluster.complete(prompt="still")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.1)

@@ -26,6 +26,7 @@ from tests.router.fake_worker import (
     said,
     tokens,
 )
+from tests.support.waiting import HANG_S
 
 
 def ask(text="hello", max_tokens=5, **fields):
@@ -82,7 +83,7 @@ async def test_health_follows_the_fleet_and_reflection_names_the_service(cluster
     health = health_pb2_grpc.HealthStub(cluster.channel)
 
     async def until(status):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             watching = health.Watch(health_pb2.HealthCheckRequest())
             while (await watching.read()).status != status:
                 pass
@@ -137,7 +138,7 @@ async def test_a_client_that_leaves_ends_both_calls(cluster, when, stream):
         await cluster.of(role).called()
     call.cancel()
     for role in ("prefill", "decode"):
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(HANG_S):
             await cluster.of(role).calls[0].cancelled.wait()
     await cluster.idle()
 
@@ -153,7 +154,7 @@ async def test_i6_a_client_that_reads_again_too_late_is_told_why_there_is_no_mor
     async with grpc.aio.insecure_channel(cluster.addresses[1], narrow) as channel:
         call = InferenceServiceStub(channel).Generate(ask(stream=True, max_tokens=800_000))
         await call.read()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             await cluster.of("decode").calls[0].cancelled.wait()
             await cluster.idle()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -173,12 +174,12 @@ async def test_a_clients_deadline_is_the_requests(cluster):
     cluster.of("prefill").script = play(forever)
     cluster.of("decode").script = play(forever)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        _ = [r async for r in cluster.grpc.Generate(ask(), timeout=0.3)]
+        _ = [r async for r in cluster.grpc.Generate(ask(), timeout=1.0)]
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     for role in ("prefill", "decode"):
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(HANG_S):
             await cluster.of(role).calls[0].cancelled.wait()
-        assert cluster.of(role).calls[0].request.request.deadline_s < 0.4
+        assert cluster.of(role).calls[0].request.request.deadline_s < 1.1
 
 
 async def test_overload_is_told_at_once(cluster):

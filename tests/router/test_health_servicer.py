@@ -8,6 +8,7 @@ from typing import Any
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from pdserve.router.grpc_front.health_servicer import HealthServicer
+from tests.support.waiting import HANG_S
 
 NO_CONTEXT: Any = None
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
@@ -19,7 +20,7 @@ async def test_a_watcher_that_does_not_read_holds_up_nobody():
     for watching in (mute, attentive):
         assert (await anext(watching)).status == SERVING
     for status in (NOT_SERVING, SERVING, NOT_SERVING):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             servicer.set("", status)
             assert (await anext(attentive)).status == status
             assert (await servicer.Check(HealthCheckRequest(), NO_CONTEXT)).status == status

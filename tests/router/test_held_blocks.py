@@ -11,6 +11,7 @@ from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from tests.router.fake_worker import FakeWorker
+from tests.support.waiting import HANG_S
 
 A, B, C = (letter * 8 for letter in (b"a", b"b", b"c"))
 
@@ -29,7 +30,7 @@ async def fleet(fingerprint):
 async def become(index, worker, hashes):
     """Returns when the index says that the worker holds exactly these."""
     key = (worker.worker_id, worker.epoch)
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(HANG_S):
         while True:
             found = {block for block in hashes if index.match([block], [key], 0.0)[key]}
             if found == set(hashes) and index.num_blocks(key) == len(hashes):

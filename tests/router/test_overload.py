@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tests.router.fake_worker import ADMITTED, LANDED, RELEASED, decode_outputs, first, forever, play, said
+from tests.support.waiting import HANG_S
 
 PLACES, QUEUE = 4, 4
 SOME = 3 * (PLACES + QUEUE)
@@ -37,7 +38,7 @@ async def test_overload_at_three_times_capacity(cluster):
     responses = await asyncio.gather(*asking)
     served = [response.json()["choices"][0]["text"] for response in responses if response.status_code == 200]
     assert served == [said(5)] * (PLACES + QUEUE)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(HANG_S):
         assert await cluster.text() == said(5)
     assert len(cluster.of("decode").calls) == PLACES + QUEUE + 1
 
@@ -77,7 +78,7 @@ async def test_who_waits_for_a_place_when_the_last_worker_goes_hears_that_it_is_
     for role in ("decode", "prefill") if left == "nobody" else ("decode",):
         await cluster.of(role).kill()
     # one after the other they would take twice as long
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         responses = await asyncio.gather(*asking)
     errors = {(response.status_code, response.json()["error"]["code"]) for response in responses}
     assert errors == {(503, "worker_lost")}
@@ -106,7 +107,7 @@ async def test_inputs_wait_for_prefill_workers_alone(cluster, monkeypatch):
     ]
     await cluster.queued(10)
     await cluster.of("prefill").kill()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         responses = await asyncio.gather(*embedding)
     assert {(response.status_code, response.json()["error"]["code"]) for response in responses} == {
         (503, "worker_lost")

@@ -26,6 +26,7 @@ from tests.router.fake_worker import (
     token,
     tokens,
 )
+from tests.support.waiting import HANG_S
 
 
 def decode_scripts(cluster, *scripts):
@@ -241,7 +242,7 @@ async def test_a_call_that_speaks_of_another_sequence_than_it_was_given_ends_nei
             yield event
 
     cluster.of("decode").script = script
-    response = await asyncio.wait_for(cluster.complete(max_tokens=3, n=2), 10)
+    response = await asyncio.wait_for(cluster.complete(max_tokens=3, n=2), HANG_S)
     assert (response.status_code, response.json()["error"]["code"]) == (500, "position_conflict")
 
 
@@ -268,7 +269,7 @@ async def test_a_sequence_that_fails_for_good_ends_the_others_too(cluster):
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
     calls = [call for worker in cluster.workers for call in worker.calls]
     assert len(calls) == 3
-    await asyncio.wait_for(asyncio.gather(*(call.ended.wait() for call in calls)), 10)
+    await asyncio.wait_for(asyncio.gather(*(call.ended.wait() for call in calls)), HANG_S)
     metrics = (await cluster.http.get("/metrics")).text
     assert 'pdserve_attempts_total{outcome="internal_error"} 2.0' in metrics, "nobody left"
 

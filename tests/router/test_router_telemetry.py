@@ -17,6 +17,7 @@ from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.conftest import Cluster
 from tests.router.fake_worker import ADMITTED, decode_outputs, forever, play
 from tests.support.otlp_receiver import otlp_receiver
+from tests.support.waiting import HANG_S
 
 SAMPLED = 1
 """The flag of a trace context."""
@@ -105,7 +106,7 @@ async def test_a_client_that_leaves(cluster, collector):
 
 
 async def test_a_deadline_is_named_where_it_cut_an_attempt_short(cluster, collector):
-    await cluster.start(prefill=0, request_timeout_s=0.3, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start(prefill=0, request_timeout_s=1.0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
     cluster.of("decode").script = play(ADMITTED, forever)
     trace_id, headers = trace()
     response = await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
@@ -308,7 +309,7 @@ async def test_a_strangers_trace_is_linked_and_not_joined(cluster, collector):
         before = collector.trace_ids()
         response = await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
         assert response.status_code == 200
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while not (fresh := collector.trace_ids() - before):  # noqa: ASYNC110 - another thread counts
                 await asyncio.sleep(0.02)
         (ours,) = fresh
@@ -378,7 +379,7 @@ async def test_a_collector_that_is_not_there_fails_no_request(cluster):
         await cluster.start(otlp=address, otel_bsp_schedule_delay_ms=20)
         for _ in range(5):
             assert len(await cluster.text()) == 5
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while not (values := await scrape(cluster))["pdserve_spans_total", "failed"]:  # noqa: ASYNC110 - another thread counts
                 await asyncio.sleep(0.02)
     assert values["pdserve_requests_total", "length"] == 5

@@ -19,6 +19,7 @@ from pdserve.router.placement.routing_decision import LeftOut, RoutingDecision, 
 from pdserve.router.placement.transfer_bandwidth import DEFAULT_BYTES_PER_S, TransferBandwidth
 from tests.router.candidates import seen, worker
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_well, needs_prefill, play, said, tokens
+from tests.support.waiting import HANG_S
 
 LONG = "a_sentence_that_fills_some_blocks_of_sixteen_tokens,_and_the_same_for_all"
 
@@ -60,7 +61,7 @@ async def test_what_decode_reports_to_hold_is_prefilled_there(cluster):
 
 async def ask_until(cluster, prompt, done):
     """Asks until the router, which hears of things a little later, places as it should."""
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(HANG_S):
         while True:
             assert await cluster.text(prompt=prompt) == said(5)
             if done((await placements(cluster))[0]):

@@ -17,6 +17,7 @@ from pdserve.common.net.http_server import listening_socket
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 from tests.router.fake_worker import ADMITTED, FakeWorker, decode_outputs, decode_well, forever, play, said
+from tests.support.waiting import HANG_S
 
 
 def test_the_router_imports_no_torch():
@@ -26,7 +27,7 @@ def test_the_router_imports_no_torch():
         heavy = {"torch", "triton", "transformers", "pdserve.engine", "pdserve.kv_transfer"} & set(sys.modules)
         assert not heavy, heavy
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=HANG_S)
 
 
 @pytest.mark.parametrize("field", ["port", "grpc_port"])
@@ -68,7 +69,7 @@ async def test_leaving_lets_streams_end_and_refuses_new_ones(cluster):
     assert not asking.done()
     go_on.set()
     assert await asking == "ab"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         await cluster.running
 
 
@@ -82,7 +83,7 @@ async def test_streams_that_outlast_the_drain_end_with_an_error(cluster):
         rest = "".join([line async for line in lines])
         assert '"code":"draining"' in rest
         assert "[DONE]" not in rest
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         await cluster.running
     await cluster.of("decode").calls[0].cancelled.wait()
 
@@ -121,12 +122,12 @@ async def test_signals_end_the_process_gracefully(model_folder, fingerprint, num
     try:
         assert process.stdout is not None
         http, _ = (await process.stdout.readline()).decode().split()
-        async with httpx.AsyncClient(base_url=f"http://{http}", timeout=20, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=f"http://{http}", timeout=HANG_S, trust_env=False) as client:
             asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}))
             await worker.called()
             process.send_signal(number)
             assert (await asking).json()["choices"][0]["text"] == said(2)
-        stdout, stderr = await asyncio.wait_for(process.communicate(), 10)
+        stdout, stderr = await asyncio.wait_for(process.communicate(), HANG_S)
     finally:
         if process.returncode is None:
             process.kill()
@@ -144,7 +145,7 @@ async def test_a_router_that_dies_ends_its_calls(cluster):
     await cluster.of("decode").called()
     cluster.running.cancel()
     await asyncio.gather(cluster.running, return_exceptions=True)
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(HANG_S):
         await cluster.of("decode").calls[0].cancelled.wait()
     await asyncio.gather(asking, return_exceptions=True)
     cluster.of("decode").script = decode_well

@@ -20,6 +20,7 @@ from pdserve.v1 import inference_pb2, request_pb2
 from tests.router import candidates
 from tests.router.fake_worker import ADMITTED, TEXT, decode_outputs, forever, play, said, tokens
 from tests.support.signed_channel import signed
+from tests.support.waiting import HANG_S
 
 
 def turn(text="hello", max_tokens=4, *, chat=False, token_ids=None, stream=True, sampling=None, **fields):
@@ -81,7 +82,7 @@ async def test_turns_go_on_in_one_call_to_one_worker(cluster):
     await call.done_writing()
     assert await call.read() is grpc.aio.EOF
     assert await call.code() is grpc.StatusCode.OK
-    await asyncio.wait_for(session.ended.wait(), 10)
+    await asyncio.wait_for(session.ended.wait(), HANG_S)
 
 
 async def test_a_turn_may_be_sent_before_the_last_one_has_ended(cluster):
@@ -149,7 +150,7 @@ async def test_wrong_turns_end_the_session_and_say_why(cluster):
     sessions = cluster.of("decode").calls
     assert len(sessions) == len(REFUSED_LATER)
     for session in sessions:
-        await asyncio.wait_for(session.ended.wait(), 10)
+        await asyncio.wait_for(session.ended.wait(), HANG_S)
     call = cluster.grpc.Session()
     assert "".join(response.text for response in await ask(call, turn(chat=True))) == said(4)
     call.cancel()
@@ -194,7 +195,7 @@ async def test_a_client_that_leaves_ends_the_call_to_the_worker(cluster, idle):
         await call.read()
     call.cancel()
     [session] = cluster.of("decode").calls
-    await asyncio.wait_for(session.ended.wait(), 10)
+    await asyncio.wait_for(session.ended.wait(), HANG_S)
     await cluster.idle()
 
 
@@ -234,7 +235,7 @@ async def test_i6_a_workers_death_ends_a_turn_that_never_reached_it():
         connection, _ = await asyncio.to_thread(mute.accept)
         assert not writing.done()
         worker.mark_lost("its watch stream broke")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await writing
             with pytest.raises(WorkerLost, match="its watch stream broke"):
                 await session.next()
@@ -340,7 +341,7 @@ async def test_a_turn_that_waits_for_a_place_hears_at_once_that_its_worker_died(
     await call.write(turn("more"))
     await cluster.queued(1)
     await ours.kill()
-    code, name, _ = await asyncio.wait_for(error_of(call), 10)
+    code, name, _ = await asyncio.wait_for(error_of(call), HANG_S)
     assert (code, name) == (grpc.StatusCode.UNAVAILABLE, "worker_lost")
     assert not busy.done()
     busy.cancel()

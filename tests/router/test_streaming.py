@@ -25,6 +25,7 @@ from tests.router.fake_worker import (
     token,
 )
 from tests.support.process_memory import MemoryWatch
+from tests.support.waiting import HANG_S
 
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello"},
@@ -114,7 +115,7 @@ async def test_a_client_that_leaves_ends_both_calls(cluster, path, stream, when)
         await cluster.of(role).called()
     writer.close()
     for role in ("prefill", "decode"):
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(HANG_S):
             await cluster.of(role).calls[0].cancelled.wait()
     await cluster.idle()
     await writer.wait_closed()
@@ -133,7 +134,7 @@ async def test_a_client_that_leaves_more_than_its_share_unread_is_cancelled(clus
     body = json.dumps({"prompt": "x", "stream": True}).encode()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
     await cluster.of("decode").called()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         await cluster.of("decode").calls[0].cancelled.wait()
     writer.transport.abort()
     await cluster.idle()
@@ -155,7 +156,7 @@ async def test_a_prompt_that_fails_ends_the_others_though_nobody_reads(cluster):
     body = json.dumps({"prompt": ["x", "yy"], "stream": True}).encode()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
     await cluster.of("decode").called(2)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         for call in cluster.of("decode").calls:
             await call.ended.wait()
     writer.transport.abort()
@@ -173,7 +174,7 @@ async def test_a_client_that_stops_reading_is_cancelled_in_time(cluster, monkeyp
     body = json.dumps({"prompt": "x", "stream": True}).encode()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
     await cluster.of("decode").called()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         await cluster.of("decode").calls[0].cancelled.wait()
     await cluster.idle()
     writer.transport.abort()

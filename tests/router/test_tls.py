@@ -22,11 +22,12 @@ from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.router.conftest import Cluster
 from tests.router.fake_worker import said
 from tests.support.tls_authority import IssuedFiles
+from tests.support.waiting import HANG_S
 
 
 async def refused(cluster: Cluster, count: int) -> None:
     """Returns when so many decode workers are refused."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while True:
             if (await cluster.http.get("/health")).json()["workers"]["decode"]["refused"] == count:
                 return
@@ -117,11 +118,11 @@ class Front:
             self._ca, *([TlsFile("c", str(client.cert)), TlsFile("k", str(client.key))] if client else [])
         )
         async with make_public_channel(self.grpc, tls) as channel:
-            await InferenceServiceStub(channel).GetModel(inference_pb2.GetModelRequest(), timeout=5)
+            await InferenceServiceStub(channel).GetModel(inference_pb2.GetModelRequest(), timeout=HANG_S)
         assert (await self.get("https", tls.context)).status_code == 200
 
     async def get(self, scheme: str, context: ssl.SSLContext | bool = False) -> httpx.Response:
-        async with httpx.AsyncClient(verify=context, trust_env=False) as http:
+        async with httpx.AsyncClient(verify=context, trust_env=False, timeout=HANG_S) as http:
             return await http.get(f"{scheme}://{self.http}/v1/models")
 
 
@@ -132,7 +133,7 @@ async def test_front_ends_speak_tls_and_nothing_else(model_folder, authority):
         await front.get("http")
     async with make_public_channel(front.grpc) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await InferenceServiceStub(channel).GetModel(inference_pb2.GetModelRequest(), timeout=5)
+            await InferenceServiceStub(channel).GetModel(inference_pb2.GetModelRequest(), timeout=HANG_S)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     await front.ask_both(None)
     await front.stop()

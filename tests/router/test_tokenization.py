@@ -13,6 +13,7 @@ from pdserve.router.http_front.tokenization_http import MAX_TOKENS, max_text_byt
 from pdserve.router.requests.preparation import Preparation
 from pdserve.text.tokenizer import Tokenizer
 from tests.router.fake_worker import EOS, MAX_MODEL_LEN, SPECIAL, said, tokens
+from tests.support.waiting import HANG_S, eventually
 
 MAX_TEXT_BYTES = max_text_bytes(131_072)
 USER = {"role": "user", "content": "hi"}
@@ -122,7 +123,7 @@ async def held(cluster, monkeypatch):
     def wait(tokenizer, token_ids, **options):
         held.served.append(token_ids)
         loop.call_soon_threadsafe(held.begun.set)
-        assert held.go_on.wait(20)
+        assert held.go_on.wait(HANG_S)
         return decode(tokenizer, token_ids, **options)
 
     def count(preparation, call, client):
@@ -137,9 +138,7 @@ async def held(cluster, monkeypatch):
 
 async def until(look):
     """Returns when `look` says true."""
-    async with asyncio.timeout(10):
-        while not look():  # noqa: ASYNC110 - no event tells it
-            await asyncio.sleep(0.002)
+    await eventually(look)
 
 
 def detokenize(cluster, *token_ids):
@@ -173,7 +172,7 @@ async def test_nothing_is_done_for_who_has_left(quick, held):
     leaving = detokenize(quick, 2)
     await until(lambda: held.asked == 2)
     leaving.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         told = 'pdserve_errors_total{code="cancelled"} 1.0'
         while told not in (await quick.http.get("/metrics")).text:  # noqa: ASYNC110 - no event tells it
             await asyncio.sleep(0.002)

@@ -19,6 +19,7 @@ from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.workers import worker_watcher as watched_address
 from pdserve.v1 import worker_pb2
 from tests.router.fake_worker import ADMITTED, LAYOUT, Call, decode_outputs, forever, play, said
+from tests.support.waiting import HANG_S
 
 RECORDED = Path(__file__).parents[1] / "recorded_peers"
 WATCH = "/pdserve.v1.WorkerService/Watch"
@@ -44,7 +45,7 @@ class Garbler(grpc.aio.ServerInterceptor):
 
 async def stands(cluster, role="decode", **counts):
     """Returns when /health counts the workers of a role so."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while True:
             found = (await cluster.http.get("/health")).json()["workers"][role]
             if all(found[name] == count for name, count in counts.items()):

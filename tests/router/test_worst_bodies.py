@@ -28,6 +28,7 @@ from pdserve.v1 import inference_pb2, prefill_pb2
 from tests.router import worst_bodies
 from tests.router.worst_bodies import Worst
 from tests.support.loop_watch import LOOP_S, LoopWatch
+from tests.support.waiting import HANG_S
 
 MAX_GROWN_BYTES = 64 << 20
 """Memory at its peak, beyond that before the request."""
@@ -39,7 +40,7 @@ def names(bodies: list[Worst]) -> list[str]:
 
 def ask(address: str, worst: Worst) -> tuple[int, bytes]:
     """In a thread: the client's own work does not count."""
-    connection = http.client.HTTPConnection(address, timeout=60)
+    connection = http.client.HTTPConnection(address, timeout=HANG_S)
     connection.request("POST", worst.path, worst.body, {"content-type": "application/json"})
     response = connection.getresponse()
     answer = response.status, response.read()
@@ -80,12 +81,12 @@ def call(address: str, worst: Worst) -> tuple[grpc.StatusCode, str | None, str]:
         method, made = f"/pdserve.v1.InferenceService/{worst.path}", cast(Any, channel)
         try:
             if worst.path in ("Embed", "GetModel"):
-                made.unary_unary(method)(worst.body, timeout=60)
+                made.unary_unary(method)(worst.body, timeout=HANG_S)
             elif worst.path == "Session":
                 first = worst_bodies.FIRST_TURNS if worst.name.startswith("second turn") else []
-                list(made.stream_stream(method)(iter([*first, worst.body]), timeout=60))
+                list(made.stream_stream(method)(iter([*first, worst.body]), timeout=HANG_S))
             else:
-                list(made.unary_stream(method)(worst.body, timeout=60))
+                list(made.unary_stream(method)(worst.body, timeout=HANG_S))
         except grpc.RpcError as caught:
             error: Any = caught
             code = next((value for key, value in error.trailing_metadata() if key == ERROR_CODE_KEY), None)
@@ -135,7 +136,7 @@ async def test_no_text_stops_the_event_loop(cluster, long_folder, worst):
 
 def read_of(address: str, worst: Worst) -> tuple[int, int, bytes]:
     """In a thread: status, length and end of an answer of which the client keeps nothing else."""
-    connection = http.client.HTTPConnection(address, timeout=60)
+    connection = http.client.HTTPConnection(address, timeout=HANG_S)
     connection.request("POST", worst.path, worst.body, {"content-type": "application/json"})
     response = connection.getresponse()
     length, end = 0, b""
@@ -226,7 +227,7 @@ async def test_bodies_that_never_end_hold_bounded_memory(cluster):
             for _ in range(256):
                 writer.write(part)
                 await writer.drain()
-        answer = await asyncio.wait_for(reader.readline(), 60)
+        answer = await asyncio.wait_for(reader.readline(), HANG_S)
         writer.close()
         return answer
 
@@ -264,7 +265,7 @@ async def test_no_page_stops_the_event_loop(cluster, path, monkeypatch):
 
 def get(address: str, path: str) -> tuple[int, bytes]:
     """In a thread."""
-    connection = http.client.HTTPConnection(address, timeout=60)
+    connection = http.client.HTTPConnection(address, timeout=HANG_S)
     connection.request("GET", path)
     response = connection.getresponse()
     answer = response.status, response.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,14 @@ RECEIVER = PeerId("decode-1", 11)
 DIGEST = b"d" * 16
 TRANSFER_ID = b"t" * 16
 NUM_PROMPT_BLOCKS = 64
+
+
+async def turns() -> None:
+    """Let everything happen that needs no time."""
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
 LIMITS = LeaseLimits(attach_timeout_s=0.15, grace_s=0.1, max_s=5.0)
 Heard = list[tuple[Any, ...]]
 

@@ -28,6 +28,7 @@ from pdserve.prefill import service as prefill_service
 from pdserve.v1 import request_pb2
 from pdserve.worker.worker import Worker
 from tests.support.signed_channel import signed
+from tests.support.waiting import HANG_S
 
 KEY = DeploymentKey(b"the key of this deployment")
 PROMPT = list(range(3, 43))
@@ -53,7 +54,7 @@ async def running_pair(
     folder: Path, key: DeploymentKey = KEY, *, decode: Mapping[str, Any] | None = None, **fields: Any
 ) -> AsyncIterator[Pair]:
     """decode: settings of the decode worker alone. fields: settings of both."""
-    fields = {"connector": "tcp", "drain_s": 0.0, **fields}
+    fields = {"connector": "tcp", "drain_s": 0.0, "attach_timeout_s": HANG_S, **fields}
     workers = []
     for settings, role, service in (
         (PrefillSettings(**fields), WorkerRole.PREFILL, prefill_service),
@@ -94,7 +95,7 @@ def generation_request(
         "sampling_params": SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
         "hash_root": root,
         "request_digest": hasher.request_digest(root, hashes, prompt),
-        "deadline": time.monotonic() + 30,
+        "deadline": time.monotonic() + 2 * HANG_S,
     }
     fields |= changes
     return GenerationRequest(**({"n": fields["sampling_params"].n} | fields))

@@ -132,7 +132,7 @@ def test_no_part_of_a_tag_is_given_out_that_may_become_one(text: str, data: st.D
 
 def test_long_answers_cost_no_more_than_their_length() -> None:
     long = "x" * 500_000
-    started = time.monotonic()
+    started = time.thread_time()
     for arguments in ({"a": long}, json.dumps({"a": long})):
         text, [(name, given)] = parsed([call("f", arguments)])
         assert (text, name, json.loads(given)) == ("", "f", {"a": long})
@@ -140,4 +140,4 @@ def test_long_answers_cost_no_more_than_their_length() -> None:
     assert parsed(spaces) == ("".join(spaces), [])
     assert parsed([*spaces, *call("f", {})]) == ("", [("f", "{}")])
     # it took more than twice as long when the time grew with the square
-    assert time.monotonic() - started < 30
+    assert time.thread_time() - started < 30

@@ -41,6 +41,7 @@ from pdserve.worker.peer_channels import PeerChannels
 from tests.support.engine_harness import KEY
 from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
 from tests.support.local_connector import LocalConnector, LocalNetwork
+from tests.support.waiting import HANG_S
 
 BLOCK_SIZE = 4
 LAYOUT = KvLayout(
@@ -61,8 +62,10 @@ _numbers = itertools.count()
 class Node:
     """What a worker holds, without its process."""
 
-    def __init__(self, name: str, *connectors: Any, staged: bool = False, **fields: Any) -> None:
-        """staged: as if the engine's pool were on a device, with connectors that reach host memory only."""
+    def __init__(
+        self, name: str, *connectors: Any, staged: bool = False, grace_s: float = HANG_S, **fields: Any
+    ) -> None:
+        """staged: as if the engine's pool were on a device, with connectors that reach host memory only. grace_s: the lease's."""
         fields = {
             "block_size": BLOCK_SIZE,
             "num_blocks": 64,
@@ -84,10 +87,12 @@ class Node:
         )
         self.engine = EngineClient(self.core)
         self.peer = PeerId(name, secrets.randbits(64))
-        receiving = ReceiverInfo(self.peer, LAYOUT, self.connectors.names, lambda: self.engine.tick, 2.0, 0.4, DIGESTS)
+        receiving = ReceiverInfo(
+            self.peer, LAYOUT, self.connectors.names, lambda: self.engine.tick, HANG_S, grace_s, DIGESTS
+        )
         self.peers = PeerChannels(CallSigner(DEVELOPMENT_KEY))
         self.adapter = KvTransferManager(self.engine, outbox, self.connectors, pool, self.peers, receiving, self.staged)
-        self.transfers = SourceTransfers(self.connectors, LeaseLimits(2.0, 0.4, 20.0), self.adapter)
+        self.transfers = SourceTransfers(self.connectors, LeaseLimits(HANG_S, grace_s, 2 * HANG_S), self.adapter)
         self.server: grpc.aio.Server | None = make_server()
         servicer = AttachServicer(
             self.transfers,
@@ -118,7 +123,7 @@ class Node:
 
     async def idle(self) -> None:
         """Wait until nothing is under way and every block is back."""
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(HANG_S):
             while (  # noqa: ASYNC110 - four counters in two threads
                 self.core.scheduler.requests
                 or self.core.scheduler.pool.num_in_use
@@ -201,16 +206,24 @@ MakePair = Callable[..., Awaitable[Pair]]
 
 @pytest.fixture
 async def make_pair() -> AsyncIterator[MakePair]:
-    """`await make_pair("local" | "tcp" | "both", p={...}, d={...})`: both pools are checked, and idle, after the test."""
+    """`await make_pair("local" | "tcp" | "both", p={...}, d={...})`: both pools are checked, and idle, after the test.
+
+    local_stall_s: how long the receiver's `local` waits for bytes. Every other limit of a transfer is that of a hang.
+    """
     made: list[Pair] = []
 
-    async def make(kind: str = "local", p: dict[str, Any] | None = None, d: dict[str, Any] | None = None) -> Pair:
+    async def make(
+        kind: str = "local",
+        p: dict[str, Any] | None = None,
+        d: dict[str, Any] | None = None,
+        local_stall_s: float = HANG_S,
+    ) -> Pair:
         network = LocalNetwork()
 
         def connectors() -> list[Any]:
-            local = LocalConnector(network, read_stall_s=0.3)
+            local = LocalConnector(network, read_stall_s=local_stall_s)
             tcp = TcpConnector(
-                TcpSettings(request_bytes=256, longest_request_bytes=256, read_window_bytes=1024, read_stall_s=0.3)
+                TcpSettings(request_bytes=256, longest_request_bytes=256, read_window_bytes=1024, read_stall_s=HANG_S)
             )
             by_kind: dict[str, list[Any]] = {"local": [local], "tcp": [tcp], "both": [local, tcp]}
             return by_kind[kind]

@@ -8,6 +8,7 @@ import random
 from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents, apply_change
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.worker.kv_event_publisher import KvEventPublisher
+from tests.support.waiting import HANG_S
 
 WORKER = ("decode-1", 7)
 
@@ -43,7 +44,7 @@ async def test_a_follower_wakes_when_something_changes() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     cached.apply([name(1)], [])
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, HANG_S)
     assert follower.take() == [KvCacheEvents(stored=(name(1),))]
 
 

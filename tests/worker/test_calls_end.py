@@ -30,6 +30,7 @@ from pdserve.prefill import service as prefill_service
 from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.worker.worker import Worker
 from tests.support.signed_channel import signed
+from tests.support.waiting import HANG_S
 
 PROMPT = list(range(40))
 
@@ -41,7 +42,13 @@ class Two(NamedTuple):
 
 @pytest.fixture
 async def two(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Two]:
-    fields: dict[str, Any] = {"num_blocks": 16, "max_model_len": 64, "connector": "tcp", "drain_s": 0.0}
+    fields: dict[str, Any] = {
+        "num_blocks": 16,
+        "max_model_len": 64,
+        "connector": "tcp",
+        "drain_s": 0.0,
+        "attach_timeout_s": HANG_S,
+    }
     workers = []
     for settings, role, service in (
         (PrefillSettings(**fields), WorkerRole.PREFILL, prefill_service),
@@ -69,7 +76,7 @@ def prepared(layout: Any) -> Any:
         sampling_params=SamplingParams(temperature=0.0, max_tokens=8),
         hash_root=root,
         request_digest=hasher.request_digest(root, hashes, PROMPT),
-        deadline=asyncio.get_running_loop().time() + 30,
+        deadline=asyncio.get_running_loop().time() + 2 * HANG_S,
     )
     return request_to_version_3(request)
 
@@ -88,7 +95,7 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
     go_on = threading.Event()
 
     def fail(*_: object) -> None:
-        go_on.wait(20)
+        go_on.wait(HANG_S)
         raise ValueError("a bug in a kernel")
 
     monkeypatch.setattr(two.p.engine.core.executor, "execute_model", fail)
@@ -96,7 +103,7 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
     async with (
         make_channel(two.p.identity.address) as p_channel,
         make_channel(two.d.identity.address) as d_channel,
-        asyncio.timeout(20),
+        asyncio.timeout(HANG_S),
     ):
         to_p, to_d = signed(p_channel, two.p.identity.key), signed(d_channel, two.d.identity.key)
         receiver = prefill_pb2.Receiver(worker_id=two.d.identity.worker_id, epoch=two.d.identity.epoch)
@@ -123,7 +130,7 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
 
 
 async def test_a_lease_that_is_revoked_is_no_success(two: Two) -> None:
-    async with make_channel(two.p.identity.address) as channel, asyncio.timeout(20):
+    async with make_channel(two.p.identity.address) as channel, asyncio.timeout(HANG_S):
         to_p = signed(channel, two.p.identity.key)
         receiver = prefill_pb2.Receiver(worker_id="nobody", epoch=1)
         message = prepared(two.p.model.layout)
@@ -139,7 +146,7 @@ async def test_a_lease_that_is_revoked_is_no_success(two: Two) -> None:
         'pdserve_calls_total{call="prefill",outcome="draining"} 1.0',
         'pdserve_kv_transfers_total{outcome="revoked",role="source"} 1.0',
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         page = ""
         while not all(count in page for count in counts):
             await asyncio.sleep(0.01)

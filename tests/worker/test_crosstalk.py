@@ -17,6 +17,7 @@ from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.control.source_transfer import SourceTransfer
 from pdserve.kv_transfer.pull import peer_connections
 from tests.support.hash_model import greedy_answer
+from tests.support.waiting import HANG_S
 
 NUM_PROMPTS = 40
 NUM_ROUNDS = 50
@@ -58,7 +59,7 @@ class Outcome:
             asked = pair.ask(prompt, max_tokens=MAX_TOKENS)
             injure(asked)
             try:
-                first, rest = await asyncio.wait_for(asyncio.gather(asked.prefill.get(), _rest(asked.decode)), 20)
+                first, rest = await asyncio.wait_for(asyncio.gather(asked.prefill.get(), _rest(asked.decode)), HANG_S)
             except PdServeError:
                 assert attempt < 40, "it never succeeds"
                 self.num_failures += 1
@@ -135,7 +136,7 @@ async def test_crossed_transfers_are_caught_by_verification_alone(
         other = [(token + 1) % 60 for token in prompt]  # nothing in common, so nothing is cached
         asked = pair.ask(other, max_tokens=MAX_TOKENS)
         try:
-            first, rest = await asyncio.wait_for(asyncio.gather(asked.prefill.get(), _rest(asked.decode)), 20)
+            first, rest = await asyncio.wait_for(asyncio.gather(asked.prefill.get(), _rest(asked.decode)), HANG_S)
             right = [*first.new_token_ids, *rest] == greedy_answer(other, MAX_TOKENS)
             outcome.num_right += right
             outcome.num_wrong += not right

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,17 +15,12 @@ from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.control.transfer_view import TransfersPage, TransferView
 from pdserve.worker.worker_metrics import WorkerMetrics
 from tests.support.hash_model import greedy_answer
+from tests.support.waiting import HANG_S, eventually
 
 from .conftest import LAYOUT
 
 PROMPT = [(7 * i) % 60 for i in range(100)]
 NUM_BLOCKS = 25
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(8):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in other threads
-            await asyncio.sleep(0.005)
 
 
 def only(views: list[TransferView]) -> TransferView:
@@ -72,7 +66,7 @@ async def test_both_sides_show_a_transfer_while_it_is_under_way_and_after(make_p
     assert p.transfers() == TransfersPage(num_blocks_pinned=0, num_blocks_quarantined=0, under_way=[], ended=[])
     held = HeldReads(pair.d.connector)
     asked = pair.ask(PROMPT)
-    await until(lambda: p.num_pinned == NUM_BLOCKS)
+    await eventually(lambda: p.num_pinned == NUM_BLOCKS)
     source, receiver = only(p.transfers().under_way), only(d.transfers().under_way)
     assert (source.role, source.peer, source.connector) == ("source", "decode-1", "tcp")
     assert source.request_id == receiver.request_id == asked.prefill.request_id
@@ -84,7 +78,7 @@ async def test_both_sides_show_a_transfer_while_it_is_under_way_and_after(make_p
     assert 0 <= source.age_s < 60
     held.go_on()
     pair.d.connector.read = held._read
-    assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(PROMPT, 4)
+    assert await asyncio.wait_for(asked.answer(), HANG_S) == greedy_answer(PROMPT, 4)
     await pair.idle()
     source, receiver = only(p.transfers().ended), only(d.transfers().ended)
     assert (source.state, source.num_blocks_landed, source.num_blocks_pinned) == ("RELEASED", NUM_BLOCKS, 0)
@@ -98,13 +92,13 @@ async def test_blocks_of_a_request_that_left_are_in_quarantine_until_its_read_ha
     pair = await make_pair("tcp")
     held = HeldReads(pair.d.connector)
     asked = pair.ask(PROMPT)
-    await until(lambda: only(pair.d.adapter.transfers().under_way).state == "RECEIVING" and bool(held._waiting))
+    await eventually(lambda: only(pair.d.adapter.transfers().under_way).state == "RECEIVING" and bool(held._waiting))
     pair.d.engine.release(asked.decode)
-    await until(lambda: only(pair.d.adapter.transfers().under_way).state == "DRAINING")
+    await eventually(lambda: only(pair.d.adapter.transfers().under_way).state == "DRAINING")
     pair.leave(asked)  # now, since from a source that gave it up before decode did the transfer would have failed
     page = pair.d.adapter.transfers()
     assert page.num_blocks_quarantined == only(page.under_way).num_blocks_quarantined == NUM_BLOCKS
-    await until(lambda: pair.d.engine.stats.num_blocks_quarantined == NUM_BLOCKS)
+    await eventually(lambda: pair.d.engine.stats.num_blocks_quarantined == NUM_BLOCKS)
     held.go_on()
     held.cancel()
     pair.d.connector.read = held._read
@@ -115,10 +109,10 @@ async def test_blocks_of_a_request_that_left_are_in_quarantine_until_its_read_ha
 
 
 async def test_a_fallback_is_named_with_the_connector_that_failed(make_pair: Any) -> None:
-    pair = await make_pair("both")
+    pair = await make_pair("both", local_stall_s=0.3)
     pair.p.connector.serve_only(3)
     asked = pair.ask(PROMPT)
-    assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(PROMPT, 4)
+    assert await asyncio.wait_for(asked.answer(), HANG_S) == greedy_answer(PROMPT, 4)
     pair.p.connector.resume()
     await pair.idle()
     receiver, source = only(pair.d.adapter.transfers().ended), only(pair.p.adapter.transfers().ended)
@@ -131,7 +125,7 @@ async def test_a_failure_is_told_with_its_cause_and_without_address_or_token(mak
     await asyncio.to_thread(pair.p.connector.close)
     asked = pair.ask(PROMPT)
     with pytest.raises(TransferFailed, match=r"127\.0\.0\.1"):
-        await asyncio.wait_for(asked.answer(), 10)
+        await asyncio.wait_for(asked.answer(), HANG_S)
     pair.leave(asked)
     await pair.idle()
     page = pair.d.adapter.transfers()

@@ -26,6 +26,7 @@ from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.request_reader import engine_request_id
 from tests.support.engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
 from tests.support.hash_model import greedy_answer
+from tests.support.waiting import HANG_S, eventually
 
 PROMPT = list(range(22))
 
@@ -47,7 +48,7 @@ async def engine(make_engine: MakeEngine) -> AsyncIterator[ClientHarness]:  # no
 
 async def read(stream: OutputStream) -> list[int]:
     tokens: list[int] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         async for output in stream:
             assert output.first_position == len(tokens)
             tokens += output.new_token_ids
@@ -71,11 +72,9 @@ async def test_i4_a_stream_has_every_token_once_however_slowly_it_is_read(engine
 
 async def test_i7_a_released_stream_aborts_its_request(engine: ClientHarness) -> None:
     stream = engine.client.submit(engine.request(PROMPT, params={"max_tokens": 200}))
-    await asyncio.wait_for(stream.get(), 10)
+    await asyncio.wait_for(stream.get(), HANG_S)
     engine.client.release(stream)
-    async with asyncio.timeout(10):
-        while engine.scheduler.requests:  # noqa: ASYNC110 - the engine's thread tells nobody
-            await asyncio.sleep(0.005)
+    await eventually(lambda: not engine.scheduler.requests)
     assert engine.scheduler.pool.num_in_use == 0
 
 
@@ -89,15 +88,11 @@ async def test_a_name_is_taken_until_the_engine_has_said_its_last_word_of_it(eng
         with pytest.raises(InvalidRequest, match="request same is here already") as refused:
             client.verify(engine.request([*PROMPT, 30], "same"))
         assert refused.value.field == "request_id"
-        async with asyncio.timeout(10):
-            while client._taken:  # noqa: ASYNC110 - the engine's thread tells nobody
-                await asyncio.sleep(0)
+        await eventually(lambda: not client._taken)
         second = client.submit(engine.request([*PROMPT, 30], "same"))
         assert await read(second) == greedy_answer([*PROMPT, 30], 4)
         client.release(second)
-        async with asyncio.timeout(10):
-            while client._taken:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await eventually(lambda: not client._taken)
 
 
 async def test_what_the_engine_refuses_is_raised_from_the_stream(engine: ClientHarness) -> None:
@@ -134,9 +129,7 @@ async def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(engi
 
 async def test_an_idle_engine_ticks_on(engine: ClientHarness) -> None:
     before = engine.client.tick
-    async with asyncio.timeout(5):
-        while engine.client.tick < before + 2:  # noqa: ASYNC110 - the engine's thread tells nobody
-            await asyncio.sleep(0.01)
+    await eventually(lambda: engine.client.tick >= before + 2)
 
 
 async def test_a_failed_step_ends_every_request_with_an_error_and_says_so(engine: ClientHarness) -> None:
@@ -148,7 +141,7 @@ async def test_a_failed_step_ends_every_request_with_an_error_and_says_so(engine
     for stream in streams:
         with pytest.raises(WorkerLost, match="log has the details"):
             await read(stream)
-    await asyncio.wait_for(engine.client.died.wait(), 5)
+    await asyncio.wait_for(engine.client.died.wait(), HANG_S)
     with pytest.raises(WorkerLost):
         engine.client.submit(engine.request(PROMPT))
     assert "a bug" not in engine.answers
@@ -165,13 +158,13 @@ async def test_a_request_that_a_failing_engine_never_takes_in_ends_with_the_same
 
     def fail() -> None:
         loop.call_soon_threadsafe(submit)
-        assert submitted.wait(10)
+        assert submitted.wait(HANG_S)
         raise ValueError("a bug in a kernel")
 
     engine.model.before_step = fail
     heard: list[EngineCoreOutput] = []
     stream = engine.client.submit(engine.request([5] * 9), heard.append)
-    await asyncio.wait_for(engine.client.died.wait(), 20)
+    await asyncio.wait_for(engine.client.died.wait(), HANG_S)
     for each in (stream, *late):
         with pytest.raises(WorkerLost, match="log has the details"):
             await read(each)
@@ -185,7 +178,7 @@ async def test_tokens_come_in_pieces_of_the_interval_but_the_first_and_the_last_
     stream = engine.client.submit(request, stream_interval=4)
     answer = greedy_answer(PROMPT, 12)
     pieces: list[EngineCoreOutput] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while not pieces or pieces[-1].finish_reason is None:
             pieces.append(await stream.get())
     assert [len(piece.new_token_ids) for piece in pieces] == [1, 4, 4, 3]
@@ -245,15 +238,14 @@ def test_every_attempt_has_engine_requests_of_its_own() -> None:
 
 async def test_a_request_ends_at_its_deadline_though_its_reader_does_nothing(engine: ClientHarness) -> None:
     client = engine.client
+    engine.model.before_step = lambda: time.sleep(0.002)  # so that it is not done before
     request = engine.request(PROMPT, params={"max_tokens": 200, "ignore_eos": True}, deadline=time.monotonic() + 0.05)
     parked = client.submit(engine.request(PROMPT, remote_prefill=True, deadline=time.monotonic() + 0.05))
     stream = client.submit(request)
     for each in (stream, parked):
         with pytest.raises(DeadlineExceeded):
             await read(each)
-    async with asyncio.timeout(10):
-        while engine.scheduler.requests:  # noqa: ASYNC110 - the engine's thread ends them
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not engine.scheduler.requests)
     client.release(stream)
     client.release(parked)
     for message in engine.outbox.take():
@@ -263,11 +255,12 @@ async def test_a_request_ends_at_its_deadline_though_its_reader_does_nothing(eng
 
 async def test_a_deadline_that_was_not_reached_leaves_nothing_behind(engine: ClientHarness) -> None:
     client = engine.client
-    stream = client.submit(engine.request(PROMPT, params={"max_tokens": 3}, deadline=time.monotonic() + 0.3))
+    stream = client.submit(engine.request(PROMPT, params={"max_tokens": 3}, deadline=time.monotonic() + HANG_S))
+    [timer] = client._deadlines.values()
     assert len(await read(stream)) == 3
     client.release(stream)
-    await asyncio.sleep(0.4)
-    assert not stream._outputs.qsize()
+    assert timer.cancelled()
+    assert not client._deadlines
 
 
 async def test_more_requests_than_may_wait_are_refused(make_engine: MakeEngine) -> None:  # noqa: F811
@@ -287,9 +280,7 @@ async def test_more_requests_than_may_wait_are_refused(make_engine: MakeEngine) 
         assert 3 <= len(streams) <= 5
         for stream in streams:
             client.release(stream)
-        async with asyncio.timeout(10):
-            while client.num_waiting:  # noqa: ASYNC110 - the engine's thread tells nobody
-                await asyncio.sleep(0.005)
+        await eventually(lambda: not client.num_waiting)
         again = client.submit(harness.request(PROMPT, params={"max_tokens": 3}))
         assert await read(again) == greedy_answer(PROMPT, 3)
         client.release(again)

@@ -10,16 +10,17 @@ import threading
 import pytest
 
 from pdserve.worker.engine_watchdog import EngineWatchdog
+from tests.support.waiting import HANG_S
 
 HANGS = """
 import ctypes, sys, threading, time
 from pdserve.worker.engine_watchdog import EngineWatchdog
 
 def hang_with_the_interpreters_lock():
-    ctypes.PyDLL(None).sleep(60)
+    ctypes.PyDLL(None).sleep(86400)
 
 def hang_without_it():
-    time.sleep(60)
+    time.sleep(86400)
 
 EngineWatchdog(lambda: 7, 1.0).start()
 thread = threading.Thread(target=globals()[sys.argv[1]], daemon=True)
@@ -30,7 +31,9 @@ thread.join()
 
 @pytest.mark.parametrize("hang", ["hang_with_the_interpreters_lock", "hang_without_it"])
 def test_a_hang_ends_the_process_with_all_stacks(hang: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", HANGS, hang], capture_output=True, text=True, timeout=50, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGS, hang], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
     assert ended.returncode == 1
     assert f"in {hang}" in ended.stderr
     if hang == "hang_without_it":
@@ -48,7 +51,7 @@ def test_an_engine_that_moves_is_left_alone() -> None:
 
     watchdog = EngineWatchdog(tick, 0.05, statuses.append)
     watchdog.start()
-    assert looked.wait(30)
+    assert looked.wait(HANG_S)
     watchdog.stop()
     watchdog.stop()
     assert not statuses
@@ -64,7 +67,7 @@ def test_one_that_stops_moving_is_not() -> None:
 
     watchdog = EngineWatchdog(lambda: 3, 0.2, end)
     watchdog.start()
-    assert over.wait(30)
+    assert over.wait(HANG_S)
     watchdog.stop()
     assert ended == [1]
 

@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.common.errors import TransferFailed
 from tests.support.hash_model import greedy_answer
+from tests.support.waiting import HANG_S
 
 PROMPT = [(7 * i) % 60 for i in range(100)]
 
@@ -16,24 +17,24 @@ PROMPT = [(7 * i) % 60 for i in range(100)]
 async def test_both_ends_have_both_and_the_best_is_used(make_pair: Any) -> None:
     pair = await make_pair("both")
     asked = pair.ask(PROMPT)
-    assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(PROMPT, 4)
+    assert await asyncio.wait_for(asked.answer(), HANG_S) == greedy_answer(PROMPT, 4)
     assert (await asked.landed).connector_name == "local"
     assert pair.d.connectors.num_fallbacks == 0
 
 
 @pytest.mark.parametrize("num_blocks", [0, 3])
 async def test_i13_a_silent_connector_is_left_without_failing_the_request(make_pair: Any, num_blocks: int) -> None:
-    pair = await make_pair("both")
+    pair = await make_pair("both", local_stall_s=0.3)
     pair.p.connector.serve_only(num_blocks)
     asked = pair.ask(PROMPT)
-    assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(PROMPT, 4)
+    assert await asyncio.wait_for(asked.answer(), HANG_S) == greedy_answer(PROMPT, 4)
     transfer = await asked.landed
     assert (transfer.connector_name, transfer.given_up) == ("tcp", {"local"})
     assert pair.d.connectors.num_fallbacks == 1
     # For a while nothing is tried again that has just failed with this source.
     other = [token + 1 for token in PROMPT[:-1]]
     asked = pair.ask(other)
-    assert await asyncio.wait_for(asked.answer(), 0.29 * 10) == greedy_answer(other, 4)
+    assert await asyncio.wait_for(asked.answer(), HANG_S) == greedy_answer(other, 4)
     assert (await asked.landed).connector_name == "tcp"
     assert pair.d.connectors.num_fallbacks == 1
     pair.p.connector.resume()
@@ -44,17 +45,17 @@ async def test_wrong_bytes_over_one_connector_are_fetched_over_the_other(make_pa
     pair = await make_pair("both")
     pair.p.connector.flip_bits(10_000)
     asked = pair.ask(PROMPT)
-    assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(PROMPT, 4)
+    assert await asyncio.wait_for(asked.answer(), HANG_S) == greedy_answer(PROMPT, 4)
     assert (await asked.landed).connector_name == "tcp"
 
 
 async def test_i6_when_the_last_connector_fails_too_the_request_fails(make_pair: Any) -> None:
-    pair = await make_pair("both")
+    pair = await make_pair("both", local_stall_s=0.3)
     pair.p.connector.serve_only(3)
     await asyncio.to_thread(pair.p.connectors.get("tcp").close)
     asked = pair.ask(PROMPT)
     with pytest.raises(TransferFailed):
-        await asyncio.wait_for(asked.answer(), 10)
+        await asyncio.wait_for(asked.answer(), HANG_S)
     pair.leave(asked)
     pair.p.connector.resume()
     await pair.idle()
@@ -75,11 +76,11 @@ async def test_i13_a_worker_whose_pool_is_in_quarantine_takes_no_more(
         pair.ask(PROMPT)
     pair.d.engine.stats = stats
     assert not pair.d.adapter.is_quarantine_full
-    assert await asyncio.wait_for(pair.ask(PROMPT).answer(), 10) == greedy_answer(PROMPT, 4)
+    assert await asyncio.wait_for(pair.ask(PROMPT).answer(), HANG_S) == greedy_answer(PROMPT, 4)
 
 
 async def test_i7_a_call_that_leaves_in_the_middle_of_a_fallback_leaves_no_block_behind(make_pair: Any) -> None:
-    pair = await make_pair("both")
+    pair = await make_pair("both", local_stall_s=0.3)
     for delay_s in (0.0, 0.3, 0.31):
         pair.d.connectors._avoided.clear()
         pair.p.connector.serve_only(2)

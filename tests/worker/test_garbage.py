@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked_process import ForkedProcess
+from tests.support.waiting import HANG_S
 
 
 @pytest.mark.process
@@ -19,4 +20,4 @@ def test_what_was_loaded_is_not_looked_through_again(tiny_checkpoints: Callable[
     os.close(output)
     with os.fdopen(said) as lines:
         assert int(lines.readline()) < 10_000
-    assert worker.wait(30) == 0
+    assert worker.wait(HANG_S) == 0

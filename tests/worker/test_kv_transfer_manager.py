@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from pdserve.common.request.engine_types import FinishReason
 from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
 from tests.support.hash_model import greedy_answer
 from tests.support.transfer_fakes import expected
+from tests.support.waiting import HANG_S, eventually
 
 PROMPTS = [[(n * 7 + i) % 60 for i in range(n)] for n in (1, 3, 4, 5, 16, 23, 60, 100)]
 
@@ -26,13 +27,13 @@ async def test_i1_requests_through_p_and_d_give_one_engines_answers(
 ) -> None:
     pair = await make_pair(kind, p={"staged": p_staged}, d={"num_blocks": 128, "staged": d_staged})
     asked = [pair.ask(prompt, max_tokens=6) for prompt in PROMPTS]
-    answers = await asyncio.wait_for(asyncio.gather(*(one.answer() for one in asked)), 20)
+    answers = await asyncio.wait_for(asyncio.gather(*(one.answer() for one in asked)), HANG_S)
     assert answers == [greedy_answer(prompt, 6) for prompt in PROMPTS]
     assert {one.finish_reason for one in asked} == {FinishReason.LENGTH}
     for one in asked:
-        transfer = await asyncio.wait_for(one.landed, 5)
+        transfer = await asyncio.wait_for(one.landed, HANG_S)
         assert transfer.state is ReceiverState.LANDED
-        assert await asyncio.wait_for(asyncio.shield(one.transfer.over), 5) is SourceState.RELEASED
+        assert await asyncio.wait_for(asyncio.shield(one.transfer.over), HANG_S) is SourceState.RELEASED
     await pair.idle()
     assert pair.d.model.num_tokens == 5 * len(PROMPTS), "decode prefilled something itself"
 
@@ -42,22 +43,24 @@ async def test_what_decode_has_cached_is_not_moved_again(make_pair: Any) -> None
     prompt = PROMPTS[-1]
     for expected_blocks in (25, 0):
         asked = pair.ask(prompt)
-        assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(prompt, 4)
+        assert await asyncio.wait_for(asked.answer(), HANG_S) == greedy_answer(prompt, 4)
         assert (await asked.landed).num_blocks == expected_blocks
         await pair.idle()
     longer = [*prompt, 1, 2, 3]
     asked = pair.ask(longer)
-    assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(longer, 4)
+    assert await asyncio.wait_for(asked.answer(), HANG_S) == greedy_answer(longer, 4)
     assert (await asked.landed).num_blocks == 1
 
 
 async def test_a_prefill_that_ended_before_it_was_wanted_is_done_again_from_cache(make_pair: Any) -> None:
     pair = await make_pair(d={"num_blocks": 32})
     blocker = pair.ask(PROMPTS[-1], max_tokens=28)
-    pair.d.model.before_step = lambda: time.sleep(0.01)
+    wanted = threading.Event()
+    pair.d.model.before_step = lambda: wanted.wait(HANG_S)
     late = pair.ask(PROMPTS[-2], max_tokens=4)
-    assert (await asyncio.wait_for(late.prefill.get(), 10)).transfer_unwanted
-    answers = await asyncio.wait_for(asyncio.gather(blocker.answer(), _rest(late)), 20)
+    assert (await asyncio.wait_for(late.prefill.get(), HANG_S)).transfer_unwanted
+    wanted.set()
+    answers = await asyncio.wait_for(asyncio.gather(blocker.answer(), _rest(late)), HANG_S)
     assert answers[0] == greedy_answer(PROMPTS[-1], 28)
     assert answers[1] == greedy_answer(PROMPTS[-2], 4)[1:]
 
@@ -79,7 +82,7 @@ async def test_small_pools_on_both_sides_lose_no_request(make_pair: Any) -> None
             except Evicted:
                 pair.leave(asked)
 
-    answers = await asyncio.wait_for(asyncio.gather(*(serve(prompt) for prompt in prompts)), 30)
+    answers = await asyncio.wait_for(asyncio.gather(*(serve(prompt) for prompt in prompts)), HANG_S)
     assert answers == [greedy_answer(prompt, 12) for prompt in prompts]
 
 
@@ -96,7 +99,7 @@ async def test_i7_calls_that_leave_at_any_moment_leave_no_block_behind(make_pair
             pair.leave(one)
         kept = [(one, task) for one, task in zip(asked, tasks, strict=True) if one.decode.request_id in _streams(pair)]
         for one, task in kept:
-            assert await asyncio.wait_for(task, 10) == greedy_answer(one.prompt, 8)
+            assert await asyncio.wait_for(task, HANG_S) == greedy_answer(one.prompt, 8)
         for one, task in zip(asked, tasks, strict=True):
             task.cancel()
             pair.leave(one)
@@ -112,21 +115,21 @@ async def test_one_turned_bit_is_read_again_and_many_fail_the_transfer(make_pair
     pair = await make_pair()
     pair.p.connector.flip_bits(1)
     prompt = PROMPTS[-1]
-    assert await asyncio.wait_for(pair.ask(prompt).answer(), 10) == greedy_answer(prompt, 4)
+    assert await asyncio.wait_for(pair.ask(prompt).answer(), HANG_S) == greedy_answer(prompt, 4)
     await pair.idle()
     pair.p.connector.flip_bits(10_000)
     other = [(token + 1) % 60 for token in prompt]
     asked = pair.ask(other)
     with pytest.raises(TransferFailed):
-        await asyncio.wait_for(asked.answer(), 10)
+        await asyncio.wait_for(asked.answer(), HANG_S)
     pair.leave(asked)
     pair.p.connector.flip_bits(0)
     await pair.idle()
-    assert await asyncio.wait_for(pair.ask(other).answer(), 10) == greedy_answer(other, 4)
+    assert await asyncio.wait_for(pair.ask(other).answer(), HANG_S) == greedy_answer(other, 4)
 
 
 async def test_i6_a_source_whose_data_plane_is_silent_fails_the_request_in_time(make_pair: Any) -> None:
-    pair = await make_pair()
+    pair = await make_pair(local_stall_s=0.3)
     pair.p.connector.serve_only(3)
     asked = pair.ask(PROMPTS[-1])
     with pytest.raises(TransferFailed):
@@ -134,14 +137,14 @@ async def test_i6_a_source_whose_data_plane_is_silent_fails_the_request_in_time(
     pair.leave(asked)
     pair.p.connector.resume()
     await pair.idle()
-    assert await asyncio.wait_for(pair.ask(PROMPTS[-1]).answer(), 10) == greedy_answer(PROMPTS[-1], 4)
+    assert await asyncio.wait_for(pair.ask(PROMPTS[-1]).answer(), HANG_S) == greedy_answer(PROMPTS[-1], 4)
 
 
 async def test_i6_a_source_whose_server_dies_fails_the_request_within_the_grace(make_pair: Any) -> None:
-    pair = await make_pair()
+    pair = await make_pair(p={"grace_s": 0.4}, d={"grace_s": 0.4})
     pair.p.connector.pause()
     asked = pair.ask(PROMPTS[-1])
-    await asyncio.sleep(0.02)
+    await eventually(lambda: pair.d.adapter.transfer(asked.decode.request_id).state is ReceiverState.RECEIVING)
     await pair.p.server.stop(None)
     pair.p.server = None
     with pytest.raises(TransferFailed):
@@ -164,12 +167,12 @@ async def test_a_request_that_is_there_already_is_refused_and_disturbs_nothing(m
     assert other.state is SourceState.CANCELLED
     with pytest.raises(InvalidRequest, match="already"):
         pair.d.engine.verify(source.request)
-    assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(PROMPTS[-1], 8)
+    assert await asyncio.wait_for(asked.answer(), HANG_S) == greedy_answer(PROMPTS[-1], 8)
 
 
 async def test_a_first_token_that_ends_the_request_ends_both_calls(make_pair: Any) -> None:
     pair = await make_pair()
     prompt = PROMPTS[5]
     asked = pair.ask(prompt, max_tokens=9, stop_token_ids=(greedy_answer(prompt, 1)[0],))
-    assert await asyncio.wait_for(asked.answer(), 10) == greedy_answer(prompt, 1)
+    assert await asyncio.wait_for(asked.answer(), HANG_S) == greedy_answer(prompt, 1)
     pair.leave(asked)

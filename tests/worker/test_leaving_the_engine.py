@@ -12,6 +12,7 @@ from pdserve.common.request.engine_types import EngineCoreOutput
 from pdserve.engine.request import Request
 from pdserve.worker.engine_client import EngineClient
 from tests.support.engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
+from tests.support.waiting import HANG_S
 
 PROMPT = list(range(22))
 
@@ -38,13 +39,13 @@ class Told:
         self.requests: asyncio.Queue[Request | None] = asyncio.Queue()
 
     async def next(self) -> Request | None:
-        return await asyncio.wait_for(self.requests.get(), 10)
+        return await asyncio.wait_for(self.requests.get(), HANG_S)
 
 
 async def test_an_aborted_request_is_told_with_its_moments_and_chunks(engine: ClientHarness) -> None:
     told, outputs = Told(), list[EngineCoreOutput]()
     stream = engine.client.submit(engine.request(PROMPT, params={"max_tokens": 500}), outputs.append)
-    await asyncio.wait_for(stream.get(), 10)
+    await asyncio.wait_for(stream.get(), HANG_S)
     engine.client.release(stream, told.requests.put_nowait)
     engine.client.release(stream, told.requests.put_nowait)
     request = await told.next()
@@ -73,14 +74,14 @@ async def test_a_dead_engine_keeps_nobody_waiting(engine: ClientHarness) -> None
     engine.model.before_step = fail
     early, late = (engine.client.submit(engine.request([n] * 9)) for n in range(2))
     engine.client.release(early, told.requests.put_nowait)
-    await asyncio.wait_for(engine.client.died.wait(), 10)
+    await asyncio.wait_for(engine.client.died.wait(), HANG_S)
     engine.client.release(late, told.requests.put_nowait)
     await told.next()
     assert await told.next() is None
 
 
 async def test_the_age_of_a_tick_is_small_while_the_loop_turns(engine: ClientHarness) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         before = engine.client.tick
         while engine.client.tick == before:  # noqa: ASYNC110 - the engine's thread tells nobody
             await asyncio.sleep(0.01)

@@ -14,6 +14,7 @@ from pdserve.common.telemetry.metrics import CONTENT_TYPE
 from pdserve.kv_transfer.control.transfer_view import TransferLog
 from pdserve.worker.metrics_server import Health, MetricsServer
 from tests.support.transfer_fakes import make_view
+from tests.support.waiting import HANG_S
 
 
 class Served:
@@ -39,7 +40,7 @@ async def served() -> AsyncIterator[Served]:
 
 
 async def test_metrics_and_health(served: Served) -> None:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=HANG_S) as client:
         metrics = await client.get(served.url("/metrics?ignored=1"))
         assert (metrics.status_code, metrics.text) == (200, "pdserve_up 1\n")
         assert metrics.headers["content-type"] == CONTENT_TYPE
@@ -58,7 +59,7 @@ async def test_metrics_and_health(served: Served) -> None:
 async def test_transfers_are_shown_to_clients_on_this_machine_only() -> None:
     served = Served()
     await served.server.start("0.0.0.0", 0)
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=HANG_S) as client:
         page = await client.get(served.url("/debug/transfers"))
         assert page.json()["under_way"][0]["request_id"] == make_view().request_id
         assert (await client.post(served.url("/debug/transfers"))).status_code == 405
@@ -86,12 +87,12 @@ async def test_clients_that_speak_something_else(served: Served, sent: bytes, an
     writer.write(sent)
     writer.write_eof()
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             assert (await reader.read()).startswith(answer)
     except ConnectionResetError:
         assert not answer
     writer.close()
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=HANG_S) as client:
         assert (await client.get(served.url("/metrics"))).status_code == 200
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pdserve.common.security.peer_message import MAX_FIELDS, max_request_bytes
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
 from pdserve.worker.worker import Worker
 from tests.support.loop_watch import LOOP_S, LoopWatch
+from tests.support.waiting import HANG_S, eventually
 from tests.support.worker_pair import Pair, prepared, running_pair
 
 LIMIT = max_request_bytes(64, 320)
@@ -39,9 +41,8 @@ async def pair(folder: Path) -> AsyncIterator[Pair]:
     async with running_pair(folder, num_blocks=32, max_model_len=64, lease_grace_s=0.3) as made:
         yield made
         for worker in (made.p, made.d):
-            async with asyncio.timeout(10):
-                while worker.engine.core.scheduler.pool.num_in_use or worker.adapter.num_open:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            pool, adapter = worker.engine.core.scheduler.pool, worker.adapter
+            await eventually(lambda pool=pool, adapter=adapter: not (pool.num_in_use or adapter.num_open))  # type: ignore[misc]
             worker.engine.core.scheduler.check(idle=True)
 
 
@@ -65,7 +66,7 @@ async def refusal(pair: Pair, method: Method[Any, Any], message: Any) -> PdServe
     service = pair.service(worker)
     metadata = await asyncio.to_thread(service._signer.metadata, method.path, worker.identity.key, raw)
     kind = "unary_unary" if method in (EMBED, END_SEQUENCES, MEET) else "unary_stream"
-    call: Any = getattr(pair.channel(worker), kind)(method.path)(raw, metadata=metadata, timeout=30)
+    call: Any = getattr(pair.channel(worker), kind)(method.path)(raw, metadata=metadata, timeout=HANG_S)
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await (call if kind == "unary_unary" else call.read())
     return from_rpc_error(ended.value)
@@ -116,7 +117,7 @@ async def test_a_compressed_message_is_not_inflated(pair: Pair) -> None:
     worker, raw = pair.d, decode_pb2.DecodeRequest().SerializeToString()
     metadata = pair.service(worker)._signer.metadata(GENERATE.path, worker.identity.key, raw)
     generate: Any = pair.channel(worker).unary_stream(GENERATE.path)
-    call = generate(raw, metadata=metadata, timeout=30, compression=grpc.Compression.Gzip)
+    call = generate(raw, metadata=metadata, timeout=HANG_S, compression=grpc.Compression.Gzip)
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await call.read()
     assert ended.value.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
@@ -195,9 +196,15 @@ async def _read(call: Any) -> list[Any]:
     return events
 
 
-def _busy_for_a_moment(worker: Worker) -> None:
-    """What is submitted now meets in the engine."""
-    worker.engine.call(lambda core: time.sleep(0.2))
+@contextmanager
+def _busy(worker: Worker) -> Iterator[None]:
+    """What is submitted meanwhile meets in the engine."""
+    go_on = threading.Event()
+    worker.engine.call(lambda core: go_on.wait(HANG_S))
+    try:
+        yield
+    finally:
+        go_on.set()
 
 
 async def test_a_second_request_of_a_name_stops_no_transfer_of_the_first(pair: Pair) -> None:
@@ -222,14 +229,14 @@ async def test_a_second_request_of_a_name_stops_no_transfer_of_the_first(pair: P
 
 
 async def test_a_second_request_of_a_name_does_not_abort_the_first(pair: Pair) -> None:
-    _busy_for_a_moment(pair.p)
     first = prefill_pb2.PrefillRequest(request=prepared(pair.p, request_id="same"))
-    running: Any = pair.service(pair.p).unary_stream(PREFILL, first)
-    assert (await running.read()).HasField("admitted")
     second = prefill_pb2.PrefillRequest(
         request=prepared(pair.p, request_id="same"), transfer_id=bytes(16), receiver=_receiver(pair)
     )
-    error = await refusal(pair, PREFILL, second)
+    with _busy(pair.p):
+        running: Any = pair.service(pair.p).unary_stream(PREFILL, first)
+        assert (await running.read()).HasField("admitted")
+        error = await refusal(pair, PREFILL, second)
     assert isinstance(error, InvalidRequest)
     assert error.field == "request_id"
     assert [event.WhichOneof("event") for event in await _read(running)] == ["computed"]
@@ -242,21 +249,20 @@ def _receiver(pair: Pair) -> prefill_pb2.Receiver:
 
 async def test_a_resumed_sequence_does_not_take_the_name_of_another_that_parts(pair: Pair) -> None:
     many = SamplingParams(n=2, temperature=0.0, max_tokens=20, ignore_eos=True)
-    _busy_for_a_moment(pair.d)
-    first: Any = pair.service(pair.d).unary_stream(
-        GENERATE, decode_pb2.DecodeRequest(request=prepared(pair.d, request_id="r", sampling_params=many))
-    )
-    assert (await first.read()).HasField("admitted")
     resumed = prepared(pair.d, request_id="r", sampling_params=many)
     resumed.resume.index = 1
-    error = await refusal(pair, GENERATE, decode_pb2.DecodeRequest(request=resumed))
+    with _busy(pair.d):
+        first: Any = pair.service(pair.d).unary_stream(
+            GENERATE, decode_pb2.DecodeRequest(request=prepared(pair.d, request_id="r", sampling_params=many))
+        )
+        assert (await first.read()).HasField("admitted")
+        error = await refusal(pair, GENERATE, decode_pb2.DecodeRequest(request=resumed))
     assert isinstance(error, InvalidRequest)
     assert error.field == "request_id"
     outputs = [event.outputs for event in await _read(first)]
     assert {output.index for output in outputs if output.finish_reason} == {0, 1}
     # both names are free again once the engine has nothing of the first
-    while pair.d.engine._taken:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await eventually(lambda: not pair.d.engine._taken)
     assert await _read(pair.service(pair.d).unary_stream(GENERATE, decode_pb2.DecodeRequest(request=resumed)))
 
 

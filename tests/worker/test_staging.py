@@ -12,6 +12,7 @@ import pytest
 from pdserve.common.errors import TransferFailed
 from pdserve.engine.output_stream import OutputStream
 from tests.support.hash_model import greedy_answer
+from tests.support.waiting import HANG_S, eventually
 
 PROMPT = [(7 * i) % 60 for i in range(41)]
 STAGED = {"p": {"staged": True}, "d": {"staged": True}}
@@ -29,21 +30,21 @@ async def test_i13_blocks_that_are_being_copied_are_nobody_elses(make_pair: Any)
 
     def slow(real: Any, block_ids: Sequence[int]) -> None:
         begun.set()
-        assert go_on.wait(8)
+        assert go_on.wait(HANG_S)
         real(block_ids)
 
     _instead(pair.d.staged, "to_device", slow)
     asked = pair.ask(PROMPT)
-    await asyncio.to_thread(begun.wait, 8)
+    await asyncio.to_thread(begun.wait, HANG_S)
     pair.leave(asked)
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
     pair.d.engine.call(lambda _: loop.call_soon_threadsafe(told.set))
-    await asyncio.wait_for(told.wait(), 8)
+    await asyncio.wait_for(told.wait(), HANG_S)
     assert pair.d.core.scheduler.pool.num_in_use == 11, "blocks went back while a copy still writes them"
     go_on.set()
     await pair.idle()
-    assert await asyncio.wait_for(pair.ask(PROMPT).answer(), 10) == greedy_answer(PROMPT, 4)
+    assert await asyncio.wait_for(pair.ask(PROMPT).answer(), HANG_S) == greedy_answer(PROMPT, 4)
 
 
 @pytest.mark.parametrize(("side", "copy"), [("p", "to_host"), ("d", "to_device")])
@@ -62,38 +63,36 @@ async def test_a_copy_that_fails_fails_its_transfer_alone(make_pair: Any, side: 
     _instead(staged, copy, once)
     asked = pair.ask(PROMPT)
     with pytest.raises(TransferFailed):  # decode's call; prefill's may end before its token
-        await asyncio.wait_for(_all_of(asked.decode), 10)
+        await asyncio.wait_for(_all_of(asked.decode), HANG_S)
     if side == "p":
-        await asyncio.wait_for(asyncio.shield(asked.transfer.over), 5)
+        await asyncio.wait_for(asyncio.shield(asked.transfer.over), HANG_S)
         assert "uncorrectable" in asked.transfer.cause.message
     pair.leave(asked)
     await pair.idle()
-    assert await asyncio.wait_for(pair.ask(PROMPT).answer(), 10) == greedy_answer(PROMPT, 4)
+    assert await asyncio.wait_for(pair.ask(PROMPT).answer(), HANG_S) == greedy_answer(PROMPT, 4)
 
 
 async def test_what_landed_before_a_failure_is_cached_though_it_was_still_being_copied(make_pair: Any) -> None:
-    pair = await make_pair(**STAGED)
+    pair = await make_pair(**STAGED, local_stall_s=0.3)
     go_on = threading.Event()
 
     def slow(real: Any, block_ids: Sequence[int]) -> None:
-        assert go_on.wait(8)
+        assert go_on.wait(HANG_S)
         real(block_ids)
 
     _instead(pair.d.staged, "to_device", slow)
     pair.p.connector.serve_only(3)
     asked = pair.ask(PROMPT)
     transfer = pair.d.adapter.transfer(asked.decode.request_id)
-    async with asyncio.timeout(8):
-        while not transfer.is_ending:  # noqa: ASYNC110 - a read's stall ends it
-            await asyncio.sleep(0.005)
+    await eventually(lambda: transfer.is_ending)
     go_on.set()
     with pytest.raises(TransferFailed):
-        await asyncio.wait_for(_all_of(asked.decode), 8)
+        await asyncio.wait_for(_all_of(asked.decode), HANG_S)
     pair.leave(asked)
     pair.p.connector.resume()
     await pair.idle()
     assert pair.d.core.scheduler.pool.num_cached == transfer.num_landed == 3
-    assert await asyncio.wait_for(pair.ask(PROMPT).answer(), 10) == greedy_answer(PROMPT, 4)
+    assert await asyncio.wait_for(pair.ask(PROMPT).answer(), HANG_S) == greedy_answer(PROMPT, 4)
 
 
 async def _all_of(stream: OutputStream) -> None:

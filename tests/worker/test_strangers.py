@@ -32,6 +32,7 @@ from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
 from pdserve.worker.worker import Worker
+from tests.support.waiting import HANG_S
 from tests.support.worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair
 
 OTHER = DeploymentKey(b"the key of another one")
@@ -70,7 +71,9 @@ async def end_of(
     async def messages() -> AsyncIterator[bytes]:
         yield raw
 
-    call: Any = getattr(channel, kind)(method.path)(messages() if streams_in else raw, metadata=metadata, timeout=20)
+    call: Any = getattr(channel, kind)(method.path)(
+        messages() if streams_in else raw, metadata=metadata, timeout=HANG_S
+    )
     try:
         if streams_out:
             async for _ in call:
@@ -142,7 +145,7 @@ async def test_a_stranger_is_told_neither_load_nor_blocks_by_a_watch(pair: Pair)
     watch: Any = pair.channel(pair.d).stream_stream("/pdserve.v1.WorkerService/Watch")
 
     async def events(*messages: worker_pb2.WatchRequest) -> tuple[list[str | None], grpc.StatusCode]:
-        call = watch(timeout=20)
+        call = watch(timeout=HANG_S)
         for message in messages:
             await call.write(message.SerializeToString())
         await call.done_writing()
@@ -280,5 +283,5 @@ async def test_peers_are_host_and_port_alone(pair: Pair, address: str) -> None:
 
 
 async def test_health_stays_open(pair: Pair) -> None:
-    asked = health_pb2_grpc.HealthStub(pair.channel(pair.d)).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    asked = health_pb2_grpc.HealthStub(pair.channel(pair.d)).Check(health_pb2.HealthCheckRequest(), timeout=HANG_S)
     assert (await asked).status == health_pb2.HealthCheckResponse.SERVING

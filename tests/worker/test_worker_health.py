@@ -19,6 +19,7 @@ from pdserve.engine.runner.loaded_model import load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.worker import worker as worker_module
 from pdserve.worker.worker import Worker
+from tests.support.waiting import HANG_S
 
 STATES = health_pb2.HealthCheckResponse
 
@@ -33,7 +34,7 @@ async def test_health_follows_the_engine(
     go_on = threading.Event()
     try:
         await worker.start()
-        async with make_channel(worker.identity.address) as channel, asyncio.timeout(20):
+        async with make_channel(worker.identity.address) as channel, asyncio.timeout(HANG_S):
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
 
             async def told(state: int) -> None:
@@ -43,7 +44,7 @@ async def test_health_follows_the_engine(
                 raise AssertionError("the watch ended")
 
             await told(STATES.SERVING)
-            worker.engine.call(lambda _: go_on.wait(20))
+            worker.engine.call(lambda _: go_on.wait(HANG_S))
             await told(STATES.NOT_SERVING)
             assert worker.health().status == "stuck"
             stub = health_pb2_grpc.HealthStub(channel)

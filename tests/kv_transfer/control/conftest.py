@@ -28,6 +28,7 @@ from pdserve.v1 import kv_source_pb2_grpc
 from tests.support.local_connector import LocalConnector, LocalNetwork
 from tests.support.signed_channel import signed
 from tests.support.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID, ReceiverOwner, SourceOwner
+from tests.support.waiting import HANG_S
 
 NUM_BLOCKS, BLOCK_BYTES = 16, 64
 LAYOUT = KvLayout(
@@ -40,7 +41,7 @@ LAYOUT = KvLayout(
     model_fingerprint="f" * 32,
 )
 SOURCE_EPOCH = 7
-ALIVE_EVERY_S, TICK_STALLED_S, GRACE_S, REATTACH_EVERY_S, ATTACH_TIMEOUT_S = 0.1, 0.8, 1.0, 0.05, 2.0
+ALIVE_EVERY_S, TICK_STALLED_S, GRACE_S, REATTACH_EVERY_S = 0.1, 0.8, 1.0, 0.05
 """Several times faster than in service; a stream breaks within two of the second."""
 
 
@@ -72,7 +73,7 @@ class Rig:
         self.source_pool, self.receiver_pool = pool(1), pool(100)
         self.source_connector, self.receiver_connector = LocalConnector(self.network), LocalConnector(self.network)
         self.source_owner, self.owner = SourceOwner(), HearingCauses()
-        self.limits = LeaseLimits(attach_timeout_s=ATTACH_TIMEOUT_S, grace_s=GRACE_S, max_s=20.0)
+        self.limits = LeaseLimits(attach_timeout_s=HANG_S, grace_s=GRACE_S, max_s=20.0)
         self.ticks = {"source": 0, "receiver": 0}
         self.tick_runs = {"source": True, "receiver": True}
         self.server: grpc.aio.Server | None = None
@@ -175,7 +176,7 @@ class Rig:
             layout=changes.get("layout", LAYOUT),
             connectors=changes.get("connectors", ("local",)),
             engine_tick=lambda: self._tick("receiver"),
-            attach_timeout_s=changes.get("attach_timeout_s", ATTACH_TIMEOUT_S),
+            attach_timeout_s=changes.get("attach_timeout_s", HANG_S),
             grace_s=changes.get("grace_s", GRACE_S),
             digests=changes.get("digests", self.digests),
         )
@@ -195,8 +196,8 @@ class Rig:
         return bytes(self.source_pool.block(source)) == bytes(self.receiver_pool.block(receiver))
 
 
-async def until(condition: Callable[[], Any], limit_s: float = 5.0) -> None:
-    """Turn the loop until it holds."""
+async def until(condition: Callable[[], Any], limit_s: float = HANG_S) -> None:
+    """Turn the loop until it holds. limit_s: what a promise allows, where the test is of that."""
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110 - fakes and transport threads tell nobody
             await asyncio.sleep(0.005)

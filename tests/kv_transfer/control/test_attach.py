@@ -22,6 +22,7 @@ from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceStat
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, prefill_pb2
 from tests.support.record_peer import FOLDER
 from tests.support.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID
+from tests.support.waiting import HANG_S
 
 from .conftest import GRACE_S, LAYOUT, NUM_BLOCKS, SOURCE_EPOCH, TICK_STALLED_S
 
@@ -41,7 +42,7 @@ async def test_blocks_land_while_later_ones_are_computed(rig: Any, until: Any) -
     await until(lambda: source.num_landed == 1)
     rig.settle(source, 2, 3, 9)
     rig.compute(source)
-    assert await asyncio.wait_for(asyncio.shield(source.over), 5) is SourceState.RELEASED
+    assert await asyncio.wait_for(asyncio.shield(source.over), HANG_S) is SourceState.RELEASED
     await until(lambda: rig.tasks[0].done())
     assert transfer.state is ReceiverState.LANDED
     assert rig.same(5, 10)
@@ -240,7 +241,7 @@ async def test_an_alive_is_put_before_messages_that_wait_already(monkeypatch: py
     heard: list[str] = []
     while heard.count("alive") < 3:
         messages.put_nowait("more")
-        heard.append(await asyncio.wait_for(heartbeat.next(messages), 1))
+        heard.append(await asyncio.wait_for(heartbeat.next(messages), HANG_S))
         await asyncio.sleep(0.01)
     assert 3 < len(heard) < 40
     assert messages.qsize() == 3
@@ -269,13 +270,13 @@ async def test_a_source_that_dies_fails_the_receiver_after_the_grace(rig: Any, u
     assert "prefill-1 is lost" in rig.owner.cause.message
     assert rig.owner.words == ["failed", "fenced"]
     assert forgotten == [rig.source_connector.metadata], "nothing is kept for a source that does not answer"
-    await asyncio.wait_for(asyncio.shield(source.over), 3)
+    await asyncio.wait_for(asyncio.shield(source.over), HANG_S)
     rig.server = None
 
 
 async def test_every_break_has_a_grace_of_its_own(rig: Any, until: Any, caplog: pytest.LogCaptureFixture) -> None:
     source = rig.expect()
-    transfer = rig.receive(grace_s=0.8)
+    transfer = rig.receive(grace_s=1.2)
     transfer.room(0, [10, 11])
     await until(lambda: source.is_wanted)
     rig.settle(source, 0, 1)
@@ -322,7 +323,7 @@ async def test_a_receiver_that_leaves_ends_the_lease_after_the_grace(rig: Any, u
     await until(lambda: transfer.state is ReceiverState.ATTACHED)
     rig.tasks[0].cancel()
     left = time.monotonic()
-    assert await asyncio.wait_for(asyncio.shield(source.over), 5) is SourceState.EXPIRED
+    assert await asyncio.wait_for(asyncio.shield(source.over), HANG_S) is SourceState.EXPIRED
     assert time.monotonic() - left >= GRACE_S - 0.1
 
 
@@ -333,12 +334,12 @@ async def test_many_streams_that_leave_at_any_moment_leave_no_lease_behind(rig: 
 
         transfer_id = bytes([number]) * 16
         made.append(
-            rig.transfers.expect(ExpectedTransfer(transfer_id, f"r{number}", RECEIVER, DIGEST, 20.0, NUM_BLOCKS))
+            rig.transfers.expect(ExpectedTransfer(transfer_id, f"r{number}", RECEIVER, DIGEST, HANG_S, NUM_BLOCKS))
         )
         rig.receive(transfer_id=transfer_id)
     for number, task in enumerate(rig.tasks):
         await asyncio.sleep(0.002 * (number % 3))
         task.cancel()
-    await until(lambda: all(transfer.has_ended for transfer in made), 8)
+    await until(lambda: all(transfer.has_ended for transfer in made))
     assert {transfer.state for transfer in made} == {SourceState.EXPIRED}
     assert TRANSFER_ID not in rig.transfers._tombstones

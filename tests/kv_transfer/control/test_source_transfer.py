@@ -9,7 +9,8 @@ import pytest
 from pdserve.common.errors import Draining, InternalError
 from pdserve.kv_transfer.control.source_transfer import LeaseLimits, SourceResult, SourceTransfer
 from pdserve.kv_transfer.control.transfer_state import SourceState
-from tests.support.transfer_fakes import DIGEST, LIMITS, FakeConnector, SourceEnd, SourceOwner, expected
+from tests.support.transfer_fakes import DIGEST, LIMITS, FakeConnector, SourceEnd, SourceOwner, expected, turns
+from tests.support.waiting import HANG_S
 
 RESULT = SourceResult(22, (5,))
 FINISHED = ("finished", 22, (5,), DIGEST)
@@ -36,8 +37,8 @@ class Bench:
 
 
 async def over(bench: Bench) -> SourceState:
-    state = await asyncio.wait_for(asyncio.shield(bench.transfer.over), 3)
-    await asyncio.sleep(0.01)
+    state = await asyncio.wait_for(asyncio.shield(bench.transfer.over), HANG_S)
+    await turns()
     return state
 
 
@@ -107,10 +108,10 @@ async def test_an_attached_transfer_outlives_the_attach_timeout() -> None:
 
 
 async def test_a_broken_stream_has_the_grace_and_then_expires() -> None:
-    bench = Bench()
+    bench = Bench(LeaseLimits(attach_timeout_s=5.0, grace_s=1.0, max_s=5.0))
     bench.complete()
     bench.transfer.detach(bench.stream, "it broke")
-    await asyncio.sleep(LIMITS.grace_s / 2)
+    await asyncio.sleep(0.02)
     assert not bench.transfer.has_ended
     assert await over(bench) is SourceState.EXPIRED
 
@@ -195,7 +196,7 @@ async def test_every_end_at_every_stage_fences_once_and_then_gives_back_once(sta
     transfer.detach(bench.stream, "late")
     transfer.landed(3)
     bench.grant.fence()
-    await asyncio.sleep(0.01)
+    await turns()
     assert bench.owner.heard.count(("ended",)) == 1
     ended = [heard for heard in bench.stream.heard if heard[0] == "ended"]
     assert len(ended) == (0 if stage in ("expected", "detached") else 1)

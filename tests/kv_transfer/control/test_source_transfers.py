@@ -20,7 +20,9 @@ from tests.support.transfer_fakes import (
     SourceEnd,
     SourceOwner,
     expected,
+    turns,
 )
+from tests.support.waiting import HANG_S
 
 
 def make(limits: LeaseLimits = LIMITS) -> tuple[SourceTransfers, SourceOwner]:
@@ -38,7 +40,7 @@ async def test_attach_may_come_after_the_prefill_call() -> None:
 async def test_attach_may_come_before_the_prefill_call() -> None:
     transfers, _ = make()
     attaching = asyncio.create_task(transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, SourceEnd(), 0))
-    await asyncio.sleep(0.02)
+    await turns()
     transfer = transfers.expect(expected())
     assert await attaching is transfer
     await asyncio.sleep(LIMITS.attach_timeout_s + 0.05)
@@ -49,7 +51,7 @@ async def test_attach_may_come_before_the_prefill_call() -> None:
 async def test_i6_an_attach_without_a_prefill_call_ends_in_time_and_leaves_nothing() -> None:
     transfers, _ = make()
     with pytest.raises(TransferFailed, match="no such transfer"):
-        await asyncio.wait_for(transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, SourceEnd(), 0), 3)
+        await asyncio.wait_for(transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, SourceEnd(), 0), HANG_S)
     assert transfers._awaited == {}
     assert len(transfers) == 0
 
@@ -57,13 +59,13 @@ async def test_i6_an_attach_without_a_prefill_call_ends_in_time_and_leaves_nothi
 async def test_an_attach_that_is_cancelled_does_not_take_a_newer_one_along() -> None:
     transfers, _ = make()
     older = asyncio.create_task(transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, SourceEnd(), 0))
-    await asyncio.sleep(0.01)
+    await turns()
     newer = asyncio.create_task(transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, SourceEnd(), 0))
-    await asyncio.sleep(0.01)
+    await turns()
     older.cancel()
-    await asyncio.sleep(0.01)
+    await turns()
     transfer = transfers.expect(expected())
-    assert await asyncio.wait_for(newer, 3) is transfer
+    assert await asyncio.wait_for(newer, HANG_S) is transfer
     assert transfers._awaited == {}
     transfer.cancel()
 
@@ -74,7 +76,7 @@ async def test_of_many_streams_that_wait_the_newest_stays() -> None:
     waiting = [asyncio.create_task(transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, stream, 0)) for stream in streams]
     await asyncio.sleep(0)
     transfer = transfers.expect(expected())
-    await asyncio.wait_for(asyncio.gather(*waiting), 3)
+    await asyncio.wait_for(asyncio.gather(*waiting), HANG_S)
     assert [stream.heard for stream in streams] == [[("replaced",)]] * 15 + [[]]
     transfer.cancel()
 
@@ -94,7 +96,7 @@ async def test_i8_another_receiver_epoch_or_request_is_refused(before: bool, rec
     if not before:
         transfers.expect(expected())
     attaching = asyncio.create_task(transfers.attach(TRANSFER_ID, receiver, digest, SourceEnd(), 0))
-    await asyncio.sleep(0.01)
+    await turns()
     if before:
         transfers.expect(expected())
     with pytest.raises(TransferFailed, match="another"):
@@ -116,14 +118,14 @@ async def test_i8_an_id_is_used_once_even_after_its_end() -> None:
             await transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, SourceEnd(), 0)
         with pytest.raises(TransferFailed, match="used before"):
             transfers.expect(expected())
-        await asyncio.sleep(0.01)
+        await turns()
     assert len(transfers) == 0
 
 
 async def test_tombstones_go_after_every_attach_that_may_still_come() -> None:
     transfers, _ = make(LeaseLimits(attach_timeout_s=0.05, grace_s=0.05, max_s=0.05))
     transfers.expect(expected()).cancel()
-    await asyncio.sleep(0.01)
+    await turns()
     assert len(transfers._tombstones) == 1
     await asyncio.sleep(0.15)
     other = transfers.expect(expected(b"o" * 16))
@@ -139,7 +141,7 @@ async def test_a_leaving_source_revokes_them_all() -> None:
     transfers.revoke_all(Draining("the source is leaving"))
     assert [await transfer.over for transfer in made] == [SourceState.REVOKED] * 3
     assert stream.heard == [("ended", SourceState.REVOKED, "the source is leaving")]
-    await asyncio.sleep(0.01)
+    await turns()
     assert len(transfers) == 0
 
 
@@ -162,12 +164,12 @@ async def test_attaches_that_wait_are_bounded_for_each_peer_and_in_all(monkeypat
         return asyncio.create_task(transfers.attach(transfer_id, PeerId(worker_id, 1), DIGEST, SourceEnd(), 0))
 
     greedy = [attach("greedy") for _ in range(7)]
-    await asyncio.sleep(0.01)
+    await turns()
     assert [task.done() for task in greedy] == [False] * 5 + [True] * 2
     with pytest.raises(TransferFailed, match="5 attaches of greedy"):
         await greedy[-1]
     others = [attach(f"other-{number}") for number in range(4)]
-    await asyncio.sleep(0.01)
+    await turns()
     assert [task.done() for task in others] == [False] * 3 + [True]
     for task in (*greedy, *others):
         task.cancel()
@@ -176,7 +178,7 @@ async def test_attaches_that_wait_are_bounded_for_each_peer_and_in_all(monkeypat
     assert transfers._num_waiting_in_all == 0
     # places are free again
     again = attach("greedy")
-    await asyncio.sleep(0.01)
+    await turns()
     assert not again.done()
     again.cancel()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
+
+from tests.support.waiting import wait_until
 
 pytest.register_assert_rewrite(
     *(
@@ -17,7 +18,6 @@ pytest.register_assert_rewrite(
 )
 
 _CONNECTOR_THREADS = ("tcp-", "local-", "nixl-", "fault-link", "hostile")
-_LEAVE_S = 2.0
 
 
 def connector_threads() -> list[str]:
@@ -37,8 +37,7 @@ def nothing_left() -> Iterator[None]:
     before = open_tcp_sockets()
     yield
     # A callback may close its own connector; that thread ends a moment later.
-    deadline = time.monotonic() + _LEAVE_S
-    while (connector_threads() or open_tcp_sockets() > before) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert connector_threads() == []
-    assert open_tcp_sockets() <= before
+    wait_until(
+        lambda: not connector_threads() and open_tcp_sockets() <= before,
+        lambda: f"{connector_threads()} and {open_tcp_sockets() - before} sockets end",
+    )

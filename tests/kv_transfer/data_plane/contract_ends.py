@@ -11,22 +11,17 @@ import pytest
 
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
+from tests.support.waiting import HANG_S
 
 from .contract_link import WINDOW_BLOCKS, LinkContract, Setup
-from .recorded_read import (
-    BLOCK_BYTES,
-    NUM_BLOCKS,
-    PATIENCE_S,
-    RecordedRead,
-    Transfer,
-)
+from .recorded_read import BLOCK_BYTES, NUM_BLOCKS, RecordedRead, Transfer
 
 
 class EndContract(LinkContract):
     # Grants.
 
     def test_closed_grant_is_fenced_at_once_when_nothing_is_sent(self, setup: Setup) -> None:
-        assert setup.transfer(8).close().wait(PATIENCE_S)
+        assert setup.transfer(8).close().wait(HANG_S)
 
     def test_grant_closed_during_a_read_is_fenced(self, setup: Setup) -> None:
         setup.link.serve_only(2 * WINDOW_BLOCKS + 2)
@@ -35,7 +30,7 @@ class EndContract(LinkContract):
         read = setup.read(transfer, blocks, faulty=True)
         read.wait_landed(1)
         fenced = transfer.close()
-        assert fenced.wait(PATIENCE_S)
+        assert fenced.wait(HANG_S)
         # What the source writes into its blocks from now on reaches nobody.
         for number in transfer.source_blocks:
             setup.source_pool.block(number)[:] = bytes(BLOCK_BYTES)
@@ -45,8 +40,8 @@ class EndContract(LinkContract):
 
     def test_closing_twice_calls_each_back_once(self, setup: Setup) -> None:
         transfer = setup.transfer(8)
-        assert transfer.close().wait(PATIENCE_S)
-        assert transfer.close().wait(PATIENCE_S)
+        assert transfer.close().wait(HANG_S)
+        assert transfer.close().wait(HANG_S)
 
     def test_what_the_source_itself_does_wrong_raises(self, setup: Setup) -> None:
         transfer = setup.transfer(8)
@@ -85,7 +80,7 @@ class EndContract(LinkContract):
     def test_close_of_the_source_fences(self, setup: Setup) -> None:
         transfer = setup.transfer(4)
         setup.link.source.close()
-        assert transfer.close().wait(PATIENCE_S)
+        assert transfer.close().wait(HANG_S)
 
     def test_close_from_a_listener(self, setup: Setup) -> None:
         transfer = setup.transfer(4)
@@ -141,7 +136,7 @@ class EndContract(LinkContract):
         for transfer, blocks, read in reads:
             read.wait_ended()
             assert setup.has_bytes(transfer, read, blocks)
-        assert all(fence.wait(PATIENCE_S) for fence in fences)
+        assert all(fence.wait(HANG_S) for fence in fences)
         after = setup.snapshot()
         setup.link.close()
         assert setup.snapshot() == after

@@ -10,16 +10,9 @@ from typing import Protocol
 import pytest
 
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, PoolMemory
+from tests.support.waiting import HANG_S
 
-from .recorded_read import (
-    NUM_BLOCKS,
-    PATIENCE_S,
-    RecordedRead,
-    Transfer,
-    make_pool,
-    same_bytes,
-    start_read,
-)
+from .recorded_read import NUM_BLOCKS, RecordedRead, Transfer, make_pool, same_bytes, start_read
 
 WINDOW_BLOCKS = 8
 """Links are made with windows of so many blocks, and at most two of them at once."""
@@ -91,7 +84,7 @@ class LinkContract(abc.ABC):
     def make_setup(self) -> Iterator[Callable[..., Setup]]:
         links: list[Link] = []
 
-        def make(read_stall_s: float = PATIENCE_S, source_pool: PoolMemory | None = None) -> Setup:
+        def make(read_stall_s: float = HANG_S, source_pool: PoolMemory | None = None) -> Setup:
             source_pool = source_pool or make_pool(seed=7)
             receiver_pool = make_pool()
             links.append(self.make_link(source_pool, receiver_pool, read_stall_s))

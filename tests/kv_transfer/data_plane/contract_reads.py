@@ -10,16 +10,10 @@ import pytest
 
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOutcome
+from tests.support.waiting import HANG_S
 
 from .contract_link import WINDOW_BLOCKS, LinkContract, Setup
-from .recorded_read import (
-    NUM_BLOCKS,
-    PATIENCE_S,
-    RecordedRead,
-    Transfer,
-    same_bytes,
-    start_read,
-)
+from .recorded_read import NUM_BLOCKS, RecordedRead, Transfer, same_bytes, start_read
 
 
 class ReadContract(LinkContract):
@@ -176,5 +170,5 @@ class _Quitter(RecordedRead):
 
     def landed(self, first: int, count: int) -> None:
         super().landed(first, count)
-        self._begun.wait(PATIENCE_S)
+        self._begun.wait(HANG_S)
         self.cancel()

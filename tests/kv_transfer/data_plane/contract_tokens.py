@@ -6,9 +6,10 @@ import secrets
 from collections.abc import Callable
 
 from pdserve.kv_transfer.connector import ReadOutcome
+from tests.support.waiting import HANG_S
 
 from .contract_link import LinkContract, Setup
-from .recorded_read import PATIENCE_S, Transfer, same_bytes, start_read
+from .recorded_read import Transfer, same_bytes, start_read
 
 
 class TokenContract(LinkContract):
@@ -25,7 +26,7 @@ class TokenContract(LinkContract):
         transfer = setup.transfer(8)
         blocks = transfer.blocks(range(8), range(8))
         assert setup.read(transfer, blocks).wait_ended() is ReadOutcome.DONE
-        assert transfer.close().wait(PATIENCE_S)
+        assert transfer.close().wait(HANG_S)
         setup.receiver_pool.view[:] = bytes(len(setup.receiver_pool.view))
         # The same source blocks are granted to somebody else by now; the old reference still opens nothing.
         Transfer(setup.link.source, setup.source_pool, transfer.source_blocks)
@@ -54,6 +55,6 @@ class TokenContract(LinkContract):
 
     def test_publish_after_close_is_nothing(self, setup: Setup) -> None:
         transfer = setup.transfer(8, publish=False)
-        assert transfer.close().wait(PATIENCE_S)
+        assert transfer.close().wait(HANG_S)
         transfer.grant.publish(0, transfer.source_blocks)
         assert setup.read(transfer, transfer.blocks(range(8), range(8))).wait_failed()

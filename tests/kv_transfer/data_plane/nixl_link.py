@@ -14,9 +14,10 @@ from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import Agent, AgentRead, ReadStatus, Region, UcxAgent
 from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
+from tests.support.waiting import HANG_S
 
 from .contract_link import WINDOW_BLOCKS
-from .recorded_read import BLOCK_BYTES, PATIENCE_S
+from .recorded_read import BLOCK_BYTES
 
 _BLOCKS = 1
 """The pair of a `NixlPeer` that reads blocks; 0 is its hello."""
@@ -52,7 +53,7 @@ class Gate:
     def wait_held(self) -> None:
         """Until a read is held."""
         with self.lock:
-            assert self._changed.wait_for(lambda: self.held, PATIENCE_S), "no read is held"
+            assert self._changed.wait_for(lambda: self.held, HANG_S), "no read is held"
 
     def let_others_pass(self) -> None:
         """What is held stays so."""

@@ -11,10 +11,12 @@ import numpy as np
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, Grant, PoolMemory, ReadOutcome
+from tests.support.waiting import HANG_S
 
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 256
-PATIENCE_S = 20.0
+IN_TIME_S = 10.0
+"""What waits for a peer ends within less: many times the limits that these tests set, a part of the next larger one."""
 """Longer than anything takes on a busy machine; only a hang waits so long."""
 
 
@@ -75,7 +77,7 @@ class RecordedRead:
     def wait_ended(self) -> ReadOutcome:
         """Wait for the end; every rule of the contract was kept until then."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.outcome is not None, PATIENCE_S), "the read does not end"
+            assert self._changed.wait_for(lambda: self.outcome is not None, HANG_S), "the read does not end"
             assert self.broken_rules == []
             assert self.outcome is not None
             if self.outcome is ReadOutcome.DONE:
@@ -92,7 +94,7 @@ class RecordedRead:
     def wait_landed(self, num_blocks: int) -> None:
         """Wait until so many blocks have landed."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.landed_blocks) >= num_blocks, PATIENCE_S), "nothing lands"
+            assert self._changed.wait_for(lambda: len(self.landed_blocks) >= num_blocks, HANG_S), "nothing lands"
 
     def cancel(self) -> None:
         assert self.read is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -15,8 +16,9 @@ from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.kv_transfer.pull.read_queue import LEGAL_MOVES, QUICK_S, SLOW_S, QueuedRead, ReadQueue, ReadState, Window
+from tests.support.waiting import HANG_S, wait_until
 
-from .recorded_read import PATIENCE_S, RecordedRead, make_pool
+from .recorded_read import RecordedRead, make_pool
 
 
 def test_digest_is_xxh3_64() -> None:
@@ -29,25 +31,27 @@ def test_digest_is_xxh3_64() -> None:
 
 
 def test_digest_holds_no_gil() -> None:
-    turns = 0
-    hashed = threading.Event()
+    data = memoryview(bytes(64 << 20))
+    may_run, ran = threading.Event(), threading.Event()
 
-    def count() -> None:
-        nonlocal turns
-        while not hashed.is_set():
-            turns += 1
+    def run() -> None:
+        may_run.wait()
+        ran.set()
 
-    data = memoryview(bytes(256 << 20))
-    counter = threading.Thread(target=count)
-    counter.start()
-    before = turns
-    for _ in range(4):
-        XXH3.of(data, 0)
-    during = turns - before
-    hashed.set()
-    counter.join()
-    # With the GIL held, the counter would run between two calls only, for 5 ms at most.
-    assert during > 0
+    other = threading.Thread(target=run)
+    other.start()
+    usual_s = sys.getswitchinterval()
+    # from now on this thread loses the interpreter only where it gives it away
+    sys.setswitchinterval(10 * HANG_S)
+    try:
+        may_run.set()
+        give_up_at = time.monotonic() + HANG_S
+        while not ran.is_set() and time.monotonic() < give_up_at:
+            XXH3.of(data, 0)
+        assert ran.is_set()
+    finally:
+        sys.setswitchinterval(usual_s)
+        other.join()
 
 
 @pytest.mark.parametrize(
@@ -86,9 +90,7 @@ def test_event_thread_keeps_order_and_drops_timers_at_close() -> None:
     events.call_later(0.02, lambda: calls.append("later"))
     events.call_soon(lambda: calls.append("soon"))
     events.call_soon(fail)
-    deadline = time.monotonic() + PATIENCE_S
-    while len(calls) < 2 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: len(calls) >= 2)
     events.call_soon(lambda: calls.append("last"))
     events.close()
     events.close()

@@ -13,9 +13,10 @@ from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress
 from tests.support.fuzz_cases import Fuzzer
+from tests.support.waiting import HANG_S
 
 from .hostile_source import HostileSource
-from .recorded_read import BLOCK_BYTES, NUM_BLOCKS, PATIENCE_S, Transfer, make_pool, same_bytes, start_read
+from .recorded_read import BLOCK_BYTES, NUM_BLOCKS, Transfer, make_pool, same_bytes, start_read
 from .tcp_link import small_settings
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
@@ -46,7 +47,7 @@ def test_requests_to_a_source(fuzzer: Fuzzer) -> None:
             good = ReadRequest(number, transfer.token, fuzzer.draw.randrange(NUM_BLOCKS), 1, BLOCK_BYTES).encode()
             with (
                 contextlib.suppress(OSError),
-                socket.create_connection((address.host, address.port), PATIENCE_S) as sock,
+                socket.create_connection((address.host, address.port), HANG_S) as sock,
             ):
                 sock.sendall(fuzzer.bytes(good * fuzzer.draw.choice((1, 1, 3))))
                 sock.shutdown(socket.SHUT_WR)

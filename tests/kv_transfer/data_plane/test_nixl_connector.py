@@ -14,11 +14,12 @@ from pdserve.kv_transfer.connector import PoolMemory, ReadOutcome
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import UcxAgent
 from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
+from tests.support.waiting import HANG_S
 
 from .connector_contract import ConnectorContract
 from .contract_link import Link
 from .nixl_link import NixlLink
-from .recorded_read import PATIENCE_S, Transfer, make_pool, same_bytes, start_read
+from .recorded_read import Transfer, make_pool, same_bytes, start_read
 
 
 class TestNixlConnector(ConnectorContract):
@@ -28,12 +29,12 @@ class TestNixlConnector(ConnectorContract):
 
 def test_an_agent_is_made_when_a_peer_is_met_and_not_at_the_first_read() -> None:
     source_pool = make_pool(seed=7)
-    link = NixlLink(source_pool, make_pool(), PATIENCE_S)
+    link = NixlLink(source_pool, make_pool(), HANG_S)
     for _ in range(2):
         link.receiver.meet("prefill-1", 1)
         for thread in threading.enumerate():
             if thread.name == "nixl-spares":
-                thread.join(PATIENCE_S)
+                thread.join(HANG_S)
     assert link.gate.num_made == 3, "the source's, the receiver's own, and one for the peer"
     transfer = Transfer(link.source, source_pool, range(8))
     read = start_read(link.receiver, link.source.metadata, transfer.token, transfer.blocks(range(8), range(8)))

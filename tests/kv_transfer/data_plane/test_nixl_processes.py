@@ -15,8 +15,9 @@ pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", e
 from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_settings import NixlAddress, NixlSettings
+from tests.support.waiting import HANG_S
 
-from .recorded_read import PATIENCE_S, make_pool, start_read
+from .recorded_read import make_pool, start_read
 from .source_process import BLOCK_BYTES, NUM_BLOCKS, SignalOnLanding, SourceProcess
 
 READ_STALL_S = 0.5
@@ -119,7 +120,7 @@ def test_a_killed_source_is_given_up_and_its_next_life_is_read_from(
     source.signal(signal.SIGKILL)
     receiver.forget(source.metadata)
     for reader in readers:
-        reader.join(PATIENCE_S)
+        reader.join(HANG_S)
         assert not reader.is_alive(), "an agent of the dead source was not given up"
     next_life = SourceProcess("nixl")
     pool.view[:] = bytes(len(pool.view))

@@ -17,8 +17,9 @@ from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress, Nix
 from pdserve.kv_transfer.pull.connection import Connection, ConnectionBroken
 from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, PeerConnections
 from pdserve.kv_transfer.totals import Totals
+from tests.support.waiting import HANG_S
 
-from .recorded_read import PATIENCE_S, RecordedRead, make_pool
+from .recorded_read import RecordedRead, make_pool
 
 POOL = make_pool(seed=3)
 LIMITS = ConnectionLimits(
@@ -44,7 +45,7 @@ class ScriptedWire:
     def close(self) -> None:
         self.closing.set()
         if self.is_broken:
-            assert self.may_close.wait(PATIENCE_S)
+            assert self.may_close.wait(HANG_S)
 
 
 class Connections:
@@ -75,7 +76,7 @@ def test_a_read_does_not_wait_for_a_lane_that_gives_up_its_wire() -> None:
     hung = ScriptedWire(is_broken=True)
     connections = Connections(hung, ScriptedWire())
     first = connections.read(0)
-    assert hung.closing.wait(PATIENCE_S)
+    assert hung.closing.wait(HANG_S)
     assert connections.read(1).wait_ended() is ReadOutcome.DONE
     assert first.outcome is None, "its wire may still write"
     hung.may_close.set()
@@ -117,7 +118,7 @@ class _HangingRead:
 
 def test_i7_a_nixl_read_that_is_cancelled_before_it_begins_ends_as_soon_as_others() -> None:
     source = NixlAddress("source", b"", 1, POOL.block_bytes, POOL.num_blocks, 1, bytes(HELLO_BYTES))
-    settings = NixlSettings(read_stall_s=PATIENCE_S, cancel_drain_s=0.05)
+    settings = NixlSettings(read_stall_s=HANG_S, cancel_drain_s=0.05)
     wire = NixlConnection(
         source, POOL, settings, lambda: NixlPeer(POOL, _HangingAgent), threading.Event(), lambda: None
     )

@@ -17,8 +17,9 @@ from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
 from pdserve.kv_transfer.pull.block_reader import BlockReader
 from pdserve.kv_transfer.pull.connection import Connection
 from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits
+from tests.support.waiting import HANG_S
 
-from .recorded_read import PATIENCE_S, RecordedRead, Transfer, make_pool, start_read
+from .recorded_read import RecordedRead, Transfer, make_pool, start_read
 
 TOKEN = bytes(16)
 MAX_RESTING = 2
@@ -49,12 +50,12 @@ class World:
     def wait_open(self, *addresses: str) -> None:
         """Until exactly these have an open wire."""
         with self.changed:
-            assert self.changed.wait_for(lambda: sorted(self.open) == sorted(addresses), PATIENCE_S), self.open
+            assert self.changed.wait_for(lambda: sorted(self.open) == sorted(addresses), HANG_S), self.open
 
     def wait_still_open(self, *addresses: str) -> None:
         """Until these have a wire, the first that was made for them."""
         with self.changed:
-            assert self.changed.wait_for(lambda: set(addresses) <= set(self.open), PATIENCE_S), self.open
+            assert self.changed.wait_for(lambda: set(addresses) <= set(self.open), HANG_S), self.open
             assert all(self.num_made[address] == 1 for address in addresses)
 
 
@@ -64,7 +65,7 @@ class _Wire:
 
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
         with self._world.changed:
-            assert self._world.changed.wait_for(lambda: self._address not in self._world.held, PATIENCE_S)
+            assert self._world.changed.wait_for(lambda: self._address not in self._world.held, HANG_S)
         yield len(blocks)
 
     def interrupt(self) -> bool:
@@ -249,7 +250,7 @@ def test_agents_of_peers_that_rest_are_destroyed_and_made_again() -> None:
 
     def wait_alive(count: int) -> None:
         with changed:
-            assert changed.wait_for(lambda: len(alive) == count, PATIENCE_S), alive
+            assert changed.wait_for(lambda: len(alive) == count, HANG_S), alive
 
     sources = [NixlConnector() for _ in range(3)]
     pools = [make_pool(seed=number) for number in range(3)]

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from pdserve.kv_transfer.tcp.tcp_stream import StreamBroken, dial, resolve
+from tests.support.waiting import HANG_S, wait_until
 
 TIMEOUT_S = 0.2
 
@@ -31,7 +32,7 @@ class SlowResolver:
         if host.startswith("127."):
             return self._ask(host, port, *args, **kwargs)
         self.names.append(host)
-        assert self.answer.wait(20)
+        assert self.answer.wait(HANG_S)
         return self._ask("127.0.0.1", port, *args, **kwargs)
 
 
@@ -43,10 +44,10 @@ def slow(monkeypatch):
     resolver.answer.set()
     for thread in threading.enumerate():
         if thread.name.startswith("resolve-"):
-            thread.join(20)
+            thread.join(HANG_S)
 
 
-def connect(host, port, timeout_s=20.0):
+def connect(host, port, timeout_s=HANG_S):
     dial(host, port, timeout_s, 1.0, 1.0).close()
 
 
@@ -69,16 +70,15 @@ def test_a_name_that_is_not_resolved_in_time_breaks_the_stream(slow, peer):
 def test_whoever_waits_gets_the_answer_and_later_ones_ask_again(slow, peer):
     answers = []
     asking = [
-        threading.Thread(target=lambda: answers.append(resolve("peer.example", peer, 20)), daemon=True)
+        threading.Thread(target=lambda: answers.append(resolve("peer.example", peer, HANG_S)), daemon=True)
         for _ in range(3)
     ]
     for thread in asking:
         thread.start()
-    while not slow.names:
-        time.sleep(0.001)
+    wait_until(lambda: slow.names)
     slow.answer.set()
     for thread in asking:
-        thread.join(20)
+        thread.join(HANG_S)
     assert [[address for _, address in answer] for answer in answers] == [[("127.0.0.1", peer)]] * 3
     before = len(slow.names)
     connect("peer.example", peer)

@@ -13,10 +13,11 @@ from pdserve.common.errors import ConfigError
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOutcome
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
+from tests.support.waiting import HANG_S, wait_until
 
 from .conftest import connector_threads
 from .contract_link import WINDOW_BLOCKS
-from .recorded_read import BLOCK_BYTES, PATIENCE_S, Transfer, make_pool, start_read
+from .recorded_read import BLOCK_BYTES, IN_TIME_S, Transfer, make_pool, start_read
 from .tcp_link import small_settings
 
 MakeConnector = Callable[..., TcpConnector]
@@ -35,13 +36,6 @@ def make_connector() -> Iterator[MakeConnector]:
     yield make
     for connector in connectors:
         connector.close()
-
-
-def becomes_true(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return holds()
 
 
 def read_some(receiver: BlockConnector, source: BlockConnector, count: int = 4) -> ReadOutcome:
@@ -78,15 +72,15 @@ def test_peer_that_restarted_is_reached_again(make_connector: MakeConnector) -> 
 def test_idle_connections_close(make_connector: MakeConnector) -> None:
     source, receiver = make_connector(), make_connector(idle_close_s=0.05)
     assert read_some(receiver, source, 4 * WINDOW_BLOCKS) is ReadOutcome.DONE
-    assert becomes_true(lambda: source.num_connections == 0)
-    assert becomes_true(lambda: not [name for name in connector_threads() if name.startswith("tcp-read")])
+    assert wait_until(lambda: source.num_connections == 0)
+    assert wait_until(lambda: not [name for name in connector_threads() if name.startswith("tcp-read")])
     assert read_some(receiver, source) is ReadOutcome.DONE
 
 
 def test_source_closes_idle_connections_too(make_connector: MakeConnector) -> None:
     source, receiver = make_connector(idle_close_s=0.05), make_connector()
     assert read_some(receiver, source) is ReadOutcome.DONE
-    assert becomes_true(lambda: source.num_connections == 0)
+    assert wait_until(lambda: source.num_connections == 0)
     assert read_some(receiver, source) is ReadOutcome.DONE
 
 
@@ -103,13 +97,13 @@ def test_i6_connection_that_cannot_be_made_fails_in_time(make_connector: MakeCon
         began = time.monotonic()
         reads = [start_read(receiver, metadata, bytes(16), [BlockToRead(0, 0, 0)]) for _ in range(3)]
         assert all("no connection" in read.wait_failed() for read in reads)
-        assert time.monotonic() - began < PATIENCE_S / 4
+        assert time.monotonic() - began < IN_TIME_S / 2
         for sock in waiting:
             sock.close()
 
 
 def test_cancel_while_connecting_ends_at_once(make_connector: MakeConnector) -> None:
-    receiver = make_connector(connect_timeout_s=1.0)
+    receiver = make_connector(connect_timeout_s=2 * HANG_S)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         waiting = [socket.socket() for _ in range(4)]
         for sock in waiting:
@@ -118,10 +112,8 @@ def test_cancel_while_connecting_ends_at_once(make_connector: MakeConnector) -> 
         metadata = TcpAddress("127.0.0.1", full.getsockname()[1]).to_metadata()
         read = start_read(receiver, metadata, bytes(16), [BlockToRead(0, 0, 0)])
         time.sleep(0.05)
-        began = time.monotonic()
         read.cancel()
         assert read.wait_ended() is ReadOutcome.CANCELLED
-        assert time.monotonic() - began < 0.8
         for sock in waiting:
             sock.close()
 

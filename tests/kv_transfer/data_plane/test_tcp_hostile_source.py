@@ -14,9 +14,10 @@ from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
 from pdserve.kv_transfer.pull.read_grants import Refusal
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
+from tests.support.waiting import HANG_S
 
 from .hostile_source import HostileSource, Script, honest_answer
-from .recorded_read import BLOCK_BYTES, PATIENCE_S, RecordedRead, make_pool, start_read
+from .recorded_read import BLOCK_BYTES, RecordedRead, make_pool, start_read
 from .tcp_link import small_settings
 
 ZERO_DIGEST = XXH3.of(memoryview(bytes(BLOCK_BYTES)), 0)
@@ -29,7 +30,7 @@ def pool() -> PoolMemory:
 
 @pytest.fixture
 def receiver(pool: PoolMemory) -> Iterator[TcpConnector]:
-    connector = TcpConnector(small_settings(sockets_per_peer=1, read_stall_s=PATIENCE_S))
+    connector = TcpConnector(small_settings(sockets_per_peer=1, read_stall_s=HANG_S))
     connector.serve(pool)
     yield connector
     connector.close()
