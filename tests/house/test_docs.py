@@ -110,7 +110,8 @@ def flags() -> dict[str, set[str]]:
 
 
 def shown_flags(command: Any) -> set[str]:
-    own = {flag for parameter in command.params if not getattr(parameter, "hidden", False) for flag in parameter.opts}
+    shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
+    own = {flag for parameter in shown for flag in (*parameter.opts, *parameter.secondary_opts)}
     return own.union(*map(shown_flags, getattr(command, "commands", {}).values()))
 
 

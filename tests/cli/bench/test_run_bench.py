@@ -18,6 +18,8 @@ NOBODY = "http://127.0.0.1:9"
     ("options", "cause"),
     [
         (["--num", "0"], "--num is 0, at least 1 is needed"),
+        (["--num", "10000000"], "--num is 10000000 and needs 2560000000 prompt tokens, at most 134217728"),
+        (["--temperature", "-1"], "--temperature is -1.0, 0 or more"),
         (["--warmup", "-1"], "--warmup is -1, at least 0"),
         (["--input-tokens", "0"], "--input-tokens is 0, at least 1"),
         (["--concurrency", "0"], "--concurrency is 0, at least 1"),

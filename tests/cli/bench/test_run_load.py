@@ -173,7 +173,7 @@ def test_a_target_that_is_none_is_refused(word: str) -> None:
 def test_a_run_without_answers_has_figures() -> None:
     figures = Summary.of([RECORDS[-1]], {"ttft": 1.0}).figures()
     assert (figures["completed"], figures["median_ttft_ms"], figures["request_goodput"]) == (0, None, 0.0)
-    assert latency_row(Summary.of([], {}), "ttft") == ["time to first token (TTFT)", *["-"] * 6]
+    assert latency_row(Summary.of([], {}), "ttft") == ["first token (TTFT)", *["-"] * 6]
     assert Summary.of([], {}).figures()["request_throughput"] == 0.0
 
 

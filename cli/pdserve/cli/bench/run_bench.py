@@ -31,6 +31,8 @@ from pdserve.text.tokenizer import Tokenizer
 
 Api = Literal["completions", "chat", "grpc"]
 MAX_SHOWN_ERRORS = 3
+MAX_DRAWN_TOKENS = 1 << 27
+"""Limit of all prompts together, which are drawn before the run: about 1 GiB."""
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
@@ -68,6 +70,13 @@ class BenchOptions:
         self.shape.verify()
         if self.num_sessions < 1:
             raise ConfigError(f"--num is {self.num_sessions}, at least 1 is needed")
+        tokens = self.num_sessions * (self.shape.prefix_tokens + self.shape.num_turns * self.shape.input_tokens)
+        if self.trace is None and tokens > MAX_DRAWN_TOKENS:
+            raise ConfigError(
+                f"--num is {self.num_sessions} and needs {tokens} prompt tokens, at most {MAX_DRAWN_TOKENS} are possible"
+            )
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"--temperature is {self.temperature}, 0 or more is needed")
         if self.warm_up < 0:
             raise ConfigError(f"--warmup is {self.warm_up}, at least 0 is needed")
         if (rate := self.plan.requests_per_s) is not None and not 0 < rate < float("inf"):

@@ -14,9 +14,9 @@ from pdserve.common.errors import ConfigError
 PERCENTILES = (50, 90, 95, 99)
 LATENCIES = ("ttft", "itl", "tpot", "e2el")
 TITLES = {
-    "ttft": "time to first token",
-    "itl": "inter-token latency",
-    "tpot": "time per output token",
+    "ttft": "first token",
+    "itl": "between chunks",
+    "tpot": "per token",
     "e2el": "end to end",
 }
 
