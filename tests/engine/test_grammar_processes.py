@@ -480,9 +480,9 @@ def test_a_fork_server_whose_worker_was_killed_ends_without_a_traceback(folder):
         "pdserve.engine.structured_outputs.grammar_process",
         str(its.fileno()),
         str(folder),
+        str(VOCAB_SIZE),
+        "16",
     ]
-    ended = subprocess.run(
-        [*command, str(VOCAB_SIZE)], pass_fds=(its.fileno(),), capture_output=True, text=True, timeout=HANG_S
-    )
+    ended = subprocess.run(command, pass_fds=(its.fileno(),), capture_output=True, text=True, timeout=HANG_S)
     its.close()
     assert (ended.returncode, ended.stderr) == (0, "")

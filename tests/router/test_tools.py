@@ -131,6 +131,9 @@ async def test_forms_reach_the_worker(cluster: Any) -> None:
         assert given == request_pb2.StructuredOutputs(choice=["a", "b"], disable_any_whitespace=True)
         given = (await sent(cluster, path, response_format={"type": "json_object"})).sampling.structured_outputs
         assert given == request_pb2.StructuredOutputs(json_object=True)
+        compact = {"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": True}}
+        given = (await sent(cluster, path, **compact)).sampling.structured_outputs
+        assert given == request_pb2.StructuredOutputs(json_object=True, disable_any_whitespace=True)
         strict = await sent(cluster, path, response_format=schema(name="a", schema={"type": "null"}, strict=True))
         assert json.loads(strict.sampling.structured_outputs.json) == {"type": "null"}
     call = inference_pb2.GenerateRequest(text=inference_pb2.TextPrompt(text="x"))
@@ -155,6 +158,11 @@ async def test_what_tools_come_to(cluster: Any) -> None:
         assert [tag["begin"].split('"')[3] for tag in calls["tags"]] == names
         assert calls["tags"][0]["content"]["json_schema"] == SUM["function"]["parameters"]
         assert (calls["at_least_one"], calls["stop_after_first"]) == (True, only_one)
+        assert not forced.sampling.structured_outputs.disable_any_whitespace
+        options: dict[str, Any] = {"structured_outputs": {"disable_any_whitespace": True}}
+        body = {"tools": [SUM, tool("f")], "tool_choice": choice} | options
+        compact = await sent(cluster, **body)
+        assert compact.sampling.structured_outputs.disable_any_whitespace
     single = await sent(cluster, tools=[SUM, tool("f")], tool_choice="required", parallel_tool_calls=False)
     assert json.loads(single.sampling.structured_outputs.structural_tag)["format"]["stop_after_first"]
 

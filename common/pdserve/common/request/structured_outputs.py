@@ -41,7 +41,8 @@ class StructuredOutputsParams(
     structural_tag: str | None = None
     """JSON: free text in which tags begin parts of a fixed form, in the format of xgrammar."""
     disable_any_whitespace: bool = False
-    """JSON is written with one space after commas and colons and no other white space."""
+    """JSON is written with one space after commas and colons and no other white space; in a structural tag, at most one white
+    space character in a row."""
     disable_additional_properties: bool = False
     """As it is anyway: see `json`."""
     whitespace_pattern: str | None = None
@@ -51,9 +52,23 @@ class StructuredOutputsParams(
         if isinstance(self.choice, list):
             msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
 
+    @property
+    def constraints(self) -> list[str]:
+        """Names of the constraints given; a valid form has one."""
+        return [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+
+    def with_options_of(self, other: StructuredOutputsParams) -> StructuredOutputsParams:
+        """This constraint with the options of another form."""
+        return msgspec.structs.replace(
+            self,
+            disable_any_whitespace=other.disable_any_whitespace,
+            disable_additional_properties=other.disable_additional_properties,
+            whitespace_pattern=other.whitespace_pattern,
+        )
+
     def verify(self) -> None:
         """Raise `InvalidRequest` naming the field, its value and its limit. Only an engine can check whether it compiles."""
-        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+        given = self.constraints
         if len(given) != 1:
             told = f"has {' and '.join(given)}" if given else "has no constraint"
             raise InvalidRequest(f"{FIELD} {told}, exactly one of {', '.join(CONSTRAINTS)} is needed", FIELD)

@@ -78,6 +78,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """The same for all tokens of a request's sequences together, seconds, plus 5 ms per token."""
     grammar_memory_mib: int = 2048
     """Address space that the process of a grammar may take in addition to its initial one."""
+    grammar_whitespace_chars: int = 16
+    """White space characters in a row that JSON of a grammar may have; 0: no limit. Equal on all workers."""
     engine_stuck_exit_s: float = 60.0
     """Seconds without progress of the engine after which its worker logs all stacks and exits with status 1; 0: never."""
     attach_timeout_s: float = 10.0
@@ -145,7 +147,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}, a name is needed: auto, torch, or a plug-in's"
             )
-        self._verify_least(0, "long_prefill_token_threshold")
+        self._verify_least(0, "long_prefill_token_threshold", "grammar_whitespace_chars")
         if not 0 < self.run_ahead_share <= 1:
             raise ConfigError(f"run_ahead_share is {self.run_ahead_share}, above 0 and at most 1 is needed")
         self._verify_seconds("grammar_timeout_s", "grammar_token_s", "grammar_request_s")

@@ -57,6 +57,7 @@ class LoadedModel:
             kill_s=5 * settings.grammar_token_s,
             request_s=settings.grammar_request_s,
             memory_mib=settings.grammar_memory_mib,
+            whitespace_chars=settings.grammar_whitespace_chars,
         )
         vocab_size = self.decoder.config.vocab_size
         return GrammarCompiler(self.folder, vocab_size, limits, max_processes=settings.max_num_seqs)

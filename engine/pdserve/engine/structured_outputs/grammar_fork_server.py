@@ -64,8 +64,9 @@ class GrammarForkServer:
         self._socket, theirs = packet_socket_pair()
         module = "pdserve.engine.structured_outputs.grammar_process"
         with theirs:
+            arguments = (theirs.fileno(), folder, vocab_size, limits.whitespace_chars)
             self._program = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(folder), str(vocab_size)],
+                [sys.executable, "-P", "-m", module, *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pdserve.common.errors import InvalidRequest, PdServeError, PeerError
 from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsParams
+from pdserve.engine.structured_outputs.grammar_messages import WHITESPACE_CHARS
 from pdserve.engine.structured_outputs.schema_support import verify_enforced
 
 CACHE_BYTES = 32 << 20
@@ -94,12 +95,14 @@ class GrammarMatcher:
 class Vocabulary:
     """The tokens of a model folder as bytes, and a compiler over them. Any thread may use it."""
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
-        """vocab_size: length of the model's logits.
+    def __init__(self, folder: Path, vocab_size: int, whitespace_chars: int = WHITESPACE_CHARS) -> None:
+        """vocab_size: length of the model's logits. whitespace_chars: white space in a row in JSON, at most; 0: no limit.
 
         Special tokens have no text in a grammar, so that they do not match the characters of their names.
         """
         self.size = vocab_size
+        self.max_whitespace_cnt = whitespace_chars or None
+        """xgrammar's name of the limit; None: no limit."""
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         described = xgrammar.TokenizerInfo.from_huggingface(
             PreTrainedTokenizerFast(tokenizer_object=backend), vocab_size=vocab_size, stop_token_ids=[0]
@@ -136,7 +139,7 @@ def warm_up(vocabulary: Vocabulary) -> None:
     """Compute the state that most grammars need, so that forked processes inherit it."""
     for compiler in (vocabulary.plain, vocabulary.without_controls):
         for any_whitespace in (True, False):
-            compiler.compile_json_schema(_JSON_OBJECT, any_whitespace=any_whitespace)
+            _compile_json(vocabulary, compiler, _JSON_OBJECT, any_whitespace=any_whitespace)
 
 
 def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
@@ -157,9 +160,9 @@ def _compiled(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgramm
     if params.json is not None:
         verify_enforced(json.loads(params.json_schema))
         compiler = _compiler_for(vocabulary, params.json_schema)
-        return compiler.compile_json_schema(params.json_schema, any_whitespace=any_whitespace)
+        return _compile_json(vocabulary, compiler, params.json_schema, any_whitespace=any_whitespace)
     if params.json_object:
-        return compiler.compile_json_schema(_JSON_OBJECT, any_whitespace=any_whitespace)
+        return _compile_json(vocabulary, compiler, _JSON_OBJECT, any_whitespace=any_whitespace)
     if params.regex is not None:
         return compiler.compile_regex(params.regex)
     if params.choice is not None:
@@ -171,8 +174,17 @@ def _compiled(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgramm
         verify_enforced(schema)
     if "structures" in tag:
         tag = _from_older_form(tag)
+    if (limit := vocabulary.max_whitespace_cnt if any_whitespace else 1) is not None:
+        tag = _with_limited_whitespace(tag, limit)
     text = json.dumps(tag)
     return _compiler_for(vocabulary, text).compile_structural_tag(text)
+
+
+def _compile_json(
+    vocabulary: Vocabulary, compiler: xgrammar.GrammarCompiler, schema: str, *, any_whitespace: bool
+) -> xgrammar.CompiledGrammar:
+    limit = vocabulary.max_whitespace_cnt if any_whitespace else None
+    return compiler.compile_json_schema(schema, any_whitespace=any_whitespace, max_whitespace_cnt=limit)
 
 
 def _compiler_for(vocabulary: Vocabulary, schema: str) -> xgrammar.GrammarCompiler:
@@ -191,6 +203,17 @@ def _schemas_in(tag: Any) -> Iterator[Any]:
     elif isinstance(tag, list):
         for value in tag:
             yield from _schemas_in(value)
+
+
+def _with_limited_whitespace(tag: Any, limit: int) -> Any:
+    """A structural tag whose JSON has at most `limit` characters of white space in a row, where the tag itself has no limit."""
+    if isinstance(tag, list):
+        return [_with_limited_whitespace(value, limit) for value in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") == "json_schema":
+        return tag if tag.get("max_whitespace_cnt") is not None else tag | {"max_whitespace_cnt": limit}
+    return {name: _with_limited_whitespace(value, limit) for name, value in tag.items()}
 
 
 def _from_older_form(tag: dict[str, Any]) -> dict[str, Any]:

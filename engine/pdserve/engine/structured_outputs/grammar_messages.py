@@ -27,9 +27,12 @@ MAX_PACKET_BYTES = 192 << 10
 REPLAY_TOKENS = 8192
 """Output tokens in one `Open`, at most."""
 
+WHITESPACE_CHARS = 16
+"""Default limit of white space in a row in JSON: a line break and an indent of seven levels by two characters, or three by four."""
+
 
 class GrammarLimits(msgspec.Struct, frozen=True, array_like=True):
-    """Limits of one grammar, in seconds of processor time except for `compile_s`."""
+    """Limits of one grammar; times are seconds of processor time except for `compile_s`."""
 
     compile_s: float = 10.0
     """Wall time from a grammar's turn until it is compiled, and processor time of its process until then."""
@@ -43,6 +46,8 @@ class GrammarLimits(msgspec.Struct, frozen=True, array_like=True):
     """Addition to `request_s` for each token of the request's sequences."""
     memory_mib: int = 2048
     """Address space of the process in addition to its initial one."""
+    whitespace_chars: int = WHITESPACE_CHARS
+    """White space in a row in JSON; 0: no limit."""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):

@@ -1,6 +1,6 @@
 """A program that compiles and matches grammars: a fork server with one vocabulary, and one child process per grammar.
 
-Started by `GrammarForkServer`: python -m pdserve.engine.structured_outputs.grammar_process DESCRIPTOR MODEL_FOLDER VOCAB_SIZE
+`GrammarForkServer` starts this module with the arguments DESCRIPTOR MODEL_FOLDER VOCAB_SIZE WHITESPACE_CHARS.
 
 Grammars are clients' texts, and compiling and matching them may take super-linear time. The kernel kills a grammar's process by a
 timer over its processor time, without loss for other grammars. A process ends when its socket is closed or the fork server ends,
@@ -47,12 +47,12 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 def main() -> None:
-    descriptor, folder, vocab_size = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    descriptor, folder, vocab_size, whitespace_chars = sys.argv[1:5]
     # Ctrl-C signals the whole process group; the worker decides when this process ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = socket.socket(fileno=descriptor)
+    control = socket.socket(fileno=int(descriptor))
     try:
-        vocabulary = Vocabulary(folder, vocab_size)
+        vocabulary = Vocabulary(Path(folder), int(vocab_size), int(whitespace_chars))
         warm_up(vocabulary)
     except Exception as error:
         control.send(encode(Broken(f"{type(error).__name__}: {error}"[:500])))

@@ -242,6 +242,8 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         form = output_form(self.response_format, self.structured_outputs)
         if forced is None:
             return form
+        if form.params is not None and not form.params.constraints:
+            return OutputConstraint(forced.with_options_of(form.params), "tools")
         if form.params is not None:
             raise InvalidRequest("tool_choice forces a call, so that no other form can be asked for", "tool_choice")
         return OutputConstraint(forced, "tools")

@@ -51,13 +51,18 @@ class OutputConstraint(NamedTuple):
 def output_form(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputsParams | None
 ) -> OutputConstraint:
-    """Raises: InvalidRequest for a wrong `response_format`, and for both at once."""
+    """Raises: InvalidRequest for a wrong `response_format`, and for two constraints.
+
+    A `structured_outputs` without a constraint gives the options of the other field's constraint.
+    """
     by_format = None if response_format is None else _of_response_format(response_format)
     if structured_outputs is None:
         return OutputConstraint(by_format, "response_format")
-    if by_format is not None:
+    if by_format is None:
+        return OutputConstraint(structured_outputs)
+    if structured_outputs.constraints:
         raise InvalidRequest("response_format and structured_outputs both ask for a form", "response_format")
-    return OutputConstraint(structured_outputs)
+    return OutputConstraint(by_format.with_options_of(structured_outputs), "response_format")
 
 
 def _of_response_format(given: ResponseFormat) -> StructuredOutputsParams | None:
