@@ -14,12 +14,21 @@ from pdserve.cli.greeting import Greeting
 URL = "127.0.0.1:50051"
 
 
-async def hint(grpc: str = URL) -> str:
-    """The last line that is printed."""
+async def printed(grpc: str = URL) -> list[str]:
+    """Lines."""
     said = io.StringIO()
     greeting = Greeting(Console(file=said, width=200), "", False, URL)
-    assert await greeting(Addresses("127.0.0.1:8000", grpc, [], ["127.0.0.1:1"]))
-    return said.getvalue().splitlines()[-1]
+    assert await greeting(Addresses("127.0.0.1:8000", grpc, [], ["127.0.0.1:1"], {"router": "127.0.0.1:9"}))
+    return said.getvalue().splitlines()
+
+
+async def hint(grpc: str = URL) -> str:
+    """The last line that is printed."""
+    return (await printed(grpc))[-1]
+
+
+async def test_addresses_of_metrics_are_printed() -> None:
+    assert (await printed())[1] == "metrics  router http://127.0.0.1:9/metrics"
 
 
 async def test_the_hint_can_be_pasted_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,5 +36,6 @@ async def test_the_hint_can_be_pasted_as_it_stands(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", str(tmp_path))
     assert (await hint()).startswith("Ask more:  .venv/bin/pdserve chat --timeline ")
     assert " .venv/bin/pdserve chat --url 127.0.0.1:7 --timeline " in await hint("127.0.0.1:7")
+    assert " pdserve chat --timeline " in (await hint("0.0.0.0:50051")).replace(".venv/bin/", " ")
     (tmp_path / "pdserve").touch(0o755)
     assert (await hint()).startswith("Ask more:  pdserve chat --timeline ")

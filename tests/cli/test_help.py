@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -29,3 +30,17 @@ def test_every_option_is_shown_with_its_whole_text(name: str) -> None:
         if getattr(option, "hidden", False) or not (text := getattr(option, "help", None)):
             continue
         assert text in shown, option.name
+
+
+def test_the_version_is_the_packages() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"pdserve {version('pdserve')}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("pdserve do", "doctor"), ("pdserve up --max-m", "--max-model-len"), ("pdserve keys ", "new")],
+)
+def test_a_shell_completes_commands_and_options(words: str, completed: str) -> None:
+    environ = {"_PDSERVE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = CliRunner().invoke(app, [], prog_name="pdserve", env=environ)
+    assert result.output.split() == [completed]

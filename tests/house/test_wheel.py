@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import sysconfig
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,3 +36,17 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
         f"pdserve/models/demo/{name}" for name in ("config.json", "tokenizer.json", "model.safetensors")
     } <= model.keys()
     assert sum(model.values()) <= MAX_MODEL_BYTES
+    assert version_of_module(wheel, tmp_path / "installed") == f"pdserve {version('pdserve')}\n"
+
+
+def version_of_module(wheel: Path, folder: Path) -> str:
+    """Output of `python -m pdserve --version` with the wheel's files, those that it needs, in place of this checkout."""
+    with zipfile.ZipFile(wheel) as archive:
+        needed = re.compile(r"pdserve/(__main__|(cli|common)/.+)\.py|pdserve-[^/]+/METADATA")
+        archive.extractall(folder, [name for name in archive.namelist() if needed.fullmatch(name)])
+    # without `site`, so that no .pth file of site-packages leads to the checkout
+    code = "import runpy, sys; sys.path[:0] = sys.argv[1:3]; sys.argv[1:] = ['--version']; " + (
+        "runpy.run_module('pdserve', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code, str(folder), sysconfig.get_path("purelib")]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder).stdout

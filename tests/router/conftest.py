@@ -15,6 +15,7 @@ import pytest
 
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.shutdown import Shutdown
 from pdserve.router.service import run_router
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.router.fake_worker import FakeWorker, save_tokenizer
@@ -53,7 +54,9 @@ class Cluster:
         self.http: httpx.AsyncClient
         self.grpc: InferenceServiceStub
         self.channel: grpc.aio.Channel
-        self.stop = asyncio.Event()
+        self.lines: list[str] = []
+        self.shutdown = Shutdown(announce=self.lines.append)
+        self.stop = self.shutdown.stop
         self.running: asyncio.Task[None] | None = None
         self.addresses = ("", "")
 
@@ -80,7 +83,7 @@ class Cluster:
                 RouterSettings(port=0, grpc_port=0, **settings),
                 model_folder=self.folder,
                 ready=lambda *addresses: ready.set_result(addresses),
-                stop=self.stop,
+                shutdown=self.shutdown,
             )
         )
         await asyncio.wait((ready, self.running), return_when=asyncio.FIRST_COMPLETED)

@@ -13,6 +13,7 @@ import pytest
 from pdserve.common.errors import Overloaded
 from pdserve.common.settings.api_key_file import key_hash
 from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.shutdown import Shutdown
 from pdserve.router.service import run_router
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.fake_worker import (
@@ -122,7 +123,7 @@ async def test_two_routers_that_each_fill_the_fleet_are_served_in_turn(cluster, 
             RouterSettings(port=0, grpc_port=0, max_attempts=1, max_running_requests=8, **addresses),
             model_folder=model_folder,
             ready=lambda http, grpc: ready.set_result(http),
-            stop=stop,
+            shutdown=Shutdown(stop=stop),
         )
     )
     url = f"http://{await ready}"

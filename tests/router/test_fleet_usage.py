@@ -16,6 +16,7 @@ from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.api_key_file import KeyLimits, key_hash
 from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.shutdown import Shutdown
 from pdserve.router.service import run_router
 from pdserve.router.tenants import fleet_usage
 from pdserve.router.tenants.client import Client
@@ -207,7 +208,7 @@ async def test_two_routers_hold_a_tenant_to_one_limit(cluster, server, model_fol
             RouterSettings(port=0, grpc_port=0, **addresses, **shared),
             model_folder=model_folder,
             ready=lambda http, grpc: ready.set_result(http),
-            stop=stop,
+            shutdown=Shutdown(stop=stop),
         )
     )
     url = f"http://{await ready}"

@@ -88,6 +88,30 @@ async def test_streams_that_outlast_the_drain_end_with_an_error(cluster):
     await cluster.of("decode").calls[0].cancelled.wait()
 
 
+async def test_a_drain_says_what_it_waits_for_and_a_second_signal_ends_it(cluster):
+    await cluster.start(prefill=0, drain_s=30.0)
+    cluster.of("decode").script = play(decode_outputs(0, "a"), forever)
+    async with cluster.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
+        lines = response.aiter_lines()
+        assert '"a"' in await anext(lines)
+        cluster.stop.set()
+        await asyncio.sleep(0.05)
+        assert cluster.lines == ["draining 1 request, at most 30 s; Ctrl-C again stops now"]
+        assert not cluster.running.done()
+        cluster.shutdown.hurry.set()
+        assert '"code":"draining"' in "".join([line async for line in lines])
+    async with asyncio.timeout(5):
+        await cluster.running
+
+
+async def test_an_idle_router_ends_without_a_line(cluster):
+    await cluster.start(prefill=0)
+    cluster.stop.set()
+    async with asyncio.timeout(5):
+        await cluster.running
+    assert not cluster.lines
+
+
 ROUTER = """
     import asyncio, sys
     from pathlib import Path

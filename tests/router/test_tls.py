@@ -16,6 +16,7 @@ from pdserve.common.errors import WorkerLost
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.security.tls import TlsFile, load_client
 from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.shutdown import Shutdown
 from pdserve.router.service import run_router
 from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
@@ -102,7 +103,7 @@ class Front:
                 self._settings,
                 model_folder=folder,
                 ready=lambda *addresses: ready.set_result(addresses),
-                stop=self._stop,
+                shutdown=Shutdown(stop=self._stop),
             )
         )
         self.http, self.grpc = await ready

@@ -1,4 +1,4 @@
-"""Output of `pdserve up` when the cluster is ready: addresses, and the answer to one question."""
+"""Output of `pdserve up` when the cluster is ready: addresses, metrics included, and the answer to one question."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from pdserve.cli.cluster import Addresses
 from pdserve.cli.conversation import show_answer
 from pdserve.cli.grpc_client import GrpcClient, Turn
+from pdserve.common.address.host_address import loopback_of
 from pdserve.common.errors import PdServeError
 
 
@@ -29,13 +30,15 @@ class Greeting:
         console = self._console
         console.print(
             f"[bold green]ready[/]  OpenAI http://{addresses.http}/v1   gRPC {addresses.grpc}   "
-            f"prefill {', '.join(addresses.prefill) or 'none'}   decode {', '.join(addresses.decode)}",
+            f"prefill {', '.join(addresses.prefill) or 'none'}   decode {', '.join(addresses.decode)}\n"
+            f"metrics  {'   '.join(f'{name} http://{at}/metrics' for name, at in addresses.metrics.items())}",
             soft_wrap=True,
         )
+        grpc = loopback_of(addresses.grpc)
         if self._question:
             console.print(f"\n[bold]{self._question}[/]")
             try:
-                async with GrpcClient(addresses.grpc, addresses.api_key) as client:
+                async with GrpcClient(grpc, addresses.api_key) as client:
                     await show_answer(
                         console, client.chat([Turn("user", self._question)], temperature=0.0, max_tokens=64), True
                     )
@@ -44,7 +47,7 @@ class Greeting:
                 console.print(f"[red]{error.code}: {error.message}[/]")
         if not self._once:
             console.print(
-                f'\nAsk more:  {self._chat(addresses.grpc)} --timeline "What is 7 plus 5?"     Ctrl-C drains and stops.',
+                f'\nAsk more:  {self._chat(grpc)} --timeline "What is 7 plus 5?"     Ctrl-C drains and stops.',
                 soft_wrap=True,
             )
         return not self._once

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +14,33 @@ import typer
 
 from pdserve.cli.bench.command import bench
 from pdserve.cli.client_options import DEFAULT_URL, CaFile, CertFile, ClientKeyFile, client_tls
-from pdserve.common.errors import PdServeError
+from pdserve.cli.options import (
+    ApiKey,
+    ApiKeysFile,
+    Config,
+    Connector,
+    GrpcPort,
+    GrpcUrl,
+    Hidden,
+    Host,
+    HttpPort,
+    Insecure,
+    KeyFile,
+    LocalPrefill,
+    MaxTokens,
+    Model,
+    ModelArgument,
+    NoAuth,
+    Otlp,
+    Policy,
+    Port,
+    RedisUrl,
+    Seed,
+    Set,
+    ShowTimeline,
+    Temperature,
+)
+from pdserve.common.errors import ConfigError, PdServeError
 
 if TYPE_CHECKING:
     from pdserve.cli.grpc_client import GrpcClient
@@ -23,108 +50,77 @@ EXIT_CONFIG = 2
 EXIT_FAILED = 1
 
 app = typer.Typer(
-    help="LLM serving with prefill and decode in separate gRPC services.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"pdserve {version('pdserve')}")
+        raise typer.Exit
+
 
 keys = typer.Typer(help="API keys of a router's clients.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
 app.command()(bench)
 
-Model = Annotated[str | None, typer.Option(help="A Hugging Face checkpoint's folder, or 'demo' for the bundled model.")]
-Host = Annotated[
-    str | None, typer.Option(help="Address to listen on; other addresses than loopback need TLS or --insecure.")
-]
-Port = Annotated[int | None, typer.Option(help="gRPC port; 0 for a free one.")]
-Insecure = Annotated[bool | None, typer.Option("--insecure", help="Listen and connect beyond loopback without TLS.")]
-NoAuth = Annotated[bool | None, typer.Option("--no-auth", help="Listen beyond loopback without API keys.")]
-RedisUrl = Annotated[
-    str | None, typer.Option(help="redis://host:port/db of the registry of workers and their cached blocks.")
-]
-KeyFile = Annotated[str | None, typer.Option(help="File with the secret that all services share.")]
-Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="Any other setting, as name=value; may be repeated.")]
-LocalPrefill = Annotated[
-    str | None,
-    typer.Option(help="Whether decode workers may prefill: auto (default), never or always.", show_default=False),
-]
-Policy = Annotated[
-    str | None,
-    typer.Option(help="How workers are chosen: kv_aware (default), least_loaded or round_robin.", show_default=False),
-]
-Connector = Annotated[
-    str | None, typer.Option(help="How KV blocks move: auto (default), nixl or tcp.", show_default=False)
-]
-GrpcUrl = Annotated[str, typer.Option("--url", help="host:port of the router's gRPC front end.")]
-ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Show the time of each phase.")]
-MaxTokens = Annotated[int, typer.Option(help="Output tokens at most.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of sampling, for a repeatable answer.")]
-Otlp = Annotated[
-    str | None, typer.Option(help="Collector for traces: grpc://host:port or http://host:port.", show_default=False)
-]
-Hidden = Annotated[int | None, typer.Option(hidden=True)]
+
+@app.callback()
+def pdserve(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """LLM serving with prefill and decode in separate gRPC services."""
 
 
 @app.command()
 def up(
+    model_argument: ModelArgument = None,
     model: Model = None,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address on which the router listens; workers stay on loopback. See 'pdserve router --host'."
+        ),
+    ] = None,
+    port: HttpPort = None,
+    grpc_port: GrpcPort = None,
+    api_key: ApiKey = None,
+    api_keys_file: ApiKeysFile = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and output together; default: the model's own limit.")
+    ] = None,
     connector: Connector = None,
     local_prefill: LocalPrefill = None,
     policy: Policy = None,
-    otlp: Otlp = None,
-    port: Annotated[int | None, typer.Option(help="OpenAI HTTP port; default: 8000.", show_default=False)] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; default: 50051.", show_default=False)] = None,
     redis: RedisUrl = None,
+    otlp: Otlp = None,
+    insecure: Insecure = None,
+    no_auth: NoAuth = None,
+    deployment_key_file: KeyFile = None,
     config: Config = None,
     ask: Annotated[str, typer.Option(help="Question to ask once when ready; empty: none.")] = SAMPLE_QUESTION,
     once: Annotated[bool, typer.Option("--once", help="Stop after the answer.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show the workers' INFO lines.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show INFO lines of all services.")] = False,
     set_: Set = None,
 ) -> None:
     """The whole cluster on this machine: a router, prefill and decode workers, one process each."""
-    from rich.console import Console
+    from pdserve.cli.up_command import run_up
 
-    from pdserve.cli.cluster import ClusterPlan, run_cluster, settings_by_role
-    from pdserve.cli.greeting import Greeting
-    from pdserve.cli.service_commands import parse_assignments, warn_of_secrets
-    from pdserve.common.settings.router_settings import RouterSettings
-    from pdserve.common.settings.settings import load_settings
-    from pdserve.common.telemetry.logging_setup import configure_logging
-    from pdserve.models.model_folder import model_folder
-
-    configure_logging("router", "info" if verbose else "warning")
-    console = Console()
-    of_workers = {"connector": connector, "otlp": otlp}
-    router_flags: dict[str, object] = {
-        "port": port, "grpc_port": grpc_port, "local_prefill": local_prefill, "policy": policy, "otlp": otlp,
+    if model_argument is not None and model is not None:
+        raise ConfigError(f"MODEL is {model_argument!r} and --model is {model!r}: give one of them")
+    given = {
+        "model": model_argument or model, "host": host, "port": port, "grpc_port": grpc_port, "api_keys": api_key,
+        "api_keys_file": api_keys_file, "max_model_len": max_model_len, "connector": connector,
+        "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
+        "no_auth": no_auth, "deployment_key_file": deployment_key_file, "log_level": "info" if verbose else None,
     }  # fmt: skip
-    assignments = parse_assignments(set_ or [])
-    assigned = assignments.pop("redis", None)
-    redis = redis or assigned
-    warn_of_secrets(assignments | {"redis": redis, "otlp": otlp})
-    by_role = settings_by_role(assignments)
-    router_flags |= by_role.pop("router")
-    name = model or load_settings(RouterSettings, flags=router_flags, toml=config).model
-    given = {name: value for name, value in of_workers.items() if value}
-    plan = ClusterPlan(
-        model=name,
-        folder=model_folder(name),
-        num_prefill=prefill,
-        num_decode=decode,
-        router_flags=router_flags,
-        worker_settings={role: settings | given for role, settings in by_role.items()},
-        quiet_children=not verbose,
-        redis=redis,
-        config=config,
-    )
-    greeting = Greeting(console, ask, once, DEFAULT_URL)
-    asyncio.run(run_cluster(plan, console, greeting))
-    if once and not greeting.answered:
+    answered = run_up(given, set_ or [], config, {"prefill": prefill, "decode": decode}, ask, once=once)
+    if once and not answered:
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -134,8 +130,10 @@ def router(
     decode: Annotated[list[str] | None, typer.Option(help="host:port of a decode worker; may be repeated.")] = None,
     model: Model = None,
     host: Host = None,
-    port: Annotated[int | None, typer.Option(help="OpenAI HTTP port; default: 8000.", show_default=False)] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; default: 50051.", show_default=False)] = None,
+    port: HttpPort = None,
+    grpc_port: GrpcPort = None,
+    api_key: ApiKey = None,
+    api_keys_file: ApiKeysFile = None,
     local_prefill: LocalPrefill = None,
     policy: Policy = None,
     redis: RedisUrl = None,
@@ -152,7 +150,8 @@ def router(
     flags = {
         "prefill": prefill, "decode": decode, "model": model, "host": host, "port": port, "grpc_port": grpc_port,
         "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
-        "no_auth": no_auth, "deployment_key_file": deployment_key_file,
+        "no_auth": no_auth, "deployment_key_file": deployment_key_file, "api_keys": api_key,
+        "api_keys_file": api_keys_file,
     }  # fmt: skip
     given = {name: value for name, value in flags.items() if value is not None}
     given = parse_assignments(set_ or []) | given

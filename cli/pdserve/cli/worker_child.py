@@ -6,37 +6,37 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from pdserve.cli.child_report import FailedReport, LoadReport, ReadyReport, read_report
+from pdserve.cli.cluster_plan import ChildPlan
+from pdserve.common.address.host_address import host_and_port
 from pdserve.common.errors import ConfigError
+from pdserve.common.first_done import first_done
 
 log = logging.getLogger(__name__)
 
 RESTART_AFTER_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ChildPlan:
-    """Arguments of a worker process."""
-
-    role: str
-    name: str
-    flags: tuple[str, ...]
-    environ: dict[str, str]
+HURRY_S = 3.0
+"""Seconds in which a worker must end after a second signal, before it is killed."""
 
 
 class WorkerChild:
     """One worker process. `start` waits until it is ready; `watch` then restarts it at the same address."""
 
-    def __init__(self, plan: ChildPlan, on_load: Callable[[str, LoadReport], None]) -> None:
+    def __init__(self, plan: ChildPlan, folder: Path, metrics_port: int) -> None:
+        """folder: of the model."""
         self.plan = plan
         self.address = ""
-        self.on_load = on_load
+        self.metrics = host_and_port(plan.settings.metrics_at, metrics_port)
+        """host:port of `/metrics`."""
+        self._flags = ("--model", str(folder), "--set", f"metrics_port={metrics_port}")
+        self.on_load: Callable[[str, LoadReport], None] = lambda name, load: None
         """Called with the worker's name and the report while weights load."""
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
@@ -50,7 +50,7 @@ class WorkerChild:
         report_read, report_write = os.pipe()
         lifeline_read, lifeline_write = os.pipe()
         command = [
-            sys.executable, "-m", "pdserve.cli.main", self.plan.role, *self.plan.flags, *self._same_port(),
+            sys.executable, "-m", "pdserve.cli.main", self.plan.role, *self.plan.flags, *self._flags, *self._same_port(),
             "--report-fd", str(report_write), "--lifeline-fd", str(lifeline_read),
         ]  # fmt: skip
         try:
@@ -111,22 +111,26 @@ class WorkerChild:
                 log.warning("%s", error)
                 self._process = None
 
-    async def stop(self, drain_s: float) -> None:
-        """Let the process drain for at most `drain_s` seconds, then kill it."""
-        process = self._process
+    async def stop(self, drain_s: float, hurry: asyncio.Event) -> None:
+        """Let the process drain for at most `drain_s` seconds or until `hurry` is set, then end it."""
+        if self._process is not None and self._process.returncode is None:
+            await self._stop(self._process, drain_s, hurry)
+        # not earlier: its end is a signal of its own, and a second one cuts the drain short
         self._cut_lifeline()
-        if process is None or process.returncode is not None:
-            return
+
+    async def _stop(self, process: asyncio.subprocess.Process, drain_s: float, hurry: asyncio.Event) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
-        try:
-            async with asyncio.timeout(drain_s):
-                await process.wait()
-        except TimeoutError:
-            log.warning("%s did not drain in %.0f s; killing it", self.plan.name, drain_s)
-            with contextlib.suppress(ProcessLookupError):
+            await first_done(process.wait(), hurry.wait(), timeout_s=drain_s)
+            if process.returncode is None and hurry.is_set():
+                # another signal than the first, which may not have been handled yet
+                process.send_signal(signal.SIGINT)
+                await first_done(process.wait(), timeout_s=HURRY_S)
+            elif process.returncode is None:
+                log.warning("%s did not drain in %.0f s; killing it", self.plan.name, drain_s)
+            if process.returncode is None:
                 process.kill()
-            await process.wait()
+        await process.wait()
 
     def _cut_lifeline(self) -> None:
         if self._lifeline is not None:

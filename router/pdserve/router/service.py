@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from pdserve.common.address.descriptors import default_max_connections
@@ -21,6 +20,7 @@ from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ServerTls
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import describe
+from pdserve.common.shutdown import Shutdown
 from pdserve.common.telemetry.metrics import metrics_server
 from pdserve.router.bodies.client_bodies import ClientBodies, model_len_of
 from pdserve.router.grpc_front.front_grpc import GrpcFront
@@ -46,12 +46,12 @@ async def run_router(
     *,
     model_folder: Path,
     ready: Callable[[str, str], None] | None = None,
-    stop: asyncio.Event | None = None,
+    shutdown: Shutdown | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until `stop` is set; then wait for open streams, at most `drain_s`.
+    """Serve until SIGTERM or SIGINT; then wait for open streams, at most `drain_s`, or until a second signal.
 
     ready: called once with the HTTP and the gRPC address (host:port) when both front ends listen. Workers may start
-    later. stop: if given, the caller handles signals.
+    later. shutdown: if given, the caller handles signals, and its events take their place.
     Raises: ConfigError for a model folder, key or port that cannot be used.
     """
     log.info("settings: %s", describe(settings))
@@ -90,7 +90,7 @@ async def run_router(
                 tasks.add(background_task("usage", usage.run))
             try:
                 async with _serving_metrics(inference):
-                    await _serve(inference, front, ready, stop)
+                    await _serve(inference, front, ready, shutdown)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -125,9 +125,13 @@ async def _serve(
     inference: Inference,
     tls: ServerTls | None,
     ready: Callable[[str, str], None] | None,
-    stop: asyncio.Event | None,
+    shutdown: Shutdown | None,
 ) -> None:
     settings = inference.settings
+    signals: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if shutdown is None:
+        shutdown = Shutdown()
+        signals = shutdown.on_signals()
     max_connections = settings.max_connections or default_max_connections(num_servers=2)
     limits = ConnectionLimits(
         total=max_connections, per_address=settings.max_connections_per_address or max(1, max_connections // 2)
@@ -136,8 +140,7 @@ async def _serve(
         grpc_front = GrpcFront(inference, max_connections)
         grpc_port = bind(grpc_front.server, settings.host, settings.grpc_port, tls)
         http_server = HttpServer(HttpFront(inference).app, KEEP_ALIVE_S, _LAST_WORDS_S, tls, limits)
-        hurry = asyncio.Event()
-        with _stop_on_signals(hurry) if stop is None else contextlib.nullcontext(stop) as stopped:
+        with signals:
             await grpc_front.start()
             http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
             try:
@@ -148,10 +151,10 @@ async def _serve(
                         host_and_port(settings.host, http_socket.getsockname()[1]),
                         host_and_port(settings.host, grpc_port),
                     )
-                await first_done(stopped.wait(), asyncio.shield(http_task))
+                await first_done(shutdown.stop.wait(), asyncio.shield(http_task))
                 inference.admission.close()
                 grpc_front.leave()
-                await _drain(inference, settings.drain_s, hurry)
+                await _drain(inference, settings.drain_s, shutdown)
             finally:
                 inference.admission.close()
                 inference.admission.expel()
@@ -160,26 +163,7 @@ async def _serve(
                 await http_task
 
 
-async def _drain(inference: Inference, drain_s: float, hurry: asyncio.Event) -> None:
+async def _drain(inference: Inference, drain_s: float, shutdown: Shutdown) -> None:
     """Refuse new requests; running ones may finish."""
-    log.info("the router drains; %d requests are open", inference.admission.num_requests)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(drain_s):
-            await first_done(inference.admission.emptied(), hurry.wait())
-
-
-@contextlib.contextmanager
-def _stop_on_signals(hurry: asyncio.Event) -> Iterator[asyncio.Event]:
-    """An event that the first SIGTERM or SIGINT sets; the second signal sets `hurry`."""
-    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-
-    def on_signal() -> None:
-        (hurry if stopped.is_set() else stopped).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    try:
-        yield stopped
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+    shutdown.announce_drain(inference.admission.num_requests, drain_s)
+    await first_done(inference.admission.emptied(), shutdown.hurry.wait(), timeout_s=drain_s)

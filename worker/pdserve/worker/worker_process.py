@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from pdserve.common.first_done import first_done
 from pdserve.common.net.tls_renewal import TlsRenewal
 from pdserve.common.settings.settings import describe
 from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.common.shutdown import Shutdown
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.engine.runner.loaded_model import LoadProgress, load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
@@ -46,22 +46,19 @@ async def run_worker(
     renewal.log_expiry()
     worker.telemetry.watch_tls(renewal.expiries)
     renewing = background_task("certificates", renewal.run)
-    leave = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leave.set)
-    try:
-        await worker.start()
-        # loaded objects remain: visiting all of them in a full collection would stop every stream for 0.1 s
-        gc.freeze()
-        if on_ready is not None:
-            on_ready(worker.identity)
-        await first_done(leave.wait(), worker.engine.died.wait())
-        if not worker.engine.died.is_set():
-            leave.clear()
-            log.info("draining, for at most %.0f s", settings.drain_s)
-            await first_done(worker.drain(), leave.wait())
-    finally:
-        renewing.cancel()
-        await worker.stop()
+    shutdown = Shutdown()
+    with shutdown.on_signals():
+        try:
+            await worker.start()
+            # loaded objects remain: visiting all of them in a full collection would stop every stream for 0.1 s
+            gc.freeze()
+            if on_ready is not None:
+                on_ready(worker.identity)
+            await first_done(shutdown.stop.wait(), worker.engine.died.wait())
+            if not worker.engine.died.is_set():
+                shutdown.announce_drain(max(worker.engine.num_streams, len(worker.transfers)), settings.drain_s)
+                await first_done(worker.drain(), shutdown.hurry.wait())
+        finally:
+            renewing.cancel()
+            await worker.stop()
     return not worker.engine.died.is_set()

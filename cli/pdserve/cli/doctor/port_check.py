@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
@@ -48,6 +48,12 @@ def check_ports(settings: WorkerSettings | RouterSettings) -> Iterator[Finding]:
     """Each port is free, allowed, on an address of this machine, and distinct. Each is listened on for a moment."""
     ports = ports_of(settings)
     yield from map(_listen, ports)
+    for conflict in conflicts(ports):
+        yield failed(conflict, "give each a number of its own")
+
+
+def conflicts(ports: Sequence[Port]) -> Iterator[str]:
+    """One sentence per number that two of the ports have at addresses that overlap."""
     for number in sorted({port.number for port in ports if port.number}):
         equal = [port for port in ports if port.number == number]
         names = [
@@ -56,7 +62,7 @@ def check_ports(settings: WorkerSettings | RouterSettings) -> Iterator[Finding]:
             if any(other is not port and overlap(port.host, other.host) for other in equal)
         ]
         if names:
-            yield failed(f"{' and '.join(names)} are both {number}", "give each a number of its own")
+            yield f"{' and '.join(names)} are both {number}"
 
 
 def _listen(port: Port) -> Finding:
@@ -66,7 +72,7 @@ def _listen(port: Port) -> Finding:
     try:
         listening_socket(port.host, port.number).close()
     except ConfigError as error:
-        return failed(f"{named}: {error.message}", _advice(error, port))
+        return failed(f"{named}: {error.message}", advice_for(error, port))
     if port.number:
         return ok(f"{port.setting} {host_and_port(port.host, port.number)} ({port.purpose}) is free")
     if is_loopback(port.host) or port.setting == "metrics_port":
@@ -77,7 +83,8 @@ def _listen(port: Port) -> Finding:
     )
 
 
-def _advice(error: ConfigError, port: Port) -> str:
+def advice_for(error: ConfigError, port: Port) -> str:
+    """Advice for a port that cannot be listened on. error: of the attempt."""
     reason = error.message.lower()
     if "in use" in reason:
         return f"end what listens there (`ss -ltnp 'sport = :{port.number}'` names it), or set another {port.setting}"

@@ -147,7 +147,23 @@ class HttpServer(uvicorn.Server):
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to host:port; port 0 draws a free one. Raises: ConfigError naming the address."""
+    """A socket that listens on host:port; port 0 draws a free one. Raises: ConfigError naming the address."""
+    bound = bound_socket(host, port)
+    try:
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on {host_and_port(host, port)}: {error.strerror}") from error
+    bound.setblocking(False)
+    return bound
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that is bound to host:port and does not listen; port 0 draws a free one.
+
+    Until it is closed the port is kept from all but servers that set SO_REUSEADDR, as ours do.
+    Raises: ConfigError naming the address, also if another process listens there.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, proto)
@@ -156,9 +172,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-        bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
         raise ConfigError(f"cannot listen on {host_and_port(host, port)}: {error.strerror}") from error
-    bound.setblocking(False)
     return bound

@@ -151,6 +151,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
 
     def verify(self) -> None:
         super().verify()
+        self._verify_ports("port", "grpc_port")
         self._verify_least(1, "max_attempts", "max_queued_requests", "max_unread_bytes", "max_answer_bytes")
         self._verify_least(1, "max_running_requests", "max_requests_per_key")
         self._verify_least(1, "max_connections", "max_connections_per_address")

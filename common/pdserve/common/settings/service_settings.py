@@ -149,8 +149,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def _verify_metrics(self) -> None:
         """Raises: ConfigError."""
-        if not 0 <= self.metrics_port < 65536:
-            raise ConfigError(f"metrics_port is {self.metrics_port}, 0 to 65535 is needed")
+        self._verify_ports("metrics_port")
         may_listen = self.insecure or self._listens_with_tls
         if self.metrics_host is not None and not is_loopback(self.metrics_host) and not may_listen:
             raise ConfigError(f"metrics_host is {self.metrics_host!r}, which is not loopback: --insecure is needed")
@@ -206,6 +205,12 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name in names:
             if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"{name} is {value}, at least {least} is needed")
+
+    def _verify_ports(self, *names: str) -> None:
+        """Raises: ConfigError."""
+        for name in names:
+            if not 0 <= (value := getattr(self, name)) < 65536:
+                raise ConfigError(f"{name} is {value}, 0 to 65535 is needed")
 
     def _verify_seconds(self, *names: str) -> None:
         """Raises: ConfigError."""

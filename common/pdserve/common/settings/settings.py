@@ -7,6 +7,7 @@ In the TOML file top-level keys hold for every service and the tables [router], 
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,14 +63,33 @@ def load_settings(
         ("environment", _from_environ(kind, os.environ if environ is None else environ)),
         ("flags", {name: _parsed(name, value) for name, value in (flags or {}).items() if value is not None}),
     ):
+        for name in values:
+            if name not in kind.__struct_fields__:
+                raise ConfigError(f"settings from {source}: {name!r} is no setting of {kind.section or 'a service'}")
         try:
             msgspec.convert(values, kind, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"settings from {source}: {error}") from error
+            raise ConfigError(f"settings from {source}: {_reason(error, values)}") from error
         merged |= values
     settings = msgspec.convert(merged, kind, strict=False)
     settings.verify()
     return settings
+
+
+def _reason(error: msgspec.ValidationError, values: Mapping[str, Any]) -> str:
+    """The setting with its value, unless that may be a secret, and what was expected."""
+    found = re.fullmatch(r"(.*) - at `\$\.(\w+).*`", str(error))
+    if found is None:
+        return str(error)
+    what, name = found.groups()
+    return (
+        f"{name}: {what}" if name in (*SECRETS, "redis", "otlp") else f"{name} is {str(values[name])[:100]!r}: {what}"
+    )
+
+
+def names_given(kind: type[ServiceSettings], toml: Path | None, environ: Mapping[str, str] | None = None) -> set[str]:
+    """Names of the settings that the file or the environment gives. Raises: ConfigError."""
+    return from_toml(kind, toml).keys() | _from_environ(kind, os.environ if environ is None else environ).keys()
 
 
 def describe(settings: ServiceSettings) -> str:

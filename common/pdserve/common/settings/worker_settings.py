@@ -134,6 +134,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"worker_id is {self.worker_id[:200]!r}, 1 to 128 letters, digits, `_`, `.` or `-` are needed"
             )
+        self._verify_ports("port", "data_port")
         self._verify_least(1, "block_size", "kv_cache_mib", "max_num_batched_tokens", "max_num_seqs", "max_waiting")
         self._verify_least(1, "num_threads", "grammar_memory_mib")
         if self.num_blocks is not None and self.num_blocks < 2:

@@ -1,0 +1,143 @@
+"""`ClusterPlan`: the services of `pdserve up` with their settings, complete and verified before anything is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pdserve.cli.doctor.port_check import Port, ports_of
+from pdserve.common.errors import ConfigError
+from pdserve.common.security.deployment_key import new_deployment_key
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.service_settings import ServiceSettings
+from pdserve.common.settings.settings import ENV_PREFIX, load_settings, names_given
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
+
+MIN_CORES_FOR_PINNING = 2
+WorkerRole = Literal["prefill", "decode"]
+_WORKERS: dict[WorkerRole, type[WorkerSettings]] = {"prefill": PrefillSettings, "decode": DecodeSettings}
+_SERVICES: dict[str, type[ServiceSettings]] = {
+    "router": RouterSettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+}
+_ON_LOOPBACK = {"host": "127.0.0.1", "advertise_host": "127.0.0.1", "data_port": 0}
+"""Settings of all workers, which only this machine reaches, whatever the router listens on."""
+_CHOSEN_HERE = ("prefill", "decode", "worker_id", "advertise_host", "data_port")
+"""Settings that `up` chooses for each service."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildPlan:
+    """A worker process."""
+
+    role: WorkerRole
+    name: str
+    flags: tuple[str, ...]
+    environ: dict[str, str]
+    """All settings but the file's: any may be a secret, and every user of a machine can read command lines."""
+    settings: WorkerSettings
+    """As the process will read them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """The router, which runs in this process, and the workers."""
+
+    router: RouterSettings
+    children: tuple[ChildPlan, ...]
+
+    def ports(self) -> list[Port]:
+        """The router's three ports, then the port of metrics of each worker."""
+        workers = [
+            Port("metrics_port", f"metrics of {child.name}", child.settings.metrics_at, child.settings.metrics_port)
+            for child in self.children
+        ]
+        return ports_of(self.router) + workers
+
+
+def make_plan(
+    given: Mapping[str, object],
+    config: Path | None,
+    num_workers: Mapping[WorkerRole, int],
+    environ: Mapping[str, str] | None = None,
+) -> ClusterPlan:
+    """The services with the settings that each has. given: settings of the command line; None counts as not given.
+
+    Every service reads the environment (default: this process's) and the file, too. Raises: ConfigError naming the
+    setting and what is wrong with it.
+    """
+    environ = os.environ if environ is None else environ
+    by_role = settings_by_role({name: value for name, value in given.items() if value is not None})
+    router = load_settings(RouterSettings, flags=by_role["router"], toml=config, environ=environ)
+    if router.front_tls_cert_file is not None:
+        raise ConfigError("front_tls_cert_file is for `pdserve router`: `up` asks its own front ends, in the clear")
+    if "log_level" not in by_role["router"].keys() | names_given(RouterSettings, config, environ):
+        router = msgspec.structs.replace(router, log_level="warning")
+    if router.deployment_key is None:
+        router = msgspec.structs.replace(router, deployment_key=new_deployment_key())
+    names: list[tuple[WorkerRole, str]] = [
+        (role, f"{role}-{index}") for role, count in num_workers.items() for index in range(count)
+    ]
+    children = []
+    for place, (role, name) in enumerate(names):
+        # the environment overrides the file, so `up` sets no default that either sets
+        known = names_given(_WORKERS[role], config, environ)
+        settings = {key: value for key, value in _defaults(place, len(names)).items() if key not in known}
+        settings |= by_role[role] | _ON_LOOPBACK | {"worker_id": name}
+        settings["metrics_port"] = router.metrics_port and router.metrics_port + 1 + place
+        settings["deployment_key"] = router.deployment_key
+        if router.deployment_key_file is not None:
+            settings["deployment_key_file"] = router.deployment_key_file
+        children.append(_child(role, name, settings, config, environ))
+        if children[-1].settings.key() != router.key():
+            raise ConfigError(
+                f"deployment_key_file in [{role}] has another key than the router: give one key for all services"
+            )
+    return ClusterPlan(router, tuple(children))
+
+
+def _child(
+    role: WorkerRole, name: str, settings: Mapping[str, object], config: Path | None, environ: Mapping[str, str]
+) -> ChildPlan:
+    """Raises: ConfigError."""
+    own = {**environ, **{f"{ENV_PREFIX}{key.upper()}": str(value) for key, value in settings.items()}}
+    flags = () if config is None else ("--config", str(config))
+    # the port of the environment is the router's
+    loaded = load_settings(_WORKERS[role], flags={**settings, "port": 0}, toml=config, environ=environ)
+    return ChildPlan(role, name, flags, own, loaded)
+
+
+def _defaults(place: int, num_workers: int) -> dict[str, object]:
+    """Settings of the worker at `place`, with a core of its own if there are enough cores."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    threads = max(1, len(cores) // num_workers)
+    settings: dict[str, object] = {"num_threads": threads, "log_level": "warning"}
+    # workers are pinned only to consecutive cores, and only if no two workers share one
+    if len(cores) >= max(MIN_CORES_FOR_PINNING, num_workers) and cores[-1] - cores[0] == len(cores) - 1:
+        settings["cpu_core"] = cores[0] + place * threads
+    return settings
+
+
+def settings_by_role(given: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """Role -> the given settings that its service has.
+
+    Raises: ConfigError for a name that no service has, or that `up` chooses for each service.
+    """
+    for name in given:
+        if name in _CHOSEN_HERE:
+            raise ConfigError(
+                f"{name} is chosen by `up` for each service: start services that need another one with "
+                "`pdserve prefill`, `pdserve decode` and `pdserve router`"
+            )
+        if not any(name in kind.__struct_fields__ for kind in _SERVICES.values()):
+            raise ConfigError(f"{name}: no service has such a setting")
+    return {
+        role: {name: value for name, value in given.items() if name in kind.__struct_fields__}
+        for role, kind in _SERVICES.items()
+    }

@@ -1,0 +1,39 @@
+"""`pdserve up`: from the options of the command line to a running cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from pdserve.cli.client_options import DEFAULT_URL
+from pdserve.cli.cluster import run_cluster
+from pdserve.cli.cluster_plan import WorkerRole, make_plan
+from pdserve.cli.greeting import Greeting
+from pdserve.cli.service_commands import parse_assignments, warn_of_secrets
+from pdserve.common.telemetry.logging_setup import configure_logging
+
+
+def run_up(
+    flags: Mapping[str, object],
+    assignments: list[str],
+    config: Path | None,
+    num_workers: Mapping[WorkerRole, int],
+    question: str,
+    *,
+    once: bool,
+) -> bool:
+    """Run a cluster until it is stopped; True if the question was answered.
+
+    flags: settings that have an option of their own; None counts as not given. assignments: of `--set`. question: empty
+    for none. once: stop after the answer. Raises: ConfigError.
+    """
+    given = parse_assignments(assignments) | {name: value for name, value in flags.items() if value is not None}
+    warn_of_secrets(given)
+    plan = make_plan(given, config, num_workers)
+    configure_logging("router", plan.router.log_level)
+    console = Console()
+    greeting = Greeting(console, question, once, DEFAULT_URL)
+    run_cluster(plan, console, greeting)
+    return greeting.answered
