@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from array import array
 from contextvars import ContextVar
 from functools import partial
@@ -91,12 +92,14 @@ def _serialized(vectors: list[array[float]], response: inference_pb2.EmbedRespon
 
     Concatenated protobuf messages are parsed as one message with the entries of all.
     """
-    parts = [response.SerializeToString()]
+    # unlike joined parts, a BytesIO holds the bytes once
+    buffer = io.BytesIO()
+    buffer.write(response.SerializeToString())
     vectors.reverse()
     while vectors:
         entry = inference_pb2.Embedding(values=vectors.pop())
-        parts.append(inference_pb2.EmbedResponse(embeddings=[entry]).SerializeToString())
-    return b"".join(parts)
+        buffer.write(inference_pb2.EmbedResponse(embeddings=[entry]).SerializeToString())
+    return buffer.getvalue()
 
 
 def _input(entry: inference_pb2.EmbedInput, field: str) -> TextInput | TokenInput:
