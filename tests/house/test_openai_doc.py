@@ -15,7 +15,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.http_front.front_http import HttpFront
 from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
 from pdserve.router.openai.embeddings import EmbeddingBody
-from pdserve.router.openai.no_op_fields import NO_OP
+from pdserve.router.openai.no_op_fields import IGNORED, NO_OP
 from pdserve.router.openai.protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from pdserve.router.tenants.api_keys import ApiKeys
 
@@ -59,6 +59,12 @@ def test_every_field(heading: str) -> None:
 def test_every_stream_option() -> None:
     [told] = [meaning for field, meaning in rows("Completions and chat completions") if field == "`stream_options`"]
     assert set(StreamOptions.__struct_fields__) <= set(re.findall(r"`(\w+)`", told))
+
+
+def test_every_field_without_effect() -> None:
+    assert [field for first, _ in rows("Accepted without effect") for field in re.findall(r"`(\w+)`", first)] == [
+        *IGNORED
+    ]
 
 
 def test_every_value_that_changes_nothing() -> None:

@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from pdserve.router.openai.echo import Echo
-from pdserve.router.openai.no_op_fields import NO_OP, REASONS
+from pdserve.router.openai.no_op_fields import IGNORED, NO_OP, REASONS
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.text.prompt import TextInput
 from pdserve.text.tokenizer import Tokenizer
@@ -74,11 +74,13 @@ async def test_what_the_openai_client_may_send_without_effect(quick):
             messages=[{"role": "user", "content": "hi"}],
             max_completion_tokens=4,
             metadata={"purpose": "test"},
-            store=False,
-            service_tier="auto",
+            store=True,
+            service_tier="priority",
+            prediction={"type": "content", "content": "hello"},
+            prompt_cache_retention="24h",
             modalities=["text"],
             verbosity="medium",
-            reasoning_effort="none",
+            reasoning_effort="high",
             safety_identifier="someone",
             prompt_cache_key="some key",
             user="someone",
@@ -100,5 +102,5 @@ async def test_values_that_change_nothing_are_accepted(quick, field):
 
 def test_every_neutral_field_can_be_sent():
     fields = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}
-    assert set(NO_OP) <= fields
+    assert {*NO_OP, *IGNORED} <= fields
     assert set(REASONS) <= set(NO_OP)

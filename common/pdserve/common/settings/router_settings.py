@@ -75,6 +75,9 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Target of one JSON line per client request: a path, or `stderr`; default: none."""
     shared_prefix_cache: tuple[str, ...] = ()
     """Tenants that share cached prefixes: groups of their names, joined by `+`, or `*` for all; default: none do."""
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
+    """Fields of requests that the router does not know, which may ask for another text: `refuse` them by name, or `ignore` them
+    with one log line per name."""
     parse_special: bool = True
     """Parse special tokens in clients' chat messages; False: they are plain text."""
     front_tls_cert_file: str | None = None

@@ -14,6 +14,7 @@ from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.security.wire_size import verify_num_fields
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.bodies.body_thread import ON_LOOP_BYTES, BodyThread
+from pdserve.router.bodies.ignored_fields import IgnoredFields
 from pdserve.router.bodies.unknown_fields import refuse_unknown_fields
 
 T = TypeVar("T")
@@ -39,6 +40,8 @@ class ClientBodies:
         self.budget = BodyBudget(
             settings.max_body_bytes_in_flight or max(_MIN_BUDGET_BYTES, _MIN_BODIES * self.max_request_bytes)
         )
+        self.ignored = IgnoredFields() if settings.unknown_fields == "ignore" else None
+        """Set if unknown fields are ignored; None: they are refused."""
         self._thread = BodyThread()
 
     def close(self) -> None:
@@ -54,10 +57,10 @@ class ClientBodies:
             raise BodyTooLarge(
                 f"the message has {len(data)} bytes, at most {self.max_request_bytes} are allowed (max_request_bytes)"
             )
-        return await self.in_background_pool(len(data), lambda: _message(data, parse))
+        return await self.in_background_pool(len(data), lambda: _message(data, parse, self.ignored))
 
 
-def _message(data: bytes, parse: Callable[[bytes], Any]) -> Any:
+def _message(data: bytes, parse: Callable[[bytes], Any], ignored: IgnoredFields | None = None) -> Any:
     kind = getattr(parse, "__self__", None)
     if len(data) > ON_LOOP_BYTES and kind is not None:
         verify_num_fields(data, kind.DESCRIPTOR)
@@ -65,7 +68,13 @@ def _message(data: bytes, parse: Callable[[bytes], Any]) -> Any:
         message = parse(data)
     except Exception as error:
         raise InvalidRequest(f"the message cannot be parsed: {error}") from None
-    refuse_unknown_fields(message)
+    try:
+        refuse_unknown_fields(message)
+    except InvalidRequest as error:
+        if ignored is None:
+            raise
+        ignored.note(error.message)
+        message.DiscardUnknownFields()
     return message
 
 

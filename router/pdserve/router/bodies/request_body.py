@@ -20,6 +20,7 @@ from pdserve.common.errors import (
 )
 from pdserve.router.bodies.body_thread import ON_LOOP_BYTES
 from pdserve.router.bodies.client_bodies import ClientBodies
+from pdserve.router.bodies.ignored_fields import IgnoredFields
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -48,7 +49,9 @@ async def read_body(request: Request, kind: type[B], bodies: ClientBodies, build
         raise _too_large(max_bytes)
     async with bodies.budget.room(num_bytes) as room:
         data = await room.read(_read(request, max_bytes), bodies.timeout_s)
-        return await bodies.in_background_pool(len(data), lambda: build(parse_body(data, kind, bodies.model_len)))
+        return await bodies.in_background_pool(
+            len(data), lambda: build(parse_body(data, kind, bodies.model_len, bodies.ignored))
+        )
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
@@ -67,12 +70,20 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     return bytes(data)
 
 
-def parse_body(data: bytes, kind: type[B], model_len: int) -> B:
-    """Decode a body. model_len: the model's length in tokens. Raises: InvalidRequest naming the wrong field."""
+def parse_body(data: bytes, kind: type[B], model_len: int, ignored: IgnoredFields | None = None) -> B:
+    """Decode a body. model_len: the model's length in tokens. ignored: None refuses unknown fields.
+
+    Raises: InvalidRequest naming the wrong field.
+    """
     if len(data) > ON_LOOP_BYTES:
         verify_num_values(data, model_len)
     try:
-        return msgspec.json.decode(data, type=kind)
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as error:
+            if ignored is None or not (match := _UNKNOWN_FIELD.fullmatch(str(error))):
+                raise
+            return ignored.decode(data, kind, _path(match))
     except msgspec.ValidationError as error:
         raise _named(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -113,12 +124,17 @@ def _named(message: str) -> InvalidRequest:
         message = f"{message[: _MAX_MESSAGE_CHARS // 2]}...{message[-_MAX_MESSAGE_CHARS // 2 :]}"
     for pattern, told in ((_UNKNOWN_FIELD, "is not a known field"), (_MISSING_FIELD, "is missing")):
         if match := pattern.fullmatch(message):
-            field = ".".join(part for part in (match[2], _clipped(match[1])) if part)
+            field = _path(match)
             return InvalidRequest(f"{field} {told}", field)
     if (match := _AT.fullmatch(message)) and match[2]:
         told = _clipped(match[1][:1].lower() + match[1][1:])
         return InvalidRequest(f"{match[2]}: {told}", match[2].partition("[")[0])
     return InvalidRequest(f"the body is wrong: {message}")
+
+
+def _path(match: re.Match[str]) -> str:
+    """A field's name below the path of its object."""
+    return ".".join(part for part in (match[2], _clipped(match[1])) if part)
 
 
 def _not_finite(data: bytes) -> str | None:

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's APIs that are accepted only with values that have no effect."""
+"""Fields of OpenAI's and vLLM's APIs without effect, and those accepted only with values that have no effect."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from pdserve.router.bodies.request_body import shown
 
 _BEAM_SEARCH = "beam search is not served; the Python API has it as LLM.beam_search"
 _TEXT_ALONE = "this model reads and writes text alone"
+IGNORED = (
+    "user",
+    "safety_identifier",
+    "metadata",
+    "store",
+    "service_tier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "prediction",
+)
+"""Fields that are accepted with any value of their type, since none can change the text of the answer."""
 NO_OP: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "beam_width": (1,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
     "suffix": ("",),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     "moderation": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": ("in_memory",),
 }
 """Field -> values without effect, beside null and absence."""
 REASONS: Mapping[str, str] = {
@@ -37,7 +43,6 @@ REASONS: Mapping[str, str] = {
     "beam_width": _BEAM_SEARCH,
     "length_penalty": _BEAM_SEARCH,
     "early_stopping": _BEAM_SEARCH,
-    "store": "answers are not kept",
     "modalities": _TEXT_ALONE,
     "audio": _TEXT_ALONE,
     "functions": "functions are called with tools",

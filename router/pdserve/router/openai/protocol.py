@@ -26,22 +26,21 @@ from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_MESSAGES, MAX_METADATA, MAX_PROMPTS
 from pdserve.text.prompt import ChatInput, Prompt
 
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """vLLM's field: usage so far in every chunk."""
     include_obfuscation: bool | None = None
+    """No effect: chunks have no padding."""
 
     def verify(self) -> None:
         """Raises: InvalidRequest."""
         if self.continuous_usage_stats and not self.include_usage:
             raise InvalidRequest(
                 "stream_options.continuous_usage_stats needs include_usage to be true", "stream_options"
-            )
-        if self.include_obfuscation:
-            raise InvalidRequest(
-                "stream_options.include_obfuscation is true, but only false is supported", "stream_options"
             )
 
 
@@ -59,7 +58,6 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    user: str | None = None
     response_format: ResponseFormat | None = None
     # extensions with vLLM's names
     top_k: int | None = None
@@ -79,6 +77,16 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logits_processors: list[NamedLogitsProcessor] | None = None
     prompt_logprobs: int | None = None
     n: int | None = None
+    # accepted, and without effect
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
+    prediction: Any = None
     # known, but only with the value that changes nothing
     use_beam_search: bool | None = None
     beam_width: int | None = None
@@ -210,24 +218,16 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     # vLLM's fields for the chat template
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # accepted, and without effect
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    reasoning_effort: str | None = None
+    """A variable of the chat template."""
     # OpenAI's, but only with the value that changes nothing
-    store: bool | None = None
-    service_tier: str | None = None
     modalities: list[str] | None = None
     audio: Any = None
-    prediction: Any = None
     web_search_options: Any = None
     moderation: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
-    reasoning_effort: str | None = None
     verbosity: str | None = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: str | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -248,6 +248,18 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest("tool_choice forces a call, so that no other form can be asked for", "tool_choice")
         return OutputConstraint(forced, "tools")
 
+    def _template_variables(self) -> dict[str, Any]:
+        """Variables for the chat template; `chat_template_kwargs` come last. Raises: InvalidRequest."""
+        named: dict[str, Any] = {}
+        if (effort := self.reasoning_effort) is not None:
+            if effort not in REASONING_EFFORTS:
+                raise InvalidRequest(
+                    f"reasoning_effort is {shown(effort)}, one of {', '.join(REASONING_EFFORTS)} is needed",
+                    "reasoning_effort",
+                )
+            named["reasoning_effort"] = effort
+        return named | (self.chat_template_kwargs or {})
+
     def requests(self, defaults: Mapping[str, float | int], call: CallFields) -> list[ClientRequest]:
         """A list of one request. Raises: InvalidRequest."""
         self.verify_counts(1)
@@ -266,7 +278,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
                 f"max_completion_tokens must be at least 1, not {self.max_completion_tokens}", "max_completion_tokens"
             )
         add_generation_prompt = self.add_generation_prompt is not False
-        prompt = ChatInput(self.messages, add_generation_prompt, self.chat_template_kwargs or {}, tools=tools.tools)
+        prompt = ChatInput(self.messages, add_generation_prompt, self._template_variables(), tools=tools.tools)
         return self._requests(
             [prompt],
             "messages",
