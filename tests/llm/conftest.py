@@ -18,6 +18,7 @@ from pdserve.engine.engine_thread import EngineThread
 from pdserve.llm import LLM, AsyncLLM
 from tests.support.llm_requests import core_of
 from tests.support.oracle import Oracle
+from tests.support.waiting import HANG_S
 
 TINY: dict[str, Any] = {
     "dtype": "float32",
@@ -76,7 +77,7 @@ class CheckedAsyncLLM(AsyncLLM):
         execute = executor.execute_model
 
         def when_allowed(*step: Any) -> Any:
-            if not self._permits.acquire(timeout=10):
+            if not self._permits.acquire(timeout=HANG_S):
                 raise TimeoutError("no step was allowed")
             return execute(*step)
 
@@ -109,7 +110,7 @@ class CheckedAsyncLLM(AsyncLLM):
                 checked.set_exception(error)
 
         self._engine_thread.post(check)
-        await asyncio.wait_for(asyncio.wrap_future(checked), 10)
+        await asyncio.wait_for(asyncio.wrap_future(checked), HANG_S)
 
 
 @pytest.fixture

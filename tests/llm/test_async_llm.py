@@ -13,6 +13,7 @@ import pytest
 from pdserve.common.errors import Cancelled, InvalidRequest, WorkerLost
 from pdserve.llm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from tests.support.llm_requests import MESSAGES, TEXT, core_of, greedy, prompts_of, sampled
+from tests.support.waiting import HANG_S
 
 Running = Callable[..., Any]
 LONG = greedy(max_tokens=200)
@@ -33,7 +34,7 @@ async def test_answers_are_those_of_llm(running: Running, llm: LLM) -> None:
     prompts = prompts_of([1, 6, 33, 70])
     params = [greedy(), sampled(seed=1), greedy(stop_token_ids=(7, 9)), sampled(seed=2, temperature=2.0)]
     expected = llm.generate(prompts, params, use_tqdm=False)
-    async with running() as streams, asyncio.timeout(30):
+    async with running() as streams, asyncio.timeout(HANG_S):
         answers = await asyncio.gather(*(last_of(streams, *request) for request in zip(prompts, params, strict=True)))
         assert [answer.outputs for answer in answers] == [answer.outputs for answer in expected]
         [one] = llm.chat(MESSAGES, greedy(), use_tqdm=False)
@@ -45,7 +46,7 @@ async def test_answers_are_those_of_llm(running: Running, llm: LLM) -> None:
 
 async def test_logprobs_grow_with_the_answer(running: Running, llm: LLM) -> None:
     [expected] = llm.generate(TEXT, greedy(logprobs=2), use_tqdm=False)[0].outputs
-    async with running() as streams, asyncio.timeout(30):
+    async with running() as streams, asyncio.timeout(HANG_S):
         async for answer in streams.generate(TEXT, greedy(logprobs=2)):
             [sequence] = answer.outputs
             assert [*map(set, sequence.logprobs or ())] == [*map(set, expected.logprobs or ())][
@@ -58,7 +59,7 @@ async def test_logprobs_grow_with_the_answer(running: Running, llm: LLM) -> None
 async def test_a_tiny_pool_preempts_and_changes_no_stream(running: Running, llm: LLM) -> None:
     prompts = prompts_of([20, 25, 30, 22])
     expected = llm.generate(prompts, greedy(max_tokens=40), use_tqdm=False)
-    async with running(num_blocks=24, max_model_len=80) as streams, asyncio.timeout(30):
+    async with running(num_blocks=24, max_model_len=80) as streams, asyncio.timeout(HANG_S):
         answers = await asyncio.gather(*(last_of(streams, prompt, greedy(max_tokens=40)) for prompt in prompts))
         assert [answer.outputs for answer in answers] == [answer.outputs for answer in expected]
         assert core_of(streams).scheduler.num_preemptions > 0
@@ -70,7 +71,7 @@ async def test_a_stop_string_ends_the_stream_and_its_request(running: Running, l
     stop = whole.outputs[0].text[6:8]
     params = greedy(stop=(stop,), max_tokens=200)
     [expected] = llm.generate(TEXT, params, use_tqdm=False)
-    async with running() as streams, asyncio.timeout(30):
+    async with running() as streams, asyncio.timeout(HANG_S):
         answer = await last_of(streams, TEXT, params)
         assert answer.outputs == expected.outputs
         assert answer.outputs[0].stop_reason == stop
@@ -78,7 +79,7 @@ async def test_a_stop_string_ends_the_stream_and_its_request(running: Running, l
 
 
 async def test_i2_a_stream_that_is_left_early_leaves_the_pool_whole(running: Running) -> None:
-    async with running() as streams, asyncio.timeout(30):
+    async with running() as streams, asyncio.timeout(HANG_S):
         streams.step_by_hand()
         left, cancelled, other = prompts_of([50, 30, 40])
         async with aclosing(streams.generate(left, LONG)) as stream:
@@ -104,7 +105,7 @@ async def test_i2_a_stream_that_is_left_early_leaves_the_pool_whole(running: Run
 
 
 async def test_abort_ends_the_stream_with_what_it_has(running: Running) -> None:
-    async with running() as streams, asyncio.timeout(30):
+    async with running() as streams, asyncio.timeout(HANG_S):
         streams.step_by_hand()
         streams.allow(1)
         async for answer in streams.generate(TEXT, LONG, "mine"):
@@ -120,7 +121,7 @@ async def test_abort_ends_the_stream_with_what_it_has(running: Running) -> None:
 
 
 async def test_a_name_is_used_once_at_a_time(running: Running) -> None:
-    async with running() as streams, asyncio.timeout(30):
+    async with running() as streams, asyncio.timeout(HANG_S):
         async with aclosing(streams.generate(TEXT, LONG, "mine")) as stream:
             await anext(stream)
             with pytest.raises(InvalidRequest, match="request_id is 'mine'"):
@@ -131,7 +132,7 @@ async def test_a_name_is_used_once_at_a_time(running: Running) -> None:
 
 
 async def test_a_wrong_request_is_refused_before_the_engine_hears_of_it(running: Running) -> None:
-    async with running() as streams, asyncio.timeout(30):
+    async with running() as streams, asyncio.timeout(HANG_S):
         for prompt, params, field in (
             ([5, 320], None, "prompt"),
             ("", None, "prompt"),
@@ -147,7 +148,7 @@ async def test_a_wrong_request_is_refused_before_the_engine_hears_of_it(running:
 
 
 async def test_shutdown_ends_every_stream_and_takes_no_more(running: Running) -> None:
-    async with running() as streams, asyncio.timeout(30):
+    async with running() as streams, asyncio.timeout(HANG_S):
         streams.step_by_hand()
         streams.allow(1)
         async with aclosing(streams.generate(TEXT, LONG)) as stream:
@@ -172,7 +173,7 @@ async def test_shutdown_ends_every_stream_and_takes_no_more(running: Running) ->
 
 
 async def test_an_engine_that_fails_ends_every_stream(running: Running) -> None:
-    async with running() as streams, asyncio.timeout(30):
+    async with running() as streams, asyncio.timeout(HANG_S):
 
         def fail(*_: Any) -> None:
             raise ValueError("a bug in a kernel")
@@ -208,7 +209,7 @@ def test_one_that_served_nobody_can_be_shut_down(folder: Path) -> None:
 async def test_deltas_and_the_end_alone(running: Running, llm: LLM) -> None:
     params = greedy(max_tokens=20)
     [expected] = llm.generate(TEXT, params, use_tqdm=False)[0].outputs
-    async with running() as streams, asyncio.timeout(30):
+    async with running() as streams, asyncio.timeout(HANG_S):
         texts, tokens = [], []
         async for answer in streams.generate(TEXT, greedy(max_tokens=20, output_kind=RequestOutputKind.DELTA)):
             [delta] = answer.outputs
@@ -224,7 +225,7 @@ async def test_deltas_and_the_end_alone(running: Running, llm: LLM) -> None:
 
 async def test_fields_beside_the_prompt_reach_the_engine(running: Running) -> None:
     headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
-    async with running() as streams, asyncio.timeout(30):
+    async with running() as streams, asyncio.timeout(HANG_S):
         added = []
         core = core_of(streams)
         add = core.add_request

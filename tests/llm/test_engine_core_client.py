@@ -31,6 +31,7 @@ from pdserve.engine.runner.executor import SingleDeviceExecutor
 from tests.support.forked_engine import BUG, FATAL_TOKEN, fail_at_fatal_token, start_failing, start_forked
 from tests.support.llm_requests import prompts_of
 from tests.support.oracle import Oracle
+from tests.support.waiting import HANG_S
 
 SETTINGS = WorkerSettings(dtype="float32", block_size=4, num_blocks=128, max_model_len=256, max_num_batched_tokens=64)
 BOTH = pytest.mark.parametrize("kind", [InprocClient, ProcessClient])
@@ -186,7 +187,7 @@ def test_utilities(make_client: MakeClient, kind: type) -> None:
 async def test_in_an_event_loop(make_client: MakeClient, oracle: Oracle, kind: type) -> None:
     client, prompts = make_client(kind), prompts_of([3, 30])
     answers = Answers()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         for number, prompt in enumerate(prompts):
             client.add_request(request(str(number), prompt))
         while len(answers.last) < 2:
@@ -222,7 +223,7 @@ async def test_the_error_that_ends_an_engine_reaches_its_reader(
             assert all(isinstance(error, WorkerLost) and BUG in str(error) for error in errors)
 
     with pytest.raises(WorkerLost, match=f"log has the details: ValueError: {BUG}"):
-        await asyncio.wait_for(read_on(), 20)
+        await asyncio.wait_for(read_on(), HANG_S)
     if in_loop or kind is ProcessClient:
         for call in (partial(client.add_request, request("late", [5, 6])), partial(client.utility, "get_stats")):
             with pytest.raises(WorkerLost, match=BUG):
@@ -304,7 +305,7 @@ def test_the_process_ends_with_its_client_in_the_middle_of_a_request(folder: Pat
         send_frame(ours, encode(frames.AddRequest("open", msgspec.Raw(encode(asked)))))
         assert receive_frame(ours)
         ours.close()
-        assert process.wait(10) == 0
+        assert process.wait(HANG_S) == 0
 
 
 def test_what_cannot_be_sent_is_refused_by_name(make_client: MakeClient) -> None:

@@ -23,6 +23,7 @@ from pdserve.llm import LLM, AsyncLLM, BeamSearchParams, NamedLogitsProcessor, P
 from tests.llm.conftest import TINY
 from tests.support.forked_engine import ROOT, start_forked
 from tests.support.llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
+from tests.support.waiting import HANG_S
 
 PLUG_INS = """[pdserve.logits_processors]
 ban = tests.support.logits_plugins:Ban
@@ -166,7 +167,7 @@ async def test_streams_are_those_of_llm(folder: Path, llm: LLM) -> None:
     prompts = prompts_of([1, 33])
     asked: list[Any] = [*prompts, TEXT]
     expected = llm.generate(asked, greedy(), use_tqdm=False)
-    async with AsyncLLM(folder, engine_process=True, **TINY) as apart, asyncio.timeout(60):
+    async with AsyncLLM(folder, engine_process=True, **TINY) as apart, asyncio.timeout(HANG_S):
 
         async def last(prompt: Any, **fields: Any) -> Any:
             return [answer async for answer in apart.generate(prompt, greedy(**fields))][-1]
@@ -195,8 +196,9 @@ async def test_streams_are_those_of_llm(folder: Path, llm: LLM) -> None:
 
 
 async def test_the_death_of_the_process_ends_every_stream(folder: Path) -> None:
-    async with AsyncLLM(folder, engine_process=True, **TINY) as apart, asyncio.timeout(60):
-        streams = [apart.generate(prompt, greedy(max_tokens=200)) for prompt in prompts_of([8, 40])]
+    room = TINY | {"max_model_len": 1100, "num_blocks": 600}  # for streams that are not done before the process is
+    async with AsyncLLM(folder, engine_process=True, **room) as apart, asyncio.timeout(HANG_S):
+        streams = [apart.generate(prompt, greedy(max_tokens=1000)) for prompt in prompts_of([8, 40])]
         await asyncio.gather(*(anext(stream) for stream in streams))
         began = time.monotonic()
         os.kill(client_of(apart).process_id, signal.SIGKILL)
@@ -231,7 +233,7 @@ def test_the_process_ends_when_its_parent_is_killed(folder: Path) -> None:
         process = Path(f"/proc/{int(owner.stdout.readline())}")
         assert process.exists()
         owner.kill()
-        owner.wait(10)
+        owner.wait(HANG_S)
         until = time.monotonic() + 10
         while process.exists() and " Z " not in (process / "stat").read_text():
             assert time.monotonic() < until

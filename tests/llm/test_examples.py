@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import HANG_S
+
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +21,7 @@ SENTENCE = "The capital of France is Paris."
 def output_of(*arguments: str) -> str:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False, env=environ
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=HANG_S, check=False, env=environ
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

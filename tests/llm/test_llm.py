@@ -16,6 +16,7 @@ from pdserve.llm import LLM, NamedLogitsProcessor, RequestOutputKind, TokensProm
 from tests.support.llm_requests import MESSAGES, TEXT, core_of, greedy, prompts_of, sampled
 from tests.support.logits_plugins import installed
 from tests.support.oracle import Oracle
+from tests.support.waiting import HANG_S
 
 OTHER_MESSAGES = [{"role": "user", "content": "Who counted the boats?"}]
 
@@ -223,7 +224,7 @@ def test_it_serves_one_call_at_a_time(llm: LLM) -> None:
 
             thread = threading.Thread(target=call)
             thread.start()
-            thread.join(10)
+            thread.join(HANG_S)
 
     [answer] = llm.generate(TEXT, greedy(), use_tqdm=Calling)
     assert answer.finished

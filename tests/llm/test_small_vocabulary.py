@@ -16,6 +16,7 @@ from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.llm import LLM, BeamSearchParams, PromptType, SamplingParams, TextPrompt
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.llm_requests import core_of
+from tests.support.waiting import HANG_S
 
 GOOD = "The miller"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -65,7 +66,7 @@ def test_every_call_of_llm_names_the_text(small_folder: Path, beyond: str) -> No
 async def test_one_text_does_not_end_the_engine_of_async_llm(running: Any, small_folder: Path, beyond: str) -> None:
     from pdserve.llm import AsyncLLM
 
-    async with AsyncLLM(small_folder, **OPTIONS) as llm, asyncio.timeout(30):
+    async with AsyncLLM(small_folder, **OPTIONS) as llm, asyncio.timeout(HANG_S):
 
         async def last(prompt: Any) -> Any:
             return [answer async for answer in llm.generate(prompt, GREEDY)][-1]
@@ -82,7 +83,7 @@ async def test_one_text_does_not_end_the_engine_of_async_llm(running: Any, small
 
 async def test_ids_that_no_check_has_seen_end_their_request_alone(running: Any, monkeypatch: Any) -> None:
     """The engine holds by itself: here the checks before it are gone."""
-    async with running() as llm, asyncio.timeout(30):
+    async with running() as llm, asyncio.timeout(HANG_S):
 
         async def last(prompt: Any) -> Any:
             return [answer async for answer in llm.generate(prompt, GREEDY)][-1]

@@ -77,4 +77,3 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.worker.redis_publisher.BEAT_S", 0.15)
     monkeypatch.setattr("pdserve.worker.redis_publisher.RECORD_TTL_S", 1.0)
     monkeypatch.setattr("pdserve.common.registry.circuit_breaker.LONGEST_WAIT_S", 0.3)
-    monkeypatch.setattr("pdserve.common.registry.redis_connection.OPERATION_S", 0.3)
