@@ -31,6 +31,8 @@ from pdserve.text.tokenizer import Tokenizer
 
 Api = Literal["completions", "chat", "grpc"]
 MAX_SHOWN_ERRORS = 3
+WARM_UP_SEED = 1 << 32
+"""Added to the seed, so that no run repeats another's warm-up and finds it in a prefix cache."""
 MAX_DRAWN_TOKENS = 1 << 27
 """Limit of all prompts together, which are drawn before the run: about 1 GiB."""
 EXIT_FAILED = 1
@@ -192,7 +194,7 @@ async def _run(
     try:
         if options.warm_up:
             shape = Shape(input_tokens=options.shape.input_tokens, output_tokens=options.shape.output_tokens)
-            warm_up = list(random_sessions(shape, options.warm_up, options.plan.seed + 1, draw_tokens))
+            warm_up = list(random_sessions(shape, options.warm_up, options.plan.seed + WARM_UP_SEED, draw_tokens))
             await load_run("warm-up", len(warm_up)).run(warm_up, LoadPlan(concurrency=1))
         run = load_run("requests", num_requests)
         try:
