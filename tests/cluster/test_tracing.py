@@ -96,9 +96,9 @@ def start(
 
 def spans_of(collector: OtlpReceiver, trace_id: str, names: set[str] = SPANS) -> dict[str, ReceivedSpan]:
     """By name; all in one trace, each once."""
-    spans = collector.wait_for(lambda spans: {span.name for span in spans} >= names, trace_id)
-    by_name = {span.name: span for span in spans}
-    assert len(by_name) == len(spans), [span.name for span in spans]
+    spans = collector.wait_for(lambda spans: {span.part for span in spans} >= names, trace_id)
+    by_name = {span.part: span for span in spans}
+    assert len(by_name) == len(spans), [span.part for span in spans]
     return by_name
 
 

@@ -19,7 +19,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import describe, load_settings
 from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.common.telemetry.span_export import SHUTDOWN_TIMEOUT_S, SpanExport
-from pdserve.common.telemetry.telemetry import Telemetry, make_telemetry, parse_endpoint, parse_pairs
+from pdserve.common.telemetry.telemetry import OtlpEndpoint, Telemetry, make_telemetry, parse_endpoint, parse_pairs
 from pdserve.common.telemetry.tracing import Event, Tracing, make_sampler
 from tests.support.otlp_receiver import otlp_receiver
 from tests.support.waiting import HANG_S
@@ -67,6 +67,37 @@ def tracing_into(exporter: SpanExporter, sampler: str = "parentbased_always_on",
 )
 def test_the_url_decides_the_protocol(url: str, protocol: str | None, expected: tuple[str, str, bool]) -> None:
     assert tuple(parse_endpoint(url, protocol)) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"TRACES_ENDPOINT": "http://a:1/ingest"}, ("http/protobuf", "http://a:1/ingest", False)),
+        (
+            {"TRACES_ENDPOINT": "http://a:1/ingest", "ENDPOINT": "http://b:2"},
+            ("http/protobuf", "http://a:1/ingest", False),
+        ),
+        (
+            {"TRACES_ENDPOINT": "http://a:1", "TRACES_PROTOCOL": "grpc", "PROTOCOL": "http/protobuf"},
+            ("grpc", "a:1", False),
+        ),
+        ({"ENDPOINT": "http://b:2"}, ("http/protobuf", "http://b:2/v1/traces", False)),
+    ],
+)
+def test_the_variables_of_traces_alone(environ: dict[str, str], expected: tuple[str, str, bool]) -> None:
+    variables = {f"OTEL_EXPORTER_OTLP_{name}": value for name, value in environ.items()}
+
+    def endpoint(**flags: str) -> OtlpEndpoint:
+        settings = load_settings(RouterSettings, flags={"insecure": True, **flags}, environ=variables)
+        assert settings.otlp is not None
+        return parse_endpoint(settings.otlp, settings.otlp_protocol, is_traces_url=settings.otlp_is_traces_url)
+
+    assert tuple(endpoint()) == expected
+    variables["PDSERVE_OTLP_PROTOCOL"] = "http/protobuf"
+    # our own ways to name a collector go first, and add the path
+    assert endpoint(otlp="http://c:3/x").target == "http://c:3/x/v1/traces"
+    variables["PDSERVE_OTLP"] = "http://d:4"
+    assert endpoint().target == "http://d:4/v1/traces"
 
 
 @pytest.mark.parametrize(

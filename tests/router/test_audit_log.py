@@ -226,7 +226,7 @@ async def test_spans_name_key_and_tenant(collector, cluster, tmp_path):
     body = {"prompt": "x", "max_tokens": 1}
     assert (await cluster.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
     spans = await asyncio.to_thread(
-        collector.wait_for, lambda spans: any(span.name == "request" for span in spans), trace_id
+        collector.wait_for, lambda spans: any(span.part == "request" for span in spans), trace_id
     )
-    [span] = [span for span in spans if span.name == "request"]
+    [span] = [span for span in spans if span.part == "request"]
     assert (span.attributes["pdserve.key"], span.attributes["pdserve.tenant"]) == ("alice", "search")

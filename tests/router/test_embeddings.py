@@ -353,17 +353,17 @@ async def test_one_trace(cluster):
 
         def complete(found):
             # the request's own span ends last; on a busy machine there is one of admission too
-            return any(span.name == "request" for span in found) and len(found) >= 6
+            return any(span.part == "request" for span in found) and len(found) >= 6
 
         spans = await asyncio.to_thread(collector.wait_for, complete, "ab" * 16)
-    names = sorted(span.name for span in spans if span.name != "admission")
+    names = sorted(span.part for span in spans if span.part != "admission")
     assert names == ["attempt", "attempt", "request", "route", "route", "tokenize"]
-    (request,) = (span for span in spans if span.name == "request")
+    (request,) = (span for span in spans if span.part == "request")
     assert request.attributes["gen_ai.operation.name"] == "embeddings"
     assert request.attributes["gen_ai.usage.input_tokens"] == 5
     assert request.parent_id == "cd" * 8
     assert not request.failed
-    attempts = [span for span in spans if span.name == "attempt"]
+    attempts = [span for span in spans if span.part == "attempt"]
     assert sorted(span.failed for span in attempts) == [False, True]
     # the worker hangs its spans under the attempt's
     sent = [call.request.request.trace_headers["traceparent"] for call in cluster.of("prefill").calls]

@@ -32,9 +32,9 @@ def parsed(monkeypatch):
     seen: list[int] = []
     whole = client_bodies._message
 
-    def count(data, parse):
+    def count(data, *others):
         seen.append(len(data))
-        return whole(data, parse)
+        return whole(data, *others)
 
     monkeypatch.setattr(client_bodies, "_message", count)
     return seen

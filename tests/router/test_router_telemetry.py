@@ -44,7 +44,7 @@ async def spans_of(collector: Any, trace_id: str, count: int) -> list[Any]:
     """All but `admission`, which a request has where the machine made it wait."""
 
     def expected(spans):
-        return [span for span in spans if span.name != "admission"]
+        return [span for span in spans if span.part != "admission"]
 
     return expected(await asyncio.to_thread(collector.wait_for, lambda spans: len(expected(spans)) >= count, trace_id))
 
@@ -61,15 +61,15 @@ async def test_a_repeated_attempt_has_a_span_of_its_own(cluster, collector):
     response = await cluster.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}, headers=headers)
     assert response.status_code == 200
     spans = await spans_of(collector, trace_id, 6)
-    first, second = (span for span in spans if span.name == "attempt")
+    first, second = (span for span in spans if span.part == "attempt")
     assert (first.failed, first.attributes["error.type"]) == (True, "evicted")
     assert "gone" in first.cause
     assert (second.failed, second.attributes["pdserve.attempt.number"]) == (False, 1)
-    (request,) = (span for span in spans if span.name == "request")
+    (request,) = (span for span in spans if span.part == "request")
     assert not request.failed
     assert request.parent_id == "ab" * 8
     assert {span.parent_id for span in spans if span is not request} == {request.span_id}
-    assert sum(span.name == "route" for span in spans) == 2
+    assert sum(span.part == "route" for span in spans) == 2
     sent = [call.request.request.trace_headers["traceparent"] for call in cluster.of("decode").calls]
     assert sent == [f"00-{trace_id}-{attempt.span_id}-01" for attempt in (first, second)]
     assert sum(v for name, v in request.attributes.items() if name.startswith("pdserve.phase.")) == pytest.approx(
@@ -85,6 +85,29 @@ async def test_a_repeated_attempt_has_a_span_of_its_own(cluster, collector):
     assert ("pdserve_errors_total", "evicted") not in values
 
 
+async def test_the_root_names_operation_model_and_parameters(cluster, collector):
+    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    chat = {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_completion_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+    }
+    asked = {"chat": chat, "text_completion": {"prompt": "x"}}
+    for operation, path in (("chat", "chat/completions"), ("text_completion", "completions")):
+        trace_id, headers = trace()
+        response = await cluster.http.post(f"/v1/{path}", json=asked[operation], headers=headers)
+        assert response.status_code == 200
+        (root,) = (span for span in await spans_of(collector, trace_id, 4) if span.part == "request")
+        assert root.name == f"{operation} fake-model"
+        given = {name: root.attributes.get(f"gen_ai.request.{name}") for name in ("max_tokens", "temperature", "top_p")}
+        known = {"max_tokens": 2, "temperature": 0.5, "top_p": 0.9}
+        assert given == (known if operation == "chat" else {"max_tokens": None, "temperature": 1.0, "top_p": 1.0})
+        assert root.attributes["gen_ai.operation.name"] == operation
+        assert root.attributes["gen_ai.response.model"] == "fake-model"
+        assert 0 < root.attributes["gen_ai.latency.time_to_first_token"] <= root.seconds
+
+
 async def test_a_client_that_leaves(cluster, collector):
     await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
     cluster.of("decode").script = play(ADMITTED, decode_outputs(0, "a"), forever)
@@ -93,7 +116,7 @@ async def test_a_client_that_leaves(cluster, collector):
     async with cluster.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
         await anext(response.aiter_text())
         assert (await scrape(cluster))["pdserve_requests_in_flight",] == 1
-    spans = {span.name: span for span in await spans_of(collector, trace_id, 4)}
+    spans = {span.part: span for span in await spans_of(collector, trace_id, 4)}
     assert set(spans) == {"tokenize", "route", "attempt", "request"}
     for name in ("attempt", "request"):
         assert spans[name].failed
@@ -111,7 +134,7 @@ async def test_a_deadline_is_named_where_it_cut_an_attempt_short(cluster, collec
     trace_id, headers = trace()
     response = await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
     assert response.status_code == 504
-    spans = {span.name: span for span in await spans_of(collector, trace_id, 4)}
+    spans = {span.part: span for span in await spans_of(collector, trace_id, 4)}
     for name in ("attempt", "request"):
         assert spans[name].attributes["error.type"] == "deadline_exceeded"
     values = await scrape(cluster)
@@ -132,7 +155,7 @@ async def test_what_ends_the_others_of_a_request_is_their_cause_too(cluster, col
     response = await cluster.http.post("/v1/completions", json={"prompt": ["x", "yy"]}, headers=headers)
     assert response.status_code == 500
     spans = await spans_of(collector, trace_id, 7)
-    failed = [span for span in spans if span.name in ("attempt", "request")]
+    failed = [span for span in spans if span.part in ("attempt", "request")]
     assert [span.attributes["error.type"] for span in failed] == ["internal_error"] * 3
     values = await scrape(cluster)
     assert values["pdserve_requests_total", "internal_error"] == 2
@@ -146,7 +169,7 @@ async def test_requests_that_are_refused(cluster, collector):
     response = await cluster.http.post("/v1/completions", json=too_long, headers=headers)
     assert response.status_code == 400
     (span,) = await spans_of(collector, trace_id, 1)
-    assert (span.name, span.failed, span.attributes["error.type"]) == ("request", True, "prompt_too_long")
+    assert (span.part, span.failed, span.attributes["error.type"]) == ("request", True, "prompt_too_long")
     assert (await cluster.http.post("/v1/completions", content=b"{")).status_code == 400
     assert (await cluster.http.post("/v1/completions", json={"prompt": "x", "model": "other"})).status_code == 404
     values = await scrape(cluster)
@@ -184,7 +207,7 @@ async def test_a_leaving_router_ends_its_spans(cluster, collector):
         await anext(text)
         cluster.stop.set()
         _ = [part async for part in text]
-    spans = {span.name: span for span in await spans_of(collector, trace_id, 4)}
+    spans = {span.part: span for span in await spans_of(collector, trace_id, 4)}
     for name in ("request", "attempt"):
         assert spans[name].attributes["error.type"] == "draining"
 
@@ -195,9 +218,9 @@ async def test_several_prompts_share_one_request(cluster, collector):
     body = {"prompt": ["x", "yy", "zzz"], "max_tokens": 2}
     assert (await cluster.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
     spans = await spans_of(collector, trace_id, 10)
-    names = sorted(span.name for span in spans)
+    names = sorted(span.part for span in spans)
     assert names == sorted(["request", *["tokenize", "route", "attempt"] * 3])
-    (request,) = (span for span in spans if span.name == "request")
+    (request,) = (span for span in spans if span.part == "request")
     assert request.attributes["gen_ai.usage.input_tokens"] == 6
     assert request.attributes["gen_ai.response.finish_reasons"] == ["length"] * 3
 
@@ -224,9 +247,9 @@ async def test_a_request_has_the_name_that_its_client_gave_it(cluster, collector
         trace_id, headers = trace()
         await ask(tuple(headers.items()))
         requests = await asyncio.to_thread(
-            collector.wait_for, lambda spans, n=num_requests: [s.name for s in spans].count("request") == n, trace_id
+            collector.wait_for, lambda spans, n=num_requests: [s.part for s in spans].count("request") == n, trace_id
         )
-        ids = [span.attributes["pdserve.client_request.id"] for span in requests if span.name == "request"]
+        ids = [span.attributes["pdserve.client_request.id"] for span in requests if span.part == "request"]
         assert ids == ["order 7"] * num_requests, ask
     for role, count in (("prefill", 2), ("decode", 2)):
         calls = cluster.of(role).calls
@@ -254,9 +277,9 @@ async def test_an_http_request_has_the_name_that_its_client_gave_it_in_a_header(
             assert len(response.headers["x-request-id"]) == 32
             assert name not in response.text
             spans = await asyncio.to_thread(
-                collector.wait_for, lambda spans: "request" in [span.name for span in spans], trace_id
+                collector.wait_for, lambda spans: "request" in [span.part for span in spans], trace_id
             )
-            (request,) = (span for span in spans if span.name == "request")
+            (request,) = (span for span in spans if span.part == "request")
             assert request.attributes.get("pdserve.client_request.id") == (given or None), path
             assert request.attributes["pdserve.request.id"] == response.headers["x-request-id"]
     sent = [call.request.request.client_request_id for role in ("prefill", "decode") for call in cluster.of(role).calls]
@@ -314,7 +337,7 @@ async def test_a_strangers_trace_is_linked_and_not_joined(cluster, collector):
                 await asyncio.sleep(0.02)
         (ours,) = fresh
         assert ours != trace_id
-        (request,) = (span for span in await spans_of(collector, ours, 4) if span.name == "request")
+        (request,) = (span for span in await spans_of(collector, ours, 4) if span.part == "request")
         assert request.parent_id == ""
         assert request.links == [(trace_id, "ab" * 8)]
         assert request.attributes["pdserve.client_trace.id"] == trace_id
@@ -344,7 +367,7 @@ async def test_a_client_with_a_key_keeps_its_trace(cluster, collector):
     headers["authorization"] = f"Bearer {key}"
     response = await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
     assert response.status_code == 200
-    (request,) = (span for span in await spans_of(collector, trace_id, 4) if span.name == "request")
+    (request,) = (span for span in await spans_of(collector, trace_id, 4) if span.part == "request")
     assert (request.parent_id, request.links) == ("ab" * 8, [])
 
 

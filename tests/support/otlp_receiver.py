@@ -35,6 +35,12 @@ class ReceivedSpan:
     """Trace and span of each."""
 
     @property
+    def part(self) -> str:
+        """`request` for the root of a request, whose name is its operation and model; else the name."""
+        named = f"{self.attributes.get('gen_ai.operation.name')} {self.attributes.get('gen_ai.request.model')}"
+        return "request" if self.name == named else self.name
+
+    @property
     def seconds(self) -> float:
         return (self.end_ns - self.start_ns) / 1e9
 

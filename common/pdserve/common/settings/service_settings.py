@@ -66,6 +66,8 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     otlp: str | None = None
     """The collector for traces: grpc://host:port or http://host:port; None traces nothing."""
+    otlp_is_traces_url: bool = False
+    """`otlp` is the whole URL of an HTTP collector, to which no `/v1/traces` is added."""
     otlp_protocol: Literal["grpc", "http/protobuf"] | None = None
     """Protocol of an http:// collector; default: HTTP."""
     otlp_headers: str = ""

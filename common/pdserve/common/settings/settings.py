@@ -25,8 +25,11 @@ from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSetti
 ENV_PREFIX = "PDSERVE_"
 OTEL_VARIABLES = {
     "OTEL_EXPORTER_OTLP_ENDPOINT": "otlp",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "otlp",
     "OTEL_EXPORTER_OTLP_PROTOCOL": "otlp_protocol",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "otlp_protocol",
     "OTEL_EXPORTER_OTLP_HEADERS": "otlp_headers",
+    "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "otlp_headers",
     "OTEL_SERVICE_NAME": "otel_service_name",
     "OTEL_RESOURCE_ATTRIBUTES": "otel_resource_attributes",
     "OTEL_TRACES_SAMPLER": "otel_traces_sampler",
@@ -34,7 +37,9 @@ OTEL_VARIABLES = {
     "OTEL_BSP_SCHEDULE_DELAY": "otel_bsp_schedule_delay_ms",
     "OTEL_SDK_DISABLED": "otel_sdk_disabled",
 }
-"""OpenTelemetry's variables and the settings that they set; our own variable takes precedence."""
+"""OpenTelemetry's variables and the settings that they set, those of traces alone before the general ones; our own variable takes
+precedence."""
+_TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 CLIENT_VARIABLES = ("api_key",)
 """Read by the client commands, so services ignore them in their environment."""
 _LISTS = ("prefill", "decode", "api_keys", "shared_prefix_cache", "logits_processors")
@@ -70,6 +75,8 @@ def load_settings(
             msgspec.convert(values, kind, strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(f"settings from {source}: {_reason(error, values)}") from error
+        if "otlp" in values:
+            merged.pop("otlp_is_traces_url", None)  # it described the URL that is replaced
         merged |= values
     settings = msgspec.convert(merged, kind, strict=False)
     settings.verify()
@@ -137,6 +144,8 @@ def _from_environ(kind: type[ServiceSettings], environ: Mapping[str, str]) -> di
         # set but empty means unset, and any word but "true" means false: OpenTelemetry's rules
         if text := environ.get(variable, "").strip():
             values[name] = text.lower() == "true" if name == "otel_sdk_disabled" else text
+            if variable == _TRACES_ENDPOINT:
+                values["otlp_is_traces_url"] = True
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX):
             continue
@@ -147,6 +156,8 @@ def _from_environ(kind: type[ServiceSettings], environ: Mapping[str, str]) -> di
             raise ConfigError(f"environment: unknown setting {variable}")
         if name in kind.__struct_fields__:
             values[name] = _parsed(name, text)
+        if name == "otlp" and f"{ENV_PREFIX}OTLP_IS_TRACES_URL" not in environ:
+            values.pop("otlp_is_traces_url", None)
     return values
 
 

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import logging
+from importlib.metadata import version
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -63,10 +64,11 @@ def make_telemetry(settings: ServiceSettings, service: str, instance: str) -> Te
     from pdserve.common.telemetry.span_export import SpanExport
     from pdserve.common.telemetry.tracing import Tracing, make_sampler
 
-    endpoint = parse_endpoint(settings.otlp, settings.otlp_protocol)
+    endpoint = parse_endpoint(settings.otlp, settings.otlp_protocol, is_traces_url=settings.otlp_is_traces_url)
     resource = {
         "service.name": f"pdserve-{service}",
         "service.namespace": "pdserve",
+        "service.version": version("pdserve"),
         "service.instance.id": instance,
         **parse_pairs("otel_resource_attributes", settings.otel_resource_attributes),
     }
@@ -84,8 +86,8 @@ def make_telemetry(settings: ServiceSettings, service: str, instance: str) -> Te
     return Telemetry(Tracing(resource, sampler, export), export.counts)
 
 
-def parse_endpoint(url: str, protocol: str | None) -> OtlpEndpoint:
-    """The endpoint in `otlp`; see the table above.
+def parse_endpoint(url: str, protocol: str | None, *, is_traces_url: bool = False) -> OtlpEndpoint:
+    """The endpoint in `otlp`; see the table above. is_traces_url: add no path to the URL.
 
     Raises: ConfigError. The message repeats no part of the URL, which may contain an unescaped password.
     """
@@ -106,7 +108,8 @@ def parse_endpoint(url: str, protocol: str | None) -> OtlpEndpoint:
         return OtlpEndpoint("grpc", f"{named}:{port or 4317}", secure)
     path = parts.path.rstrip("/")
     path = path if path.endswith(_TRACES_PATH) else path + _TRACES_PATH
-    return OtlpEndpoint("http/protobuf", parts._replace(path=path).geturl(), secure)
+    target = url if is_traces_url else parts._replace(path=path).geturl()
+    return OtlpEndpoint("http/protobuf", target, secure)
 
 
 def parse_pairs(field: str, text: str) -> dict[str, str]:

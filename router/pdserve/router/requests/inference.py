@@ -28,10 +28,12 @@ from pdserve.router.requests.prompt_task import PromptTask
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
 from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.session import SessionPromptTask, StreamingSession
+from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.telemetry.router_telemetry import RouterTelemetry
 from pdserve.router.tenants.api_keys import ApiKeys
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
 from pdserve.router.workers.fleet import Fleet
+from pdserve.text.prompt import ChatInput
 from pdserve.text.tokenizer import Tokenizer
 
 _RUNS_AT_ONCE = 256
@@ -149,9 +151,7 @@ class Inference:
                 )
         priorities = [client.allowed_priority(request.priority) for request in requests]
         request_id = uuid.uuid4().hex
-        record = self.telemetry.request(
-            request_id, requests[0].trace_headers, client_request_id=requests[0].client_request_id, client=client
-        )
+        record = self._trace(request_id, requests[0], requests[0].client_request_id, client)
         cache = self._cache_group(client)
         requests = [
             msgspec.structs.replace(
@@ -173,6 +173,18 @@ class Inference:
             for place, (first_choice, request) in enumerate(zip(first_choices, requests, strict=True))
         ]
         return Generation(request_id, client_stream, runs, self.admission, record, client)
+
+    def _trace(self, request_id: str, request: ClientRequest, client_request_id: str, client: Client) -> RequestTrace:
+        """Begin the trace of a generation. request: its first prompt's."""
+        return self.telemetry.request(
+            request_id,
+            request.trace_headers,
+            "chat" if isinstance(request.prompt, ChatInput) else "text_completion",
+            client_request_id,
+            client,
+            sampling=request.sampling_params,
+            max_tokens=request.max_tokens,
+        )
 
     def session(self, session_id: str, client: Client = ANYBODY) -> StreamingSession:
         """A session that counts for its client's limits until it is closed. Raises: Overloaded, Draining."""
@@ -202,9 +214,7 @@ class Inference:
         priority = client.allowed_priority(request.priority)
         # it came with the first turn and names them all
         client_request_id = session.client_request_id = session.client_request_id or request.client_request_id
-        record = self.telemetry.request(
-            request_id, request.trace_headers, client_request_id=client_request_id, client=client
-        )
+        record = self._trace(request_id, request, client_request_id, client)
         request = msgspec.structs.replace(
             request,
             trace_headers=record.headers,

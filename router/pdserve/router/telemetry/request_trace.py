@@ -1,6 +1,6 @@
 """Traces of a client's request in this router, for metrics and spans; both come from the request's `Timeline`.
 
-RequestTrace   one HTTP or gRPC request        span `request`
+RequestTrace   one HTTP or gRPC request        span `{operation} {model}`
 PromptTrace    one of its prompts              spans `tokenize`, `route`
 AttemptTrace   one placement of a prompt       span `attempt`, the parent of the workers' spans
 """
@@ -101,7 +101,7 @@ class RequestTrace:
         if self._runs:
             timeline = self._runs[0].timeline
             if timeline.ttft_s is not None:
-                attributes["pdserve.time_to_first_token_s"] = timeline.ttft_s
+                attributes["gen_ai.latency.time_to_first_token"] = timeline.ttft_s
             for phase, seconds in timeline.critical_path(end).items():
                 attributes[f"pdserve.phase.{phase}_s"] = seconds
         span.end(end, attributes, error=errors[0] if errors else None)

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from pdserve.common.errors import PdServeError
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.telemetry.metrics import Exposition, Families, by_label
@@ -25,8 +26,6 @@ from pdserve.router.telemetry.router_metrics import RouterMetrics
 from pdserve.router.tenants.audit_log import AuditLog
 from pdserve.router.tenants.client import ANYBODY, ASKING, Client
 from pdserve.router.tenants.key_metrics import KeyMetrics
-
-SPAN_NAME = "request"
 
 
 class RouterTelemetry(ServiceTelemetry):
@@ -58,11 +57,14 @@ class RouterTelemetry(ServiceTelemetry):
         operation: str = "text_completion",
         client_request_id: str = "",
         client: Client = ANYBODY,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
     ) -> RequestTrace:
         """Begin the trace of a client's request.
 
         caller_headers: the client's trace context, validated; may be empty. operation: OpenTelemetry's name of the request's kind.
-        client_request_id: the client's id of the request; may be empty. client: owner of the request.
+        client_request_id: the client's id of the request; may be empty. client: owner of the request. sampling: None for a request
+        without output. max_tokens: the client's limit; None if it gave none.
         """
         started = now_unix_ns()
 
@@ -73,20 +75,25 @@ class RouterTelemetry(ServiceTelemetry):
         if self._telemetry is None:
             headers = (dict(caller_headers) if trusted else {}) or new_trace_headers()
             return RequestTrace(self.metrics, started, None, headers, on_end)
-        attributes = {
+        attributes: dict[str, str | int | float] = {
             "pdserve.request.id": request_id,
             "gen_ai.response.id": request_id,
             "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
             "gen_ai.provider.name": "pdserve",
             "gen_ai.operation.name": operation,
         }
+        if sampling is not None:
+            attributes |= {"gen_ai.request.temperature": sampling.temperature, "gen_ai.request.top_p": sampling.top_p}
+        if max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = max_tokens
         if client_request_id:
             attributes["pdserve.client_request.id"] = client_request_id
         if client.key_name:
             attributes |= {"pdserve.key": client.key_name, "pdserve.tenant": client.tenant}
         tracing = self._telemetry.tracing
         begin = tracing.root if trusted else tracing.linked_root
-        span = begin(SPAN_NAME, caller_headers, started, attributes)
+        span = begin(f"{operation} {self._model}", caller_headers, started, attributes)
         return RequestTrace(self.metrics, started, span, span.headers, on_end)
 
     def _trusts(self, client: Client) -> bool:
