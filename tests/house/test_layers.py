@@ -50,7 +50,7 @@ FLOORS = {
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"}, {"block_hash", "worker_identity"}, {"security"},
         {"address", "json_file", "kv_layout"},
-        {"background_task", "child_answers", "errors", "first_done", "kv_events", "method_handler", "priority_queue",
+        {"background_task", "child_answers", "errors", "first_done", "hub_name", "kv_events", "method_handler", "priority_queue",
          "protocol", "rate_limited_log", "shutdown", "timeline"},
     ),
 }  # fmt: skip

@@ -36,6 +36,7 @@ from pdserve.cli.options import (
     Port,
     RedisUrl,
     Seed,
+    ServedModelName,
     Set,
     ShowTimeline,
     Temperature,
@@ -91,6 +92,7 @@ def up(
     grpc_port: GrpcPort = None,
     api_key: ApiKey = None,
     api_keys_file: ApiKeysFile = None,
+    served_model_name: ServedModelName = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of prompt and output together; default: the model's own limit.")
     ] = None,
@@ -117,7 +119,8 @@ def up(
         "model": model_argument or model, "host": host, "port": port, "grpc_port": grpc_port, "api_keys": api_key,
         "api_keys_file": api_keys_file, "max_model_len": max_model_len, "connector": connector,
         "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
-        "no_auth": no_auth, "deployment_key_file": deployment_key_file, "log_level": "info" if verbose else None,
+        "no_auth": no_auth, "deployment_key_file": deployment_key_file, "served_model_name": served_model_name,
+        "log_level": "info" if verbose else None,
     }  # fmt: skip
     answered = run_up(given, set_ or [], config, {"prefill": prefill, "decode": decode}, ask, once=once)
     if once and not answered:
@@ -134,6 +137,7 @@ def router(
     grpc_port: GrpcPort = None,
     api_key: ApiKey = None,
     api_keys_file: ApiKeysFile = None,
+    served_model_name: ServedModelName = None,
     local_prefill: LocalPrefill = None,
     policy: Policy = None,
     redis: RedisUrl = None,
@@ -151,7 +155,7 @@ def router(
         "prefill": prefill, "decode": decode, "model": model, "host": host, "port": port, "grpc_port": grpc_port,
         "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
         "no_auth": no_auth, "deployment_key_file": deployment_key_file, "api_keys": api_key,
-        "api_keys_file": api_keys_file,
+        "api_keys_file": api_keys_file, "served_model_name": served_model_name,
     }  # fmt: skip
     given = {name: value for name, value in flags.items() if value is not None}
     given = parse_assignments(set_ or []) | given

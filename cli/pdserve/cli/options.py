@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-_MODEL = "A Hugging Face checkpoint's folder, or 'demo' for the bundled model."
+_MODEL = "A Hugging Face checkpoint's folder, ORG/NAME of its hub, or 'demo' for the bundled model."
 Model = Annotated[str | None, typer.Option(help=_MODEL)]
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
 Host = Annotated[
@@ -21,6 +21,10 @@ ApiKey = Annotated[
     typer.Option(
         help="API key for clients; may be repeated. Better given as PDSERVE_API_KEYS: others can read command lines."
     ),
+]
+ServedModelName = Annotated[
+    list[str] | None,
+    typer.Option(help="Name of the model for clients; may be repeated. Default: ORG/NAME, or the folder's name."),
 ]
 ApiKeysFile = Annotated[
     str | None, typer.Option(help="File with hashes of API keys, from 'pdserve keys new', in place of --api-key.")

@@ -6,20 +6,60 @@ from importlib.resources import files
 from pathlib import Path
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.hub_name import is_hub_name
 
 DEMO = "demo"
+_FILES = ("*.json", "*.jinja", "model*.safetensors")
+"""Files that are downloaded: all that is read of a checkpoint."""
 
 
-def model_folder(model: str) -> Path:
-    """The folder of the bundled model for `demo`, else the given folder.
+def model_folder(model: str, *, download: bool = True) -> Path:
+    """The folder of the bundled model for `demo`, of a model of the Hugging Face Hub for `ORG/NAME`, else the given folder.
 
-    Raises: ConfigError if the folder or its config.json is missing.
+    A model of the hub is in the hub's cache, and is downloaded into it if it is missing, or if the hub has a later one.
+    download: False if nothing may be fetched. Raises: ConfigError if the model or its config.json is missing.
     """
-    folder = Path(str(files("pdserve.models"))) / "demo" if model == DEMO else Path(model).expanduser()
+    if model == DEMO:
+        folder = Path(str(files("pdserve.models"))) / "demo"
+    elif is_hub_name(model):
+        folder = _from_hub(model, download)
+    else:
+        folder = Path(model).expanduser()
     if not folder.is_dir():
         raise ConfigError(
-            f"model {model!r}: no such folder (a Hugging Face checkpoint, or {DEMO!r} for the bundled model)"
+            f"model {model!r}: no such folder (a Hugging Face checkpoint, ORG/NAME of its hub, or {DEMO!r} for the "
+            "bundled model)"
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model {model!r}: {folder} has no config.json, so it is not a Hugging Face checkpoint")
     return folder
+
+
+def _from_hub(name: str, download: bool) -> Path:
+    """Raises: ConfigError."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_FILES), local_files_only=not download))
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"model {name!r}: its owner grants access: accept the terms at {constants.ENDPOINT}/{name} and set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"model {name!r}: no such folder, and {constants.ENDPOINT} has no such model, or shows it to its members "
+            "alone: correct the name, or set HF_TOKEN"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        cause = f"{constants.ENDPOINT} cannot be reached" if download else "nothing is downloaded here"
+        raise ConfigError(
+            f"model {name!r}: no such folder, not complete in the cache {constants.HF_HUB_CACHE}, and {cause} "
+            f"({_line(error.__cause__ or error)}): run `hf download {name}` where it can be, or give a folder"
+        ) from error
+    except Exception as error:  # of the library's HTTP client, of the disk, of a proxy
+        raise ConfigError(f"model {name!r} cannot be downloaded: {_line(error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

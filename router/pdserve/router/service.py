@@ -12,6 +12,7 @@ from pdserve.common.address.descriptors import default_max_connections
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.background_task import background_task
 from pdserve.common.first_done import first_done
+from pdserve.common.hub_name import is_hub_name
 from pdserve.common.net.connection_gate import ConnectionLimits
 from pdserve.common.net.http_server import HttpServer, listening_socket
 from pdserve.common.net.rpc import bind
@@ -58,7 +59,7 @@ async def run_router(
     key, is_development_key = settings.key()
     if is_development_key:
         log.warning("no deployment key: using the public development key, which is safe only on this machine")
-    model = _model_name(settings, model_folder)
+    models = _model_names(settings, model_folder)
     model_len = model_len_of(model_folder)
     tokenizer = Tokenizer.from_folder(model_folder, parse_special=settings.parse_special)
     preparation = Preparation(tokenizer, key, model_len)
@@ -72,7 +73,7 @@ async def run_router(
         async with Fleet(
             settings.prefill, settings.decode, expected, index, directory, client_tls, insecure=settings.insecure
         ) as fleet:
-            inference = Inference(model, settings, fleet, preparation, index, bodies)
+            inference = Inference(models, settings, fleet, preparation, index, bodies)
             if directory is not None:
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
             if not settings.asks_for_keys and not is_loopback(settings.host) and settings.no_auth:
@@ -101,8 +102,10 @@ async def run_router(
         bodies.close()
 
 
-def _model_name(settings: RouterSettings, model_folder: Path) -> str:
-    return settings.model_name or model_folder.resolve().name
+def _model_names(settings: RouterSettings, model_folder: Path) -> tuple[str, ...]:
+    # the folder of a model of the hub is named by its revision
+    own_name = settings.model if is_hub_name(settings.model) else model_folder.resolve().name
+    return settings.served_model_name or (own_name,)
 
 
 @contextlib.asynccontextmanager

@@ -22,7 +22,7 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
     from pdserve.engine.runner.memory_needs import memory_needs  # imports torch
 
     try:
-        needs = memory_needs(model_folder(settings.model), settings)
+        needs = memory_needs(model_folder(settings.model, download=False), settings)
     except PdServeError as error:
         yield failed(f"what a worker needs is not known: {error.message}", "correct model or settings")
         return

@@ -19,7 +19,7 @@ _QUESTION = [{"role": "user", "content": "What is 7 plus 5?"}]
 def check_model(settings: WorkerSettings | RouterSettings) -> Iterator[Finding]:
     """The folder as a service would load it; a router needs the text side only."""
     try:
-        folder = model_folder(settings.model)
+        folder = model_folder(settings.model, download=False)
     except PdServeError as error:
         yield failed(error.message, _DOWNLOAD)
         return

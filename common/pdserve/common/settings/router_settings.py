@@ -14,6 +14,7 @@ from pdserve.common.settings.api_key_file import is_name, read_keys, verify_plai
 from pdserve.common.settings.service_settings import SchedulingPolicy, ServiceSettings
 
 _LEAST_REQUEST_BYTES = 1024
+_MAX_NAME_CHARS = 256
 
 
 class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -28,8 +29,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """host:port of prefill workers."""
     decode: tuple[str, ...] = ()
     """host:port of decode workers."""
-    model_name: str | None = None
-    """The model's name for clients; default: the folder's name."""
+    served_model_name: tuple[str, ...] | None = None
+    """Names of the model for clients, of which responses have the first; default: `ORG/NAME` of the hub, or the folder's name."""
     local_prefill: Literal["never", "auto", "always"] = "auto"
     """When decode may prefill; `auto`: when it is faster, without a prefill worker, or after a failed transfer."""
     policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"
@@ -161,12 +162,26 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         self._verify_bytes()
         self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s")
         self._verify_keys()
+        self._verify_names()
         if self.audit_log is not None and not self.audit_log.strip():
             raise ConfigError("audit_log is given but empty: a path or stderr is needed, or leave the setting out")
         self.cache_groups()
         for field in ("prefill", "decode"):
             for address in getattr(self, field):
                 _verify_address(field, address)
+
+    def _verify_names(self) -> None:
+        """Raises: ConfigError."""
+        if self.served_model_name == ():
+            raise ConfigError("served_model_name is given but empty: give a name, or leave the setting out")
+        names = self.served_model_name or ()
+        for name in names:
+            if not name.strip() or not name.isprintable() or len(name) > _MAX_NAME_CHARS:
+                raise ConfigError(
+                    f"served_model_name has {name[:_MAX_NAME_CHARS]!r}, 1 to {_MAX_NAME_CHARS} printable characters are needed"
+                )
+            if names.count(name) > 1:
+                raise ConfigError(f"served_model_name has {name!r} more than once")
 
     def _verify_keys(self) -> None:
         """Raises: ConfigError. Keys that are given but cannot be used must never read as none."""

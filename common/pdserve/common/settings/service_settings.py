@@ -34,7 +34,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     section: ClassVar[str] = ""
 
     model: str = "demo"
-    """A folder with a Hugging Face checkpoint, or `demo` for the bundled model."""
+    """A folder with a Hugging Face checkpoint, `ORG/NAME` of its hub, or `demo` for the bundled model."""
     host: str = "127.0.0.1"
     """The address to listen on."""
     metrics_port: int = 0

@@ -104,12 +104,12 @@ class HttpFront:
 
     async def models(self, request: Request) -> Response:
         await self._authenticate(request)
-        return json_response({"object": "list", "data": [self._model()]})
+        return json_response({"object": "list", "data": [self._model(name) for name in self._inference.models]})
 
     async def model(self, request: Request) -> Response:
         await self._authenticate(request)
-        self._inference.check_model(request.path_params["model"])
-        return json_response(self._model())
+        self._inference.check_model(name := request.path_params["model"])
+        return json_response(self._model(name))
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, CompletionBody)
@@ -175,10 +175,10 @@ class HttpFront:
         )
         return GenerationResponse(generation, answer, inference.bodies, stream=stream)
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         limits = self._inference.limits()
         return {
-            "id": self._inference.model,
+            "id": name,
             "object": "model",
             "created": self._started_at,
             "owned_by": "pdserve",

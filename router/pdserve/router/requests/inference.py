@@ -45,15 +45,17 @@ class Inference:
 
     def __init__(
         self,
-        model: str,
+        models: tuple[str, ...],
         settings: RouterSettings,
         fleet: Fleet,
         preparation: Preparation,
         index: PrefixIndex,
         bodies: ClientBodies,
     ) -> None:
-        """index: is informed of the blocks that workers hold."""
-        self.model = model
+        """models: names of the model for clients. index: is informed of the blocks that workers hold."""
+        self.models = models
+        self.model = models[0]
+        """The name in responses."""
         self.settings = settings
         self.bodies = bodies
         self.fleet = fleet
@@ -77,7 +79,7 @@ class Inference:
             self.fleet, self.selector, self.admission, preparation, DenyList(), company, settings
         )
         self.telemetry = RouterTelemetry(
-            settings, model, lambda: self.admission.num_requests, fleet.counts, lambda: len(index)
+            settings, self.model, lambda: self.admission.num_requests, fleet.counts, lambda: len(index)
         )
 
         self.keys.on_failure = self.telemetry.audit.failed_authentication
@@ -107,8 +109,9 @@ class Inference:
 
     def check_model(self, name: str | None) -> None:
         """Raises: NotFound for another model's name; None and "" mean whichever is served."""
-        if name and name != self.model:
-            raise NotFound(f"model {name[:80]!r} is not served here; this router serves {self.model!r}")
+        if name and name not in self.models:
+            served = ", ".join(map(repr, self.models))
+            raise NotFound(f"model {name[:80]!r} is not served here; this router serves {served}")
 
     def _capacity(self) -> Capacity:
         """A place for every sequence that some worker can step, and prompts that fit into their pools together."""
