@@ -96,6 +96,13 @@ def test_a_router_in_json_and_a_port_in_use_exits_with_1() -> None:
     assert verdicts["addresses"] == ["warning"]
 
 
+def test_no_line_is_broken_where_the_output_is_no_terminal() -> None:
+    arguments = ["doctor", "--role", "router", "--set", "port=0", "--set", "grpc_port=0", "--decode", "127.0.0.1:1"]
+    lines = CliRunner().invoke(app, arguments, env={"COLUMNS": None}).output.splitlines()
+    advice = "-> start it (the order does not matter), or look at the address and at firewalls"
+    assert [line.strip() for line in lines].count(advice) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

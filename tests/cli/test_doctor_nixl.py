@@ -10,7 +10,7 @@ import pytest
 from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.nixl_check import check_nixl, choice, transports_text
 from pdserve.common.settings.worker_settings import PrefillSettings
-from pdserve.kv_transfer.nixl.nixl_probe import NixlView, UcxTransport
+from pdserve.kv_transfer.nixl.nixl_probe import NixlView, ReadView, UcxTransport
 
 
 def verdicts(findings: list[Finding]) -> list[str]:
@@ -66,6 +66,19 @@ def test_a_package_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
     findings = list(check_nixl(PrefillSettings(), {"PYTHONPATH": str(tmp_path)}, answer_s=1.0))
     assert verdicts(findings) == ["warning"]
     assert "within 1 s" in findings[0].what
+    assert "busy" in findings[0].advice
+    assert "install" not in findings[0].advice
+
+
+@pytest.mark.parametrize(("installed", "advice"), [("", "pip install 'pdserve[nixl]'"), ("1.5.0", "look at UCX_TLS")])
+def test_the_advice_is_to_install_it_only_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, installed: str, advice: str
+) -> None:
+    view = NixlView(why_not="it cannot be imported", nixl=installed)
+    monkeypatch.setattr("pdserve.cli.doctor.nixl_check._probe", lambda *given: (view, ReadView(None)))
+    [finding] = look()
+    assert finding.advice.startswith(advice)
+    assert "connector=tcp" in finding.advice
 
 
 def test_a_worker_that_uses_tcp_is_not_asked_for_nixl() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -28,6 +29,8 @@ from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 
 Role = Literal["prefill", "decode", "router"]
+_UNWRAPPED = 1 << 16
+"""Width of output that goes to a file or another program, so that no line of it is broken."""
 _SETTINGS: dict[Role, type[PrefillSettings | DecodeSettings | RouterSettings]] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
@@ -59,7 +62,7 @@ def checks_for(settings: WorkerSettings | RouterSettings) -> list[Check]:
 
 def examine_service(role: Role, flags: Mapping[str, Any], config: Path | None, *, as_json: bool) -> bool:
     """Print the findings; True if no check failed."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNWRAPPED)
     examined: list[Examined] = []
     for one in _examine(role, flags, config):
         examined.append(one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from pdserve.cli.doctor.child_process import ChildBroke, child
@@ -13,7 +14,10 @@ from pdserve.kv_transfer.nixl.nixl_probe import NixlView, ReadView, UcxTransport
 
 _PROBE = "pdserve.kv_transfer.nixl.nixl_probe"
 _KINDS = ("shared memory", "RDMA", "CUDA IPC", "TCP")
-_INSTALL = "pip install 'pdserve[nixl]'; or set connector=tcp, and nothing looks for it"
+_WITHOUT = "or set connector=tcp, and nothing looks for it"
+_INSTALL = f"pip install 'pdserve[nixl]'; {_WITHOUT}"
+_REPAIR = f"look at UCX_TLS, at drivers and at the installed package; {_WITHOUT}"
+_AGAIN = f"the machine may be busy, or a driver hangs: run the doctor again when it is idle; {_WITHOUT}"
 _NO_READ = (
     "processes may have to share a user, a PID namespace and the right to trace each other (CAP_SYS_PTRACE in "
     "containers); or set connector=tcp"
@@ -39,13 +43,15 @@ def check_nixl(
     try:
         view, read = _probe(environ, answer_s)
     except ChildBroke as error:
-        yield cannot(f"NIXL ends the process that starts it: {error}", _INSTALL)
+        yield cannot(f"NIXL ends the process that starts it: {error}", _REPAIR)
         return
     except TimeoutError:
-        yield cannot(f"NIXL did not answer within {answer_s:g} s", _INSTALL)
+        yield cannot(f"NIXL did not answer within {answer_s:g} s", _AGAIN)
         return
     if view.why_not is not None:
-        yield cannot(f"NIXL {view.nixl} cannot be used: {view.why_not}".replace("  ", " "), _INSTALL)
+        yield cannot(
+            f"NIXL {view.nixl} cannot be used: {view.why_not}".replace("  ", " "), _REPAIR if view.nixl else _INSTALL
+        )
         return
     yield ok(
         f"NIXL {view.nixl} with UCX {view.ucx or 'of unknown version'} makes an agent; "
@@ -61,13 +67,14 @@ def check_nixl(
 
 
 def _probe(environ: Mapping[str, str] | None, answer_s: float) -> tuple[NixlView, ReadView]:
-    """Raises: ChildBroke, TimeoutError."""
+    """answer_s: limit for both processes together. Raises: ChildBroke, TimeoutError."""
+    ends_at = time.monotonic() + answer_s
     with child(_PROBE, "source", environ=environ, timeout_s=answer_s) as source:
         view = source.answer(NixlView)
         if view.why_not is not None:
             return view, ReadView(None)
         metadata = source.answer(bytes)
-        with child(_PROBE, "reader", environ=environ, timeout_s=answer_s) as reader:
+        with child(_PROBE, "reader", environ=environ, timeout_s=ends_at - time.monotonic()) as reader:
             reader.send(metadata)
             return view, reader.answer(ReadView)
 
