@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,16 @@ async def hint(grpc: str = URL) -> str:
     return (await printed(grpc))[-1]
 
 
+async def test_a_question_that_cannot_be_asked_is_left_out_with_the_reason() -> None:
+    said = io.StringIO()
+    greeting = Greeting(Console(file=said, width=200), "What?", True, URL)
+    addresses = Addresses("127.0.0.1:1", "127.0.0.1:1", [], [], {}, None, True, "clients need something")
+    assert not await greeting(addresses)
+    assert not greeting.answered
+    assert "OpenAI https://127.0.0.1:1/v1" in said.getvalue()
+    assert said.getvalue().splitlines()[-1] == "no question is asked: clients need something"
+
+
 async def test_addresses_of_metrics_are_printed() -> None:
     assert (await printed())[1] == "metrics  router http://127.0.0.1:9/metrics"
 
@@ -37,5 +48,7 @@ async def test_the_hint_can_be_pasted_as_it_stands(tmp_path: Path, monkeypatch: 
     assert (await hint()).startswith("Ask more:  .venv/bin/pdserve chat --timeline ")
     assert " .venv/bin/pdserve chat --url 127.0.0.1:7 --timeline " in await hint("127.0.0.1:7")
     assert " pdserve chat --timeline " in (await hint("0.0.0.0:50051")).replace(".venv/bin/", " ")
+    monkeypatch.setattr("sys.argv", ["/site-packages/pdserve/__main__.py", "up"])
+    assert (await hint()).startswith(f"Ask more:  {sys.executable} -m pdserve chat --timeline ")
     (tmp_path / "pdserve").touch(0o755)
     assert (await hint()).startswith("Ask more:  pdserve chat --timeline ")

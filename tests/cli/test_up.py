@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -16,10 +17,12 @@ import pytest
 from typer.testing import CliRunner
 
 from pdserve.cli import main as command_line
-from pdserve.cli.cluster import Addresses, route
+from pdserve.cli.cluster import Addresses, addresses_of, route
 from pdserve.cli.cluster_plan import make_plan
+from pdserve.cli.development_certificates import write_certificates
 from pdserve.common.errors import ConfigError
 from pdserve.common.net.http_server import listening_socket
+from pdserve.common.settings.api_key_file import key_hash, new_key
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.shutdown import Shutdown
 from pdserve.models.model_folder import model_folder
@@ -77,6 +80,35 @@ async def test_an_error_of_the_greeting_stops_the_router() -> None:
 
     with pytest.raises(ConfigError, match="no greeting"):
         await route(settings, model_folder("demo"), Addresses("127.0.0.1:1", ""), when_ready, Shutdown())
+
+
+async def test_front_ends_with_tls_are_not_asked(tmp_path: Path) -> None:
+    write_certificates(tmp_path / "tls", ["127.0.0.1"], 1)
+    given = {
+        "port": 0, "grpc_port": 0, "host": "0.0.0.0", "api_keys": ["a-key-of-many-characters"],
+        "front_tls_cert_file": str(tmp_path / "tls/front.pem"), "front_tls_key_file": str(tmp_path / "tls/front.key"),
+    }  # fmt: skip
+    plan = make_plan(given, None, {"decode": 1}, {})
+    assert (plan.router.host, plan.children[0].settings.host) == ("0.0.0.0", "127.0.0.1")
+    found = addresses_of(plan.router, [])
+    assert (found.tls, found.why_silent != "") == (True, True)
+    shutdown = Shutdown()
+
+    async def when_ready(addresses: Addresses) -> bool:
+        return False
+
+    async with asyncio.timeout(HANG_S):
+        await route(plan.router, model_folder("demo"), found, when_ready, shutdown)
+    assert shutdown.stop.is_set()
+
+
+def test_a_file_of_hashes_leaves_no_key_for_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys.toml").write_text(f'[[keys]]\nname = "mine"\nsha256 = "{key_hash(new_key())}"\n')
+    settings = make_plan({"api_keys_file": str(tmp_path / "keys.toml")}, None, {}, {}).router
+    monkeypatch.delenv("PDSERVE_API_KEY", raising=False)
+    assert "PDSERVE_API_KEY" in addresses_of(settings, []).why_silent
+    monkeypatch.setenv("PDSERVE_API_KEY", "a-key-of-many-characters")
+    assert addresses_of(settings, []).why_silent == ""
 
 
 @pytest.mark.process

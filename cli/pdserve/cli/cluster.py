@@ -42,6 +42,10 @@ class Addresses:
     """Name of a service -> the address of its `/metrics`."""
     api_key: str | None = None
     """An API key that the front ends accept, if they need one."""
+    tls: bool = False
+    """True if the front ends have TLS."""
+    why_silent: str = ""
+    """Reason why `up` can ask no question; empty if it can."""
 
 
 WhenReady = Callable[[Addresses], Awaitable[bool]]
@@ -75,7 +79,7 @@ async def _run(
             if shutdown.stop.is_set():
                 return
             watchers = [asyncio.create_task(worker.watch(), name=worker.plan.name) for worker in workers]
-            addresses = _addresses(settings, workers)
+            addresses = addresses_of(settings, workers)
             settings = msgspec.structs.replace(
                 settings, prefill=tuple(addresses.prefill), decode=tuple(addresses.decode)
             )
@@ -87,7 +91,13 @@ async def _run(
             await asyncio.gather(*(worker.stop(CHILD_DRAIN_S, shutdown.hurry) for worker in workers))
 
 
-def _addresses(settings: RouterSettings, workers: Sequence[WorkerChild]) -> Addresses:
+def addresses_of(settings: RouterSettings, workers: Sequence[WorkerChild]) -> Addresses:
+    api_key = settings.api_keys[0] if settings.api_keys else os.environ.get("PDSERVE_API_KEY")
+    why_silent = ""
+    if settings.front_tls_cert_file is not None:
+        why_silent = "the front ends have TLS, and `up` does not know which authority its clients trust"
+    elif settings.asks_for_keys and api_key is None:
+        why_silent = "clients need an API key: put one into PDSERVE_API_KEY"
     return Addresses(
         host_and_port(settings.host, settings.port),
         host_and_port(settings.host, settings.grpc_port),
@@ -95,7 +105,9 @@ def _addresses(settings: RouterSettings, workers: Sequence[WorkerChild]) -> Addr
         [worker.address for worker in workers if worker.plan.role == "decode"],
         {"router": host_and_port(settings.metrics_at, settings.metrics_port)}
         | {worker.plan.name: worker.metrics for worker in workers},
-        settings.api_keys[0] if settings.api_keys else os.environ.get("PDSERVE_API_KEY"),
+        api_key,
+        settings.front_tls_cert_file is not None,
+        why_silent,
     )
 
 
@@ -107,7 +119,8 @@ async def route(
 
     async def greet() -> bool:
         await listening.wait()
-        await _all_live(addresses)
+        if not addresses.tls:
+            await _all_live(addresses)
         return await when_ready(addresses)
 
     routing = asyncio.create_task(

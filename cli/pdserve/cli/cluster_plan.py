@@ -75,8 +75,6 @@ def make_plan(
     environ = os.environ if environ is None else environ
     by_role = settings_by_role({name: value for name, value in given.items() if value is not None})
     router = load_settings(RouterSettings, flags=by_role["router"], toml=config, environ=environ)
-    if router.front_tls_cert_file is not None:
-        raise ConfigError("front_tls_cert_file is for `pdserve router`: `up` asks its own front ends, in the clear")
     if "log_level" not in by_role["router"].keys() | names_given(RouterSettings, config, environ):
         router = msgspec.structs.replace(router, log_level="warning")
     if router.deployment_key is None:

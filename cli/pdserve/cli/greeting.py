@@ -29,13 +29,15 @@ class Greeting:
         """Print the addresses and the answer; returns True if the cluster should continue."""
         console = self._console
         console.print(
-            f"[bold green]ready[/]  OpenAI http://{addresses.http}/v1   gRPC {addresses.grpc}   "
+            f"[bold green]ready[/]  OpenAI {'https' if addresses.tls else 'http'}://{addresses.http}/v1   gRPC {addresses.grpc}   "
             f"prefill {', '.join(addresses.prefill) or 'none'}   decode {', '.join(addresses.decode)}\n"
             f"metrics  {'   '.join(f'{name} http://{at}/metrics' for name, at in addresses.metrics.items())}",
             soft_wrap=True,
         )
         grpc = loopback_of(addresses.grpc)
-        if self._question:
+        if self._question and addresses.why_silent:
+            console.print(f"no question is asked: {addresses.why_silent}", soft_wrap=True)
+        elif self._question:
             console.print(f"\n[bold]{self._question}[/]")
             try:
                 async with GrpcClient(grpc, addresses.api_key) as client:
@@ -47,12 +49,14 @@ class Greeting:
                 console.print(f"[red]{error.code}: {error.message}[/]")
         if not self._once:
             console.print(
-                f'\nAsk more:  {self._chat(grpc)} --timeline "What is 7 plus 5?"     Ctrl-C drains and stops.',
+                f'\nAsk more:  {self._chat(grpc, addresses.tls)} --timeline "What is 7 plus 5?"     Ctrl-C drains and stops.',
                 soft_wrap=True,
             )
         return not self._once
 
-    def _chat(self, address: str) -> str:
+    def _chat(self, address: str, tls: bool) -> str:
         """The `pdserve chat` command for this cluster, to paste into another terminal."""
-        command = "pdserve" if shutil.which("pdserve") else sys.argv[0]
-        return f"{command} chat" if address == self._default_url else f"{command} chat --url {address}"
+        started = f"{sys.executable} -m pdserve" if sys.argv[0].endswith(".py") else sys.argv[0]
+        command = "pdserve" if shutil.which("pdserve") else started
+        url = "" if address == self._default_url else f" --url {address}"
+        return f"{command} chat{url}{' --ca-file CA.pem' if tls else ''}"
