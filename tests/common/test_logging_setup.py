@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,21 @@ def test_lines_name_level_and_service(written: io.StringIO) -> None:
     logging.getLogger("httpx").info("chatter")
     assert written.getvalue().splitlines()[0].endswith("WARNING decode somewhere: careful")
     assert len(written.getvalue().splitlines()) == 1
+
+
+def test_json_lines(written: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", written)
+    configure_logging("router", "info", "json")
+    try:
+        raise ValueError("broken\nin two lines")
+    except ValueError:
+        logging.getLogger("somewhere").exception("careful: %s", "a\nb\udcff")
+    [line] = written.getvalue().splitlines()
+    fields = json.loads(line)
+    told = (fields["level"], fields["service"], fields["logger"], fields["message"])
+    assert told == ("error", "router", "somewhere", "careful: a\nb\\udcff")
+    assert "ValueError: broken\nin two lines" in fields["exception"]
+    assert fields["time"].endswith("Z")
 
 
 def test_a_client_that_left_is_no_error_but_other_failures_of_grpc_are(written: io.StringIO) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.routing import Route
 
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.http_front.front_http import HttpFront
+from pdserve.router.http_front.openapi import BODIES, openapi
 from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
 from pdserve.router.openai.embeddings import EmbeddingBody
 from pdserve.router.openai.no_op_fields import IGNORED, NO_OP
@@ -47,6 +49,24 @@ def test_every_endpoint() -> None:
         for method in (route.methods or set()) - {"HEAD"}
     }
     assert {(method, path.strip("`")) for method, path, _ in rows("Endpoints")} == served
+
+
+def described() -> dict[str, Any]:
+    inference: Any = SimpleNamespace(settings=RouterSettings(), keys=ApiKeys(None))
+    return openapi(route for route in HttpFront(inference).app.routes if isinstance(route, Route))
+
+
+def test_openapi_has_every_endpoint_and_every_field_that_is_parsed() -> None:
+    description = described()
+    served = {(method.upper(), path) for path, operations in description["paths"].items() for method in operations}
+    assert {(m, path.strip("`").replace("{id}", "{model}")) for m, path, _ in rows("Endpoints")} == served
+    assert {path for path, operations in description["paths"].items() if "post" in operations} == set(BODIES)
+    for path, kind in BODIES.items():
+        content = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        schema = description["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
+        assert set(schema["properties"]) == set(kind.__struct_fields__)
+        assert schema["additionalProperties"] is False
+    assert msgspec.json.decode(msgspec.json.encode(description)) == description
 
 
 @pytest.mark.parametrize("heading", SECTIONS)

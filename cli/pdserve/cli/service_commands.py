@@ -51,7 +51,7 @@ def serve_router(flags: Mapping[str, Any], config: Path | None) -> None:
     from pdserve.router.service import run_router  # imported here, so that a router does not import torch
 
     settings = load_settings(RouterSettings, flags=flags, toml=config)
-    configure_logging("router", settings.log_level)
+    configure_logging("router", settings.log_level, settings.log_format)
     raise_descriptor_limit()
 
     def ready(http_address: str, grpc_address: str) -> None:
@@ -96,7 +96,7 @@ def _serve_worker(
     lifeline_fd: int | None,
 ) -> bool:
     settings = load_settings(kind, flags=flags, toml=config)
-    configure_logging(kind.section, settings.log_level)
+    configure_logging(kind.section, settings.log_level, settings.log_format)
     raise_descriptor_limit()
     folder = model_folder(settings.model)
     # settings are checked first, because torch takes seconds to import

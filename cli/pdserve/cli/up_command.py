@@ -32,7 +32,7 @@ def run_up(
     given = parse_assignments(assignments) | {name: value for name, value in flags.items() if value is not None}
     warn_of_secrets(given)
     plan = make_plan(given, config, num_workers)
-    configure_logging("router", plan.router.log_level)
+    configure_logging("router", plan.router.log_level, plan.router.log_format)
     console = Console()
     greeting = Greeting(console, question, once, DEFAULT_URL)
     run_cluster(plan, console, greeting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -15,6 +16,7 @@ from pdserve.common.settings.service_settings import SchedulingPolicy, ServiceSe
 
 _LEAST_REQUEST_BYTES = 1024
 _MAX_NAME_CHARS = 256
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]+")
 
 
 class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -76,6 +78,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Target of one JSON line per client request: a path, or `stderr`; default: none."""
     shared_prefix_cache: tuple[str, ...] = ()
     """Tenants that share cached prefixes: groups of their names, joined by `+`, or `*` for all; default: none do."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the HTTP API from a browser, `scheme://host[:port]`, or `*` for all; default: none."""
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
     """Fields of requests that the router does not know, which may ask for another text: `refuse` them by name, or `ignore` them
     with one log line per name."""
@@ -163,6 +167,11 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s")
         self._verify_keys()
         self._verify_names()
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_origins has {origin[:200]!r}, scheme://host[:port] in lower case or * is needed"
+                )
         if self.audit_log is not None and not self.audit_log.strip():
             raise ConfigError("audit_log is given but empty: a path or stderr is needed, or leave the setting out")
         self.cache_groups()

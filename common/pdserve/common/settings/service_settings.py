@@ -64,6 +64,8 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     redis_ca_file: str | None = None
     """PEM certificates to trust for rediss://; default: the system's."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    """`json`: one JSON object per line of the log."""
     otlp: str | None = None
     """The collector for traces: grpc://host:port or http://host:port; None traces nothing."""
     otlp_is_traces_url: bool = False

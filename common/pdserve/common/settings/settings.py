@@ -42,7 +42,15 @@ precedence."""
 _TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 CLIENT_VARIABLES = ("api_key",)
 """Read by the client commands, so services ignore them in their environment."""
-_LISTS = ("prefill", "decode", "api_keys", "shared_prefix_cache", "logits_processors", "served_model_name")
+_LISTS = (
+    "prefill",
+    "decode",
+    "api_keys",
+    "cors_origins",
+    "shared_prefix_cache",
+    "logits_processors",
+    "served_model_name",
+)
 _NO_BLANKS = ("api_keys",)
 """Lists in which a blank entry is an error, and not left out: a key that is missing must not read as one key fewer."""
 SECRETS = ("deployment_key", "api_keys", "otlp_headers")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -26,6 +29,7 @@ from pdserve.router.http_front.generation_response import (
     error_response,
     json_response,
 )
+from pdserve.router.http_front.openapi import OpenApi
 from pdserve.router.http_front.tokenization_http import TokenizationHttp, authenticated
 from pdserve.router.openai.echo import Echo
 from pdserve.router.openai.embeddings import EmbeddingBody, embeddings_parts
@@ -41,6 +45,8 @@ from pdserve.text.tokenizer import Tokenizer
 
 TIMELINE_HEADER = "x-pdserve-timeline"
 _ALWAYS_ASIDE = 1 << 20
+_PREFLIGHT_AGE_S = 600
+"""Time for which browsers keep the answer to a preflight."""
 _HTTP_ERRORS = {
     404: ("there is no such path", "not_found"),
     405: ("the path does not take this method", "method_not_allowed"),
@@ -54,20 +60,26 @@ class HttpFront:
         self._inference = inference
         self._keys = inference.keys
         self._started_at = int(time.time())
+        described = OpenApi()
+        routes = [
+            Route("/health", self.health, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/debug/routing", self.debug_routing, methods=["GET"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self.model, methods=["GET"]),
+            Route("/ready", self.ready),
+            Route("/live", answer_live),
+            Route("/version", self.version),
+            *described.routes,
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            *TokenizationHttp(inference, self._keys).routes,
+        ]
+        described.describe(routes)
         self.app = Starlette(
-            routes=[
-                Route("/health", self.health, methods=["GET"]),
-                Route("/metrics", self.metrics, methods=["GET"]),
-                Route("/debug/routing", self.debug_routing, methods=["GET"]),
-                Route("/v1/models", self.models, methods=["GET"]),
-                Route("/v1/models/{model:path}", self.model, methods=["GET"]),
-                Route("/ready", self.ready),
-                Route("/live", answer_live),
-                Route("/v1/completions", self.completions, methods=["POST"]),
-                Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-                *TokenizationHttp(inference, self._keys).routes,
-            ],
+            routes=routes,
+            middleware=_cors(inference.settings.cors_origins),
             exception_handlers={
                 PdServeError: _on_error,
                 HTTPException: _on_http_exception,
@@ -88,6 +100,11 @@ class HttpFront:
     async def ready(self, request: Request) -> Response:
         """Status 200 if a request could be served now."""
         return probe_response(self._inference.healthy)
+
+    async def version(self, request: Request) -> Response:
+        """The version of pdserve, in vLLM's shape."""
+        await self._authenticate(request)
+        return json_response({"version": version("pdserve")})
 
     async def debug_routing(self, request: Request) -> Response:
         """The last placements with their reasons, newest first."""
@@ -184,6 +201,24 @@ class HttpFront:
             "owned_by": "pdserve",
             "max_model_len": limits.max_model_len if limits else None,
         }
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Middleware for pages of other origins; none without `cors_origins`. Preflights need no key."""
+    if not origins:
+        return []
+    exposed = (REQUEST_ID_HEADER, "retry-after")
+    # clients in browsers send headers of their own, and none of them gives access: keys are not sent by the browser itself
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=exposed,
+            max_age=_PREFLIGHT_AGE_S,
+        )
+    ]
 
 
 def _echo(body: CompletionBody | ChatBody, requests: Sequence[ClientRequest], tokenizer: Tokenizer) -> Echo | None:

@@ -1,0 +1,133 @@
+"""`/openapi.json` and `/docs`: the endpoints and the bodies that they parse, as OpenAPI 3.1 and as a page.
+
+The schemas are made from the types that decode requests. Both answers are the same for every deployment, contain no state, and are
+served without a key.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import html
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
+from pdserve.router.openai.embeddings import EmbeddingBody
+from pdserve.router.openai.no_op_fields import IGNORED, NO_OP
+from pdserve.router.openai.protocol import ChatBody, CompletionBody
+
+BODIES: Mapping[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+"""Path -> type that decodes its body."""
+OPEN_PATHS = ("/health", "/ready", "/live", "/openapi.json", "/docs")
+"""Paths that need no API key."""
+_REF = "#/components/schemas/"
+_STYLE = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{text-align:left;padding:.2em 1em .2em 0}"
+_STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+_PAGE_HEADERS = {
+    "content-security-policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; frame-ancestors 'none'; base-uri 'none'",
+    "x-content-type-options": "nosniff",
+}
+
+
+def openapi(routes: Iterable[Route]) -> dict[str, Any]:
+    """The description of these routes."""
+    _, schemas = msgspec.json.schema_components(BODIES.values(), ref_template=_REF + "{name}")
+    for schema in schemas.values():
+        for name, field in schema.get("properties", {}).items():
+            if name in IGNORED:
+                field["description"] = "accepted, without effect"
+            elif name in NO_OP:
+                field["description"] = "accepted only with a value that changes nothing"
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        path = route.path.replace(":path}", "}")
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            paths.setdefault(path, {})[method.lower()] = _operation(path, route)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pdserve", "version": "v1"},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _operation(path: str, route: Route) -> dict[str, Any]:
+    operation: dict[str, Any] = {"operationId": route.name, "responses": {"default": {"description": "docs/openai.md"}}}
+    if path not in OPEN_PATHS:
+        operation["security"] = [{"key": []}, {}]
+    if "{" in path:
+        name = path.partition("{")[2].partition("}")[0]
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+    if (kind := BODIES.get(path)) is not None:
+        content = {"application/json": {"schema": {"$ref": _REF + kind.__name__}}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def page(description: Mapping[str, Any]) -> str:
+    """The description as HTML, which needs neither scripts nor other files."""
+    parts = [f"<!doctype html><meta charset=utf-8><title>pdserve</title><style>{_STYLE}</style><h1>pdserve</h1>"]
+    for path, operations in description["paths"].items():
+        for method, operation in operations.items():
+            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
+            if "requestBody" in operation:
+                parts.append(_table(description, operation["requestBody"]["content"]["application/json"]["schema"]))
+    return "\n".join(parts)
+
+
+def _table(description: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    schema = description["components"]["schemas"][schema["$ref"].removeprefix(_REF)]
+    rows = [
+        f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(_kind(field))}"
+        f"<td>{'required' if name in schema.get('required', ()) else html.escape(field.get('description', ''))}"
+        for name, field in schema["properties"].items()
+    ]
+    return "<table><tr><th>field<th>type<th>" + "".join(rows) + "</table>"
+
+
+def _kind(field: Mapping[str, Any]) -> str:
+    """A field's type in words."""
+    if "anyOf" in field:
+        return " or ".join(_kind(option) for option in field["anyOf"] if option != {"type": "null"})
+    if "$ref" in field:
+        return str(field["$ref"]).removeprefix(_REF)
+    if "enum" in field:
+        return ", ".join(map(str, field["enum"]))
+    inner = f" of {_kind(field['items'])}" if isinstance(field.get("items"), Mapping) and field["items"] else ""
+    return f"{field.get('type', 'any')}{inner}"
+
+
+class OpenApi:
+    """The two routes. `describe` them and all others once."""
+
+    def __init__(self) -> None:
+        self._routes: tuple[Route, ...] = ()
+        self.routes = [Route("/openapi.json", self.description), Route("/docs", self.docs)]
+
+    def describe(self, routes: Iterable[Route]) -> None:
+        """Set the routes that both answers describe."""
+        self._routes = tuple(routes)
+
+    @functools.cached_property
+    def _answers(self) -> tuple[bytes, bytes]:
+        made = openapi(self._routes)
+        return msgspec.json.encode(made), page(made).encode()
+
+    async def description(self, request: Request) -> Response:
+        return Response(self._answers[0], media_type="application/json")
+
+    async def docs(self, request: Request) -> Response:
+        return Response(self._answers[1], media_type="text/html", headers=_PAGE_HEADERS)
